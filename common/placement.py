@@ -1,0 +1,126 @@
+"""Who runs where: ranks, devices and the mesh that every role shares.
+
+Single program, multiple data: each rank runs the same script from top to bottom, on its own share of
+the prompts. Plain `python algos/X.py` is a world of one; `torchrun --nproc-per-node N` a world of N.
+Layout "colocate": a rank holds its shard of the trainer *and* an engine; with rollout_tp = k, each k
+consecutive ranks hold one engine together.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class BadInput(ValueError):
+    """Something the user gave is wrong. The message is one line: what was found, what was expected."""
+
+
+def run(main: Callable[[Any], None], args: Any) -> None:
+    """Call main(args); bad input becomes one line on stderr and exit code 2, without a traceback."""
+    try:
+        main(args)
+    except BadInput as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank meets the same bad input: say it once
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh  # 1-D over all ranks: parameters are sharded and gradients averaged over it
+    rollout_tp: int  # ranks that share one engine
+    tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def engine_index(self) -> int:
+        """Which engine this rank belongs to, 0 ... size / rollout_tp - 1."""
+        return self.rank // self.rollout_tp
+
+    def sum(self, value: float) -> float:
+        """Sum of a number over the ranks. Collective: every rank calls it."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        """Largest of a number over the ranks. Collective: every rank calls it."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: float, op) -> float:
+        tensor = torch.tensor(float(value), dtype=torch.float64)  # on CPU: gloo, exact for counts
+        dist.all_reduce(tensor, op)
+        return tensor.item()
+
+
+def finish(world: World, engine=None) -> None:
+    """End a run: no rank leaves while another still talks to it. Collective: every rank calls it."""
+    dist.barrier()
+    if engine is not None:
+        engine.shutdown()  # first: vLLM's groups live inside ours, and it may take ours down with them
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_world(rollout_tp: int) -> int:
+    """Number of ranks torchrun started (1 without it), before any of them is joined. Raises BadInput."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if rollout_tp < 1 or size % rollout_tp:
+        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {size} ranks")
+    if torch.cuda.is_available():
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if local_size > torch.cuda.device_count():
+            raise BadInput(f"{local_size} ranks on this node but {torch.cuda.device_count()} GPUs")
+    return size
+
+
+def init(seed: int, rollout_tp: int = 1) -> World:
+    """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it."""
+    if "RANK" not in os.environ:  # plain python: a world of one, by the same variables torchrun sets
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    use_cores()
+    torch.manual_seed(seed)
+    tp_group = None
+    for first in range(0, size, rollout_tp):  # new_group is collective: every rank makes every group
+        ranks = list(range(first, first + rollout_tp))
+        group = dist.new_group(ranks, backend="gloo") if rollout_tp > 1 else None
+        tp_group = group if rank in ranks else tp_group
+    return World(rank, size, device, init_device_mesh(device.type, (size,)), rollout_tp, tp_group)
+
+
+def use_cores() -> None:
+    """Give this rank its share of the cores. Two ranks with all cores each would fight: 0.3 s becomes 13 s."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """--dtype: "auto" is bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

@@ -1,0 +1,173 @@
+"""The engine: prompts in as token ids; responses out as token ids and the log-probs they were sampled with.
+
+Two engines behind the same four methods: `VLLMEngine` (common/vllm_engine.py) and `HFEngine` below,
+slow, independent, and the oracle the first is tested against.
+
+    generate(prompt_ids, n, temperature, max_tokens, seed) -> Rollout
+    load_weights(named_tensors)      the trainer's weights, full tensors; called through weight_sync.push
+    sleep()                          free the memory of weights and KV cache until the next load_weights
+    shutdown()                       before the process group goes away
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from common.placement import World, use_cores
+
+
+@dataclass
+class Rollout:
+    """N sampled responses, group-major: rows i*G ... i*G+G-1 answer prompt i. T = longest response."""
+
+    prompt_ids: list[list[int]]  # N, as the engine took them
+    response_ids: list[list[int]]  # N, as the engine returned them, with the end token it sampled
+    response_mask: torch.Tensor  # (N, T) bool, True on a token the policy sampled
+    rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where the mask is False
+    truncated: torch.Tensor  # (N,) bool: stopped by the length limit, not by an end token
+    weight_version: int  # how many pushes the weights had seen
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+
+def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device) -> Rollout:
+    """Pad N lists to (N, T). The mask comes from the lengths: a pad token may well be an end token.
+
+    logprobs: None for demonstrations, which nobody sampled.
+    """
+    lengths = torch.tensor([len(ids) for ids in response_ids])
+    width = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(width)[None, :] < lengths[:, None]  # (N, T)
+    padded = torch.zeros(len(response_ids), width)
+    if logprobs is not None:
+        padded[mask] = torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
+    truncated = torch.tensor(truncated, dtype=torch.bool, device=device)
+    return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, weight_version)
+
+
+def start(
+    backend: str,
+    model_path: str,
+    stop_token_ids: list[int],
+    world: World,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    memory_fraction: float,
+):
+    """Load an engine on this rank (with rollout_tp > 1: on these ranks together). Collective: every rank calls it.
+
+    model_path: local folder or Hub name; stop_token_ids: sampling one of them ends a response and is part
+    of it; max_model_len: prompt + response, tokens; memory_fraction: share of the GPU's memory for weights
+    and KV cache, given back while the trainer works.
+    """
+    if backend == "hf":
+        return HFEngine(model_path, stop_token_ids, world, dtype)
+    # All of vLLM's environment, in one place, before its first import.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process: weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if world.device.type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinning would put two ranks on one core
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs 4-14 s at start and gains nothing here
+    from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
+
+    engine = VLLMEngine(
+        model_path,
+        stop_token_ids,
+        world,
+        dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        memory_fraction=memory_fraction,
+    )
+    use_cores()  # vLLM sets the thread count for itself
+    return engine
+
+
+def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list[int]], int]:
+    """Ranks that share an engine must feed it the same prompts: all of theirs. Returns them and where ours start."""
+    if world.tp_group is None:
+        return prompt_ids, 0
+    everyone: list = [None] * world.rollout_tp
+    dist.all_gather_object(everyone, prompt_ids, group=world.tp_group)
+    before = everyone[: world.rank % world.rollout_tp]
+    return [ids for share in everyone for ids in share], sum(len(share) for share in before)
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Scale the logits by the temperature and keep the log-prob of each chosen token, not of the vocabulary."""
+
+    def __init__(self, temperature: float):
+        self.temperature, self.last, self.chosen = temperature, None, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.last is not None:
+            self.record_choice(input_ids)
+        scaled = scores.float() / self.temperature if self.temperature > 0 else scores.float()
+        self.last = scaled.log_softmax(-1)
+        return scaled
+
+    def record_choice(self, input_ids: torch.Tensor) -> None:
+        """The token chosen from the last logits is now at the end of input_ids (rows, tokens)."""
+        self.chosen.append(self.last.gather(-1, input_ids[:, -1:]).squeeze(-1))
+
+
+class HFEngine:
+    """transformers' `generate` on a full copy of the model: no paging, no continuous batching, padded prompts."""
+
+    def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(world.device).eval()
+        self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
+
+    @torch.no_grad()
+    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:
+        device, width = self.world.device, max(len(ids) for ids in prompt_ids)
+        rows = [ids for ids in prompt_ids for _ in range(n)]
+        inputs = torch.zeros(len(rows), width, dtype=torch.long, device=device)
+        attention_mask = torch.zeros_like(inputs)
+        for i, ids in enumerate(rows):  # padded on the left: responses start in one column
+            inputs[i, width - len(ids) :] = torch.tensor(ids, device=device)
+            attention_mask[i, width - len(ids) :] = 1
+        torch.manual_seed(seed + self.world.rank)
+        recorder = LogprobRecorder(temperature)
+        settings = GenerationConfig(  # complete, so that nothing comes from the model's own generation_config.json
+            do_sample=temperature > 0,
+            top_k=0 if temperature > 0 else None,
+            max_new_tokens=max_tokens,
+            eos_token_id=self.stop_token_ids,
+            pad_token_id=self.stop_token_ids[0],
+        )
+        processors = LogitsProcessorList([recorder])
+        output = self.model.generate(inputs, settings, attention_mask=attention_mask, logits_processor=processors)
+        recorder.record_choice(output)
+        sampled, logprobs = output[:, width:].tolist(), torch.stack(recorder.chosen, dim=1).tolist()
+        ends = [next((t for t, token in enumerate(row) if token in self.stop_token_ids), None) for row in sampled]
+        lengths = [len(row) if end is None else end + 1 for row, end in zip(sampled, ends)]
+        return collate(
+            rows,
+            [row[:length] for row, length in zip(sampled, lengths)],
+            [row[:length] for row, length in zip(logprobs, lengths)],
+            [end is None for end in ends],
+            self.weight_version,
+            device,
+        )
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in named_tensors:
+            parameters[name].copy_(tensor)
+        self.weight_version += 1
+
+    def sleep(self) -> None:
+        """Nothing to free: this engine keeps no cache between calls."""
+
+    def shutdown(self) -> None:
+        """Nothing to end: this engine owns no process and no process group."""

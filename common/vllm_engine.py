@@ -1,0 +1,148 @@
+"""vLLM in this process, and the engine that takes the trainer's weights through vLLM's own weight-transfer API.
+
+Imported by rollout.start alone, after the environment is set.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from common.placement import World
+from common.rollout import Rollout, collate, gather_prompts
+
+
+@dataclass
+class InProcessInit(WeightTransferInitInfo):
+    """Nothing to agree on: trainer and engine share an address space."""
+
+
+@dataclass
+class InProcessUpdate(WeightTransferUpdateInfo):
+    weights: Iterable[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+
+class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
+    """Loads (name, full tensor) pairs as they are gathered; vLLM finishes each layer as soon as it is complete."""
+
+    init_info_cls = InProcessInit
+    update_info_cls = InProcessUpdate
+
+    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+        """No connection to open."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict) -> None:
+        # Not the base class's: it ends with torch.accelerator.synchronize(), which a CPU does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        self.model.load_weights(iter(update_info.weights))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
+            # The reload repacks the embedding; the head that shares it keeps its old packed copy. Without
+            # this line log-probs drift 8e-2 away in the first update, 2e-1 by the third, and nothing fails.
+            head = self.model.lm_head
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        """No connection to close."""
+
+
+class VLLMEngine:
+    """One engine a rank, or one for `world.rollout_tp` ranks, which then all make every call together."""
+
+    def __init__(
+        self,
+        model_path: str,
+        stop_token_ids: list[int],
+        world: World,
+        dtype: torch.dtype,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        memory_fraction: float,
+    ):
+        if "in_process" not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine("in_process", InProcessTransfer)
+        cuda = world.device.type == "cuda"
+        self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
+        self.asleep = False
+        self.llm = LLM(
+            model_path,
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            generation_config="vllm",  # no sampling defaults from the model's folder
+            logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=world.engine_index,
+            tensor_parallel_size=world.rollout_tp,
+            distributed_executor_backend="external_launcher",  # the ranks are there already: torchrun made them
+            weight_transfer_config=WeightTransferConfig(backend="in_process"),
+            enforce_eager=not cuda,  # CUDA graphs on a GPU; nothing to capture on a CPU
+            **(dict(enable_sleep_mode=True, gpu_memory_utilization=memory_fraction) if cuda else {}),
+        )
+
+    def generate(
+        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int
+    ) -> Rollout:
+        """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
+        everyone, first = gather_prompts(prompt_ids, self.world)
+        sampling = SamplingParams(
+            n=n,
+            temperature=temperature,
+            top_p=1.0,  # top-p, top-k and penalties would sample from another policy than the one trained
+            top_k=-1,
+            max_tokens=max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        torch.manual_seed(seed + self.world.engine_index)  # the sampler draws from the process's generator
+        requests = [{"prompt_token_ids": ids} for ids in everyone]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)[first : first + len(prompt_ids)]
+        responses = [response for output in outputs for response in output.outputs]
+        return collate(
+            [ids for ids in prompt_ids for _ in range(n)],
+            [list(response.token_ids) for response in responses],
+            [response.logprobs.logprobs for response in responses],
+            [response.finish_reason == "length" for response in responses],
+            self.weight_version,
+            self.world.device,
+        )
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights by (name, full tensor) pairs. Collective: gathering them is."""
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"weights": named_tensors}})
+        self.llm.finish_weight_update()
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.asleep = False
+        self.llm.reset_prefix_cache()  # else prompts would be continued from the old weights' keys and values
+        self.weight_version += 1
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the GPU's trainer; the next load_weights wakes the engine."""
+        if self.world.device.type == "cuda":
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def shutdown(self) -> None:
+        """Before World.shutdown: the engine's process groups live inside ours."""
+        self.llm.llm_engine.engine_core.shutdown()

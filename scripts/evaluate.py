@@ -1,0 +1,78 @@
+"""Accuracy of a model or checkpoint: greedy, sampled, and pass@k.
+
+    python scripts/evaluate.py --model runs/grpo/checkpoints/step_000045/model
+    python scripts/evaluate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset gsm8k --max-response-tokens 256 --n 8
+    torchrun --nproc-per-node 8 scripts/evaluate.py --model ... (each rank takes its share of the prompts)
+
+pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
+1 - C(n - c, k) / C(n, k). Prints one JSON object; quote the reward (the grader) beside the number.
+"""
+
+import dataclasses
+import json
+import math
+
+import tyro
+
+from common import data, evaluation, placement, rewards, rollout
+
+
+@dataclasses.dataclass
+class Args:
+    model: str  # folder or Hub name
+    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
+    split: str = "test"
+    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function; its acc counts
+    prompts: int = 0  # how many; 0: all
+    n: int = 0  # sampled responses per prompt; 0: greedy only
+    temperature: float = 1.0
+    max_prompt_tokens: int = 512
+    max_response_tokens: int = 48
+    rollout_backend: str = "vllm"  # vllm | hf
+    rollout_tp: int = 1
+    dtype: str = "auto"  # auto | float32 | bfloat16
+    seed: int = 0
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n responses, drawn without replacement, hold a correct one."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def main(args: Args) -> None:
+    placement.check_world(args.rollout_tp)
+    if args.n < 0 or args.temperature <= 0:
+        raise placement.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
+    tokenizer, stop_token_ids = data.load_tokenizer(args.model)
+    reward = rewards.load(args.reward)
+    prompts = data.load(args.dataset, args.split, tokenizer, args.max_prompt_tokens)[: args.prompts or None]
+    rewards.check_answers(args.reward, prompts)
+
+    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    engine = rollout.start(
+        args.rollout_backend,
+        args.model,
+        stop_token_ids,
+        world,
+        dtype,
+        max_model_len=args.max_prompt_tokens + args.max_response_tokens,
+        max_num_seqs=256,
+        memory_fraction=0.9,
+    )
+    result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
+    result["greedy"] = evaluation.greedy_accuracy(engine, prompts, reward, tokenizer, world, args.max_response_tokens)
+    if args.n:
+        rows = evaluation.evaluate(
+            engine, prompts, reward, tokenizer, world, args.max_response_tokens, args.n, args.temperature, args.seed
+        )
+        correct = [int(sum(row)) for row in rows]  # this rank's prompts
+        for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
+            name = "sampled" if k == 1 else f"pass@{k}"
+            result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / len(prompts)
+    if world.is_main:
+        print(json.dumps(result))
+    placement.finish(world, engine)
+
+
+if __name__ == "__main__":
+    placement.run(main, tyro.cli(Args, description=__doc__))

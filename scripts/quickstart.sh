@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: install, warm start by SFT, then GRPO with FSDP2, vLLM and native weight sync.
+#   bash scripts/quickstart.sh [flags of algos/grpo.py]        what is there already is skipped
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+began=$SECONDS
+bash "$root/scripts/install.sh"
+echo "installed after $((SECONDS - began)) s"
+run="$root/runs/quickstart"
+if [ $# -eq 0 ] && [ -e "$run/report.html" ]; then
+  echo "already trained; the report: $run/report.html (delete $run to train again)"
+  exit 0
+fi
+"$root/.venv/bin/python" "$root/algos/grpo.py" --run-dir "$run" "$@"
+echo "done after $((SECONDS - began)) s; open $run/report.html"

@@ -1,0 +1,17 @@
+"""Write RUN_DIR/report.html again from what the run has saved so far: python scripts/report.py runs/grpo"""
+
+from pathlib import Path
+
+import tyro
+
+from common import placement, report
+
+
+def main(run_dir: Path) -> None:
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise placement.BadInput(f"{run_dir}: no metrics.jsonl; is this a run directory?")
+    print(report.write(run_dir))
+
+
+if __name__ == "__main__":
+    placement.run(main, tyro.cli(Path, prog="report.py", description=__doc__))
