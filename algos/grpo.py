@@ -27,8 +27,20 @@ from typing import Literal
 import torch
 import tyro
 
-from common import batching, checkpoint, data, embedded, evaluation, model, placement
-from common import rewards, rollout, tracking, weight_sync
+from common import (
+    batching,
+    checkpoint,
+    data,
+    embedded,
+    evaluation,
+    model,
+    placement,
+    rewards,
+    rollout,
+    run,
+    tracking,
+    weight_sync,
+)
 
 
 @dataclasses.dataclass
@@ -55,7 +67,8 @@ class Args:
     # optimization
     mini_batches: int = 4  # optimizer steps per rollout
     learning_rate: float = 3e-4  # for the embedded model; 1e-6 is usual for a pretrained one
-    warmup_steps: int = 2  # steps of linear warm-up, then constant
+    schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
+    warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
@@ -112,6 +125,7 @@ def policy_loss(
     return ((per_token * response_mask).sum(1) / lengths.clamp(min=1)).sum() / denominator
 
 
+@torch.no_grad()
 def ratio_stats(logprobs, old_logprobs, ref_logprobs, advantages, response_mask, *, clip_low, clip_high):
     """Sums over response tokens of: the ratio was clipped and its gradient is gone; k3 to the reference."""
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
@@ -145,13 +159,14 @@ def main(args: Args) -> None:
     size = placement.check_world(args.rollout_tp)
     check_args(args, size)
     reward = rewards.load(args.reward)
-    resume = tracking.check_run_dir(args.run_dir, args.resume, args.track)
+    resume = run.check_directory(args.run_dir, args.resume, args.track)
     if args.model == "embedded":
         args.model = embedded.warm_start()
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
     prompts = data.load(args.dataset, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, args.eval_dataset, tokenizer, args.max_prompt_tokens)[: args.eval_prompts]
     rewards.check_answers(args.reward, prompts + held_out)
+    max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
     policy = model.load(args.model, world, dtype, args.activation_checkpointing)
@@ -161,28 +176,30 @@ def main(args: Args) -> None:
     )
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
-        max_model_len=args.max_prompt_tokens + args.max_response_tokens,
+        max_model_len=max_model_len,
         max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
         memory_fraction=args.rollout_memory,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     start = checkpoint.load(resume, policy, optimizer, loader)
     tracker = tracking.Tracker(args.run_dir, "grpo", args, world, args.track, start, args.steps)
-    evaluate = partial(
-        evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world, args.max_response_tokens
-    )  # fmt: skip
+    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if resume:
         weight_sync.push(policy, engine)
     elif held_out:
-        tracker.first(evaluate())
+        tracker.first(greedy_accuracy(args.max_response_tokens))
 
+    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     for step in range(start + 1, args.steps + 1):
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
         with tracker.time("rollout"):
-            seed = args.seed * 2**20 + step
             batch = engine.generate(
-                [p.ids for p in mine], args.group_size, args.temperature, args.max_response_tokens, seed
+                [prompt.ids for prompt in mine],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step,
             )
             engine.sleep()
 
@@ -197,29 +214,25 @@ def main(args: Args) -> None:
         with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
             micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.token_budget, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
-            ref_logprobs = None
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
         tracker.mismatch(old_logprobs, batch, needed)
 
         with tracker.time("update"):
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+                decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
             for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches):  # whole groups
                 denominator = world.sum(len(rows))  # responses on all ranks, the skipped ones too
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.token_budget, world)
                 for micro in micro_batches:
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    inputs = (
-                        old_logprobs[micro.rows],
-                        None if ref_logprobs is None else ref_logprobs[micro.rows],
-                        advantages[micro.rows],
-                        micro.response_mask,
-                    )
-                    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-                    loss = policy_loss(logprobs, *inputs, **clip, kl_coef=args.kl_coef, denominator=denominator)
+                    old = old_logprobs[micro.rows]  # (n, T)
+                    ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)
+                    inputs = (logprobs, old, ref, advantages[micro.rows], micro.response_mask)
+                    loss = policy_loss(*inputs, **clip, kl_coef=args.kl_coef, denominator=denominator)
                     (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
-                    tracker.update(loss, entropy, micro.response_mask, *ratio_stats(logprobs.detach(), *inputs, **clip))
+                    tracker.update(loss, entropy, micro.response_mask, *ratio_stats(*inputs, **clip))
                 if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
@@ -232,11 +245,11 @@ def main(args: Args) -> None:
         tracker.rollout(scores, args.group_size, batch)
         if step % args.rollouts_every == 0 or step in (1, args.steps):
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
-        if held_out and (step == args.steps or args.eval_every and step % args.eval_every == 0):
-            tracker.add("eval/accuracy", evaluate())
+        if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
-        tracking.check(metrics, args.max_logprob_gap)
-        if step == args.steps or args.save_every and step % args.save_every == 0:
+        run.check(metrics, args.max_logprob_gap)
+        if step == args.steps or (args.save_every and step % args.save_every == 0):
             checkpoint.save(tracker.run_dir, step, policy, optimizer, loader, tokenizer, dtype, world)
 
     tracker.close()
@@ -244,4 +257,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.run(main, tyro.cli(Args, description=__doc__))
+    placement.launch(main, tyro.cli(Args, description=__doc__))

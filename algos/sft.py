@@ -89,4 +89,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.run(main, tyro.cli(Args))
+    placement.launch(main, tyro.cli(Args))

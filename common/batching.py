@@ -60,7 +60,7 @@ def pack_rows(rollout: Rollout, rows: torch.Tensor) -> MicroBatch:
         tokens += prompt + response
         positions += range(len(prompt) + len(response))
         seqlens.append(len(prompt) + len(response))
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)
     return MicroBatch(
         rows=rows.to(device),
         input_ids=as_tensor([tokens]),

@@ -1,8 +1,8 @@
 """Checkpoints: the trainer's state by torch DCP, and the policy as a Hugging Face folder.
 
-    checkpoints/step_000010/model/      config, tokenizer, safetensors: AutoModelForCausalLM and vLLM load it
-    checkpoints/step_000010/trainer/    float32 masters and optimizer state, sharded
-    checkpoints/step_000010/state.json  step and place in the data; written last: without it, it is not complete
+checkpoints/step_000010/model/      config, tokenizer, safetensors: AutoModelForCausalLM and vLLM load it
+checkpoints/step_000010/trainer/    float32 masters and optimizer state, sharded
+checkpoints/step_000010/state.json  step and place in the data; written last: without it, it is not complete
 """
 
 import json
@@ -25,7 +25,9 @@ from common.data import PromptLoader
 from common.placement import World
 
 
-def export(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World) -> None:
+def export(
+    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World
+) -> None:
     """Write the policy as a Hugging Face folder in `dtype`. Collective: every rank calls it; rank 0 writes."""
     state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.is_main:

@@ -92,6 +92,18 @@ def load_eval(spec: str, eval_spec: str, tokenizer: PreTrainedTokenizerBase, max
     return load(spec, "test", tokenizer, max_prompt_tokens) if built_in else []
 
 
+def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int) -> int:
+    """Longest prompt plus longest response. Raises BadInput if the model has fewer positions."""
+    total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
+    positions = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", total)
+    if total > positions:
+        raise BadInput(
+            f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
+            f"that is {total}, and --model has {positions} positions"
+        )
+    return total
+
+
 def collect(rows: list[tuple[str, dict]], make: Callable[[str, dict], Prompt]) -> list[Prompt]:
     """make() over all rows; what is wrong with the first five bad ones becomes one BadInput."""
     prompts, errors = [], []

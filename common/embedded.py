@@ -21,7 +21,15 @@ from common.placement import World
 ROOT = Path(__file__).parents[1]
 WARM_START = ROOT / "runs" / "warm-start"
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"
 HELD_OUT = 256  # of the 90 * 90 problems
 
@@ -51,9 +59,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *CHARACTERS])}
     characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
 
 
 def config(tie_word_embeddings: bool = False) -> Qwen2Config:
@@ -84,7 +90,7 @@ def new_model(folder: Path, seed: int, world: World) -> str:
 
 
 def warm_start() -> str:
-    """The embedded model after `python algos/sft.py`, trained once and kept. Every rank calls it, before placement.init.
+    """The embedded model after `python algos/sft.py`, trained once and kept. Every rank calls it before placement.init.
 
     One rank trains, in a process of its own that knows nothing of the others; they wait for the folder.
     """

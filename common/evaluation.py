@@ -20,7 +20,9 @@ def evaluate(
     return [[result.acc for result in results[i * n : (i + 1) * n]] for i in range(len(mine))]
 
 
-def greedy_accuracy(engine, prompts: list[Prompt], reward: rewards.Reward, tokenizer, world: World, max_tokens: int) -> float:
+def greedy_accuracy(
+    engine, prompts: list[Prompt], reward: rewards.Reward, tokenizer, world: World, max_tokens: int
+) -> float:
     """Share of the prompts answered correctly at temperature 0. Collective: every rank calls it."""
     accuracies = evaluate(engine, prompts, reward, tokenizer, world, max_tokens)
     return world.sum(sum(row[0] for row in accuracies)) / len(prompts)

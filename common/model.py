@@ -109,17 +109,20 @@ def response_logprobs(
         micro.input_ids, micro.position_ids, micro.seqlens, micro.predictors, micro.targets, temperature, with_entropy
     )
     shape = micro.response_mask.shape
-    place = lambda values: values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)  # noqa: E731
+    place = lambda values: values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
     return place(logprobs), place(entropy) if with_entropy else None
 
 
 @torch.no_grad()
-def frozen_logprobs(policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float) -> torch.Tensor:
+def frozen_logprobs(
+    policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
+) -> torch.Tensor:
     """Log-probs (N, T) without gradient of the rows in these micro-batches, 0 elsewhere. Collective."""
     out = torch.zeros_like(rollout.rollout_logprobs)
     for micro in micro_batches:
         logprobs, _ = response_logprobs(policy, micro, temperature)
         out[micro.rows] = torch.where(micro.response_mask, logprobs, out[micro.rows])
+    policy.reshard()  # no backward will: the embeddings would stay whole on every rank
     return out
 
 
@@ -134,9 +137,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         ends = torch.tensor([0, *seqlens], device=query.device).cumsum(0, dtype=torch.int32)
         flat = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
         longest = max(seqlens)
-        out = varlen_attn(
-            *flat, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped
-        )
+        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
         return out[None], None
     outputs, first = [], 0
     for lengths in similar_lengths(seqlens):

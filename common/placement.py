@@ -22,14 +22,18 @@ class BadInput(ValueError):
     """Something the user gave is wrong. The message is one line: what was found, what was expected."""
 
 
-def run(main: Callable[[Any], None], args: Any) -> None:
-    """Call main(args); bad input becomes one line on stderr and exit code 2, without a traceback."""
+class RunFailed(RuntimeError):
+    """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
+
+
+def launch(main: Callable[[Any], None], args: Any) -> None:
+    """Call main(args); bad input (exit code 2) and a failed run (3) become one line on stderr, not a traceback."""
     try:
         main(args)
-    except BadInput as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank meets the same bad input: say it once
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (BadInput, RunFailed) as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank meets the same error: say it once
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, BadInput) else 3)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,12 @@ def init(seed: int, rollout_tp: int = 1) -> World:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

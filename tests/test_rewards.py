@@ -96,13 +96,32 @@ def test_extraction_is_named():
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_reference_solutions_grade_themselves():
-    rows = [json.loads(line) for split in ("train", "test") for line in open(GSM8K / f"{split}.jsonl")]
+    rows = [json.loads(line) for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").open()]
     assert len(rows) == 8792
     for mode in ("flexible", "strict"):
         assert all(grade_gsm8k(row["answer"], row["answer"].split("####")[1], mode) for row in rows)
 
 
-PIECES = ["{", "}", r"\boxed{", r"\frac", "####", "1", "9" * 50, ",", ".", "-", "$", "\0", "\ud800", "e", "/", " ", "\n", "x"]
+PIECES = [
+    "{",
+    "}",
+    r"\boxed{",
+    r"\frac",
+    "####",
+    "1",
+    "9" * 50,
+    ",",
+    ".",
+    "-",
+    "$",
+    "\0",
+    "\ud800",
+    "e",
+    "/",
+    " ",
+    "\n",
+    "x",
+]
 HOSTILE = [
     "9" * 1_000_000, "{" * 100_000, r"\boxed{" * 100_000, "####" * 100_000, r"\frac" * 100_000, "1/" * 100_000,
     "1 " * 100_000, "-" * 100_000, "1," * 100_000, r"\text{" * 100_000, "$" * 100_000, "1e" * 100_000, "\0" * 1000,

@@ -1,0 +1,118 @@
+"""The committed baselines on the embedded task: train three seeds, and draw what they gave.
+
+python scripts/baselines.py --run grpo        # trains seeds 0, 1, 2 and writes baselines/grpo/ (minutes each)
+python scripts/baselines.py                   # rebuilds baselines/README.md and curves.svg from the CSVs alone
+"""
+
+import csv
+import dataclasses
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+import tyro
+from matplotlib.figure import Figure
+
+from common import report
+
+ROOT = Path(__file__).parents[1]
+BASELINES = ROOT / "baselines"
+BEGIN, END = "<!-- baselines -->", "<!-- /baselines -->"  # the table between them is generated
+COLUMNS = ("step", "reward/mean", "eval/accuracy", "response/length_mean", "mismatch/logprob_abs_max", "time/step")
+
+
+@dataclasses.dataclass
+class Args:
+    run: tuple[str, ...] = ()  # algorithms to train again; none: only rebuild table and curves
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+def train(algorithm: str, seed: int) -> None:
+    """python algos/X.py --seed S, nothing else but evaluations every five steps; keeps curve and run.json."""
+    folder = BASELINES / algorithm
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "run"
+        flags = ["--seed", str(seed), "--eval-every", "5", "--run-dir", str(run_dir)]
+        subprocess.run([sys.executable, str(ROOT / f"algos/{algorithm}.py"), *flags], check=True)
+        with open(folder / f"seed{seed}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(
+                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
+                for row in report.read_metrics(run_dir)
+            )
+        run = json.loads((run_dir / "run.json").read_text())
+    run["argv"] = [f"algos/{algorithm}.py", "--seed", str(seed), "--eval-every", "5"]  # not this machine's folders
+    run["args"].update(model="embedded", run_dir="")
+    (folder / f"seed{seed}.json").write_text(json.dumps(run, indent=2) + "\n")
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    with open(path, newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def table(curves: dict[str, list[list[dict]]]) -> str:
+    """One line an algorithm: greedy accuracy before and after, each seed; steps, seconds, responses."""
+    lines = [
+        "| algorithm | seeds | greedy accuracy before | after, each seed | after, mean | steps | responses | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for algorithm, seeds in curves.items():
+        accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
+        args = json.loads((BASELINES / algorithm / "seed0.json").read_text())["args"]
+        steps = [int(rows[-1]["step"]) for rows in seeds]
+        responses = args["prompts_per_step"] * args["group_size"] * steps[0]
+        seconds = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds)
+        after = [values[-1] for values in accuracies]
+        lines.append(
+            f"| `{algorithm}.py` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
+            f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} "
+            f"| {steps[0]} | {responses:,} | {seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(curves: dict[str, list[list[dict]]]) -> None:
+    """curves.svg: greedy accuracy and sampled reward against steps; mean line, band from worst to best seed."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axis, key, title in zip(
+        figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
+    ):
+        for algorithm, seeds in curves.items():
+            steps = [row["step"] for row in seeds[0] if key in row]
+            values = list(zip(*[[row[key] for row in rows if key in row] for rows in seeds]))
+            axis.plot(steps, [statistics.mean(v) for v in values], label=algorithm)
+            axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2)
+        axis.set(title=title, xlabel="step", ylim=(0, 1))
+        axis.legend()
+    with matplotlib.rc_context({"svg.hashsalt": "0"}):
+        figure.savefig(BASELINES / "curves.svg", metadata={"Date": None})
+
+
+def main(args: Args) -> None:
+    for algorithm in args.run:
+        shutil.rmtree(BASELINES / algorithm, ignore_errors=True)
+        for seed in args.seeds:
+            train(algorithm, seed)
+    curves = {
+        folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))]
+        for folder in sorted(BASELINES.iterdir())
+        if folder.is_dir() and list(folder.glob("seed*.csv"))
+    }
+    draw(curves)
+    block = f"{BEGIN}\n{table(curves)}\n{END}"
+    for page in (BASELINES / "README.md", ROOT / "README.md"):
+        before, rest = page.read_text().split(BEGIN)
+        page.write_text(before + block + rest.split(END)[1])
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

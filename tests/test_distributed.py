@@ -1,0 +1,61 @@
+"""Two ranks against one: gradients; and the engine's weights against the trainer's after updates."""
+
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, launch, relative_difference
+
+SYNC, GRADIENT = ROOT / "tests/workers/sync.py", ROOT / "tests/workers/gradient.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, budget", [(1, 1), (2, 1000), (2, 12)])
+def test_gradient_does_not_depend_on_ranks_or_budget(models, tmp_path, ranks, budget):
+    """5 rows on one rank and 2 on the other: with a budget of 12 tokens, 4 micro-batches against 2 and dummies."""
+    launch(GRADIENT, models["tied"], 1000, tmp_path / "one")
+    launch(GRADIENT, models["tied"], budget, tmp_path / "other", ranks=ranks)
+    one, other = torch.load(tmp_path / "one"), torch.load(tmp_path / "other")
+    assert relative_difference(one, other) <= 1e-6
+
+
+def gaps(*command, ranks: int = 1) -> list[float]:
+    return [float(x) for x in re.findall(r"gap (\S+)", launch(SYNC, *command, ranks=ranks).stdout)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_engine_follows_the_trainer(models, kind, ranks, tp):
+    measured = gaps(models[kind], tp, "vllm", ranks=ranks)
+    assert len(measured) == 6 and max(measured) <= 1e-5, measured
+
+
+@pytest.mark.slow
+def test_hf_engine_follows_the_trainer(models):
+    measured = gaps(models["tied"], 1, "hf")
+    assert len(measured) == 6 and max(measured) <= 1e-5, measured
+
+
+@pytest.mark.slow
+def test_without_the_repair_a_tied_head_goes_stale(models, tmp_path):
+    """The same worker with the repair taken out: the test above would have seen it."""
+    source = (ROOT / "common/vllm_engine.py").read_text()
+    repair = "head.quant_method.process_weights_after_loading(head)"
+    assert source.count(repair) == 1
+    worker = tmp_path / "stale.py"
+    worker.write_text(
+        "import sys, common, importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('common.vllm_engine', {str(tmp_path / 'broken.py')!r})\n"
+        "import common.rollout\n"
+        "class Broken:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        return spec if name == 'common.vllm_engine' else None\n"
+        "sys.meta_path.insert(0, Broken)\n"
+        f"exec(open({str(SYNC)!r}).read())\n"
+    )
+    (tmp_path / "broken.py").write_text(source.replace(repair, "pass"))
+    result = launch(worker, models["tied"], 1, "vllm")
+    measured = [float(x) for x in re.findall(r"gap (\S+)", result.stdout)]
+    assert measured[0] <= 1e-5 and max(measured[2:]) > 1e-2, (measured, sys.executable)

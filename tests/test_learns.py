@@ -1,0 +1,84 @@
+"""Whole runs of algos/grpo.py: it learns, on one rank and two; the same command gives the same run; resume; guards."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, launch
+from transformers import AutoModelForCausalLM
+
+GRPO, PATCHED = ROOT / "algos/grpo.py", ROOT / "tests/workers/patched.py"
+SMALL = ["--prompts-per-step", "8", "--mini-batches", "2", "--eval-prompts", "32"]
+pytestmark = pytest.mark.slow
+
+
+def metrics(run_dir) -> list[dict]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+
+
+def weights(run_dir, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step_{step:06d}" / "model"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rise(rows: list[dict]) -> float:
+    """Mean reward of the last four steps over that of the first two."""
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    return sum(rewards[-4:]) / 4 - sum(rewards[:2]) / 2
+
+
+@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
+def test_it_learns_on_any_layout(tmp_path, ranks, tp):
+    result = launch(GRPO, "--steps", 14, "--rollout-tp", tp, "--run-dir", tmp_path / "run", ranks=ranks)
+    rows = metrics(tmp_path / "run")
+    assert rise(rows) > 0.1, rows
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
+    assert max(row["mismatch/logprob_abs_max"] for row in rows[1:]) <= 1e-4  # float32 on both sides
+    assert "report: " in result.stdout and (tmp_path / "run/report.html").is_file()
+    assert "Error" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_with_the_sign_flipped_it_unlearns(tmp_path):
+    launch(PATCHED, "flip", tmp_path / "run", "--steps", 8)
+    assert rise(metrics(tmp_path / "run")) < -0.05
+
+
+def test_the_same_command_gives_the_same_run_and_so_does_resuming(tmp_path):
+    launch(GRPO, *SMALL, "--steps", 4, "--save-every", 2, "--run-dir", tmp_path / "a")
+    launch(GRPO, *SMALL, "--steps", 4, "--run-dir", tmp_path / "b")
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")  # bit for bit
+    assert same(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))
+    half = tmp_path / "a/checkpoints/step_000002"
+    launch(GRPO, *SMALL, "--steps", 4, "--run-dir", tmp_path / "c", "--resume", half)
+    assert metrics(tmp_path / "c") == metrics(tmp_path / "a")[3:]
+    assert same(weights(tmp_path / "a", 4), weights(tmp_path / "c", 4))
+    launch(GRPO, *SMALL, "--steps", 4, "--run-dir", tmp_path / "c", "--resume", "auto")  # nothing left to do
+    assert metrics(tmp_path / "c") == metrics(tmp_path / "a")[3:]
+
+
+def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
+    flags = [*SMALL, "--steps", 2, "--rollout-backend", "hf"]
+    launch(PATCHED, "none", tmp_path / "right", *flags)
+    launch(PATCHED, "wrong_rollout", tmp_path / "wrong", *flags)
+    assert same(weights(tmp_path / "right", 2), weights(tmp_path / "wrong", 2))
+    gap = metrics(tmp_path / "wrong")[1]["mismatch/logprob_abs_mean"]
+    assert gap == pytest.approx(0.01, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ("stale", "trainer and engine disagree by"),
+        ("nan", "step 1: the gradient norm is nan; the weights are untouched"),
+    ],
+)
+def test_a_run_that_cannot_be_right_stops_with_one_line(tmp_path, broken, message):
+    flags = [*SMALL, "--steps", 30, "--learning-rate", "1e-3", "--max-logprob-gap", "0.02"]
+    result = launch(PATCHED, broken, tmp_path / "run", *flags, check=False)
+    assert result.returncode == 3 and message in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,124 @@
+"""The packed forward: equal to transformers' own, blind to neighbours, and to how rows are cut into micro-batches."""
+
+import pytest
+import torch
+from conftest import relative_difference
+from transformers import AutoModelForCausalLM
+
+from common import batching, model
+from common.model import similar_lengths
+from common.placement import BadInput
+from common.rollout import collate
+
+TEMPERATURE = 0.7
+
+
+def random_rollout(count: int, seed: int = 0, longest: int = 20):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda most: torch.randint(
+        3, 50, (int(torch.randint(1, most, (), generator=generator)),), generator=generator
+    )
+    prompts, responses = [draw(9).tolist() for _ in range(count)], [draw(longest).tolist() for _ in range(count)]
+    return collate(prompts, responses, None, [False] * count, 0, torch.device("cpu"))
+
+
+def by_transformers(folder: str, rollout):
+    """Log-probs and entropies (N, T), one sequence at a time, from full logits."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logprobs, entropies = (torch.zeros(rollout.response_mask.shape) for _ in range(2))
+    for i, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids)):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + response])).logits[0].float() / TEMPERATURE
+        table = logits[len(prompt) - 1 : -1].log_softmax(-1)  # token t is predicted one place before it
+        logprobs[i, : len(response)] = table.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        entropies[i, : len(response)] = -(table.exp() * table).sum(-1)
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "grouped"])
+def test_packed_equals_transformers(models, world, kind):
+    policy, rollout = model.load(models[kind], world, torch.float32), random_rollout(12)
+    (micro,) = batching.pack(rollout, torch.arange(12), 10_000, world)
+    logprobs, entropy = model.response_logprobs(policy, micro, TEMPERATURE, with_entropy=True)
+    expected, expected_entropy = by_transformers(models[kind], rollout)
+    assert torch.allclose(logprobs, expected[micro.rows], atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy[micro.rows], atol=1e-5)
+    frozen = model.frozen_logprobs(policy, rollout, batching.pack(rollout, torch.arange(12), 60, world), TEMPERATURE)
+    assert torch.allclose(frozen, expected, atol=1e-5) and not frozen.requires_grad
+
+
+def test_neighbours_change_nothing(models, world):
+    policy, rollout = model.load(models["grouped"], world, torch.float32), random_rollout(8)
+    rows = torch.arange(8)
+    before, _ = model.response_logprobs(policy, batching.pack_rows(rollout, rows), TEMPERATURE)
+    rollout.prompt_ids[3] = [7] * len(rollout.prompt_ids[3])
+    rollout.response_ids[3] = [9] * len(rollout.response_ids[3])
+    after, _ = model.response_logprobs(policy, batching.pack_rows(rollout, rows), TEMPERATURE)
+    others = rows != 3
+    assert torch.equal(before[others], after[others])  # bit for bit
+    assert not torch.equal(before[3], after[3])
+
+
+def gradient(policy, rollout, budget, world) -> dict[str, torch.Tensor]:
+    """Gradient of a token-weighted loss over all rows, cut to a budget."""
+    weights = torch.linspace(-1, 1, rollout.response_mask.numel()).view_as(rollout.response_mask)
+    for micro in batching.pack(rollout, torch.arange(len(rollout)), budget, world):
+        logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+        ((logprobs * weights[micro.rows] * micro.response_mask).sum() / 100).backward()
+    gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100])
+def test_gradient_is_the_same_for_any_budget(models, world, budget):
+    policy, rollout = model.load(models["grouped"], world, torch.float32), random_rollout(16)
+    whole, cut = gradient(policy, rollout, 10_000, world), gradient(policy, rollout, budget, world)
+    assert relative_difference(whole, cut) <= 1e-6
+
+
+def test_gradient_is_the_same_with_checkpointed_chunks_and_layers(models, world, monkeypatch):
+    rollout = random_rollout(16)
+    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, 10_000, world)
+    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", 7 * 50)  # 7 tokens at a time
+    policy = model.load(models["tied"], world, torch.float32, activation_checkpointing=True)
+    chunked = gradient(policy, rollout, 10_000, world)
+    assert relative_difference(whole, chunked) <= 1e-6
+
+
+def test_pack_keeps_the_budget_and_every_row(world):
+    rollout = random_rollout(30)
+    rows = torch.arange(30)[torch.arange(30) % 3 != 0]
+    micro_batches = batching.pack(rollout, rows, 60, world)
+    assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == rows.tolist()
+    assert all(sum(micro.seqlens) <= 60 or len(micro.seqlens) == 1 for micro in micro_batches)
+    assert batching.pack(rollout, rows[:0], 60, world) == []
+
+
+def test_similar_lengths_bounds_the_padding():
+    lengths = sorted(random_rollout(200, longest=90).response_mask.sum(1).tolist())
+    runs = similar_lengths(lengths)
+    assert [x for run in runs for x in run] == lengths
+    assert all(max(run) * len(run) <= 1.15 * sum(run) for run in runs)
+    assert similar_lengths([5, 5, 5]) == [[5, 5, 5]]
+
+
+def test_mask_comes_from_lengths_not_from_token_ids():
+    """A padding id inside a response is a sampled token like any other."""
+    rollout = collate([[3]], [[0, 1, 0, 1]], [[-1.0, -2.0, -3.0, -4.0]], [False], 0, torch.device("cpu"))
+    assert rollout.response_mask.tolist() == [[True] * 4]
+    assert rollout.rollout_logprobs.tolist() == [[-1.0, -2.0, -3.0, -4.0]]
+
+
+@pytest.mark.parametrize(
+    "change", [{"final_logit_softcapping": 30.0}, {"attention_dropout": 0.1}, {"logit_scale": 0.5}]
+)
+def test_what_the_packed_forward_cannot_compute_is_refused(models, change):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(models["tied"])
+    model.check_architecture(config, "m")
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(BadInput, match="not supported"):
+        model.check_architecture(config, "m")

@@ -1,0 +1,34 @@
+"""algos/grpo.py with one thing broken on purpose: patched.py BREAK RUN_DIR [flags]
+
+none            nothing
+flip            advantages with the opposite sign
+wrong_rollout   the engine reports wrong log-probs: they are measured, never trained on, so nothing may change
+stale           the engine never gets new weights
+nan             an advantage is NaN
+"""
+
+import sys
+
+import torch
+import tyro
+
+from algos import grpo
+from common import placement, rollout, weight_sync
+
+broken, run_dir, *flags = sys.argv[1:]
+compute_advantages, collate = grpo.compute_advantages, rollout.collate
+
+
+def wrong_logprobs(prompts, responses, logprobs, *rest):
+    return collate(prompts, responses, [[x - 0.01 for x in row] for row in logprobs], *rest)
+
+
+if broken == "flip":
+    grpo.compute_advantages = lambda *args: -compute_advantages(*args)
+if broken == "wrong_rollout":
+    rollout.collate = wrong_logprobs
+if broken == "stale":
+    weight_sync.push = lambda policy, engine: None
+if broken == "nan":
+    grpo.compute_advantages = lambda *args: compute_advantages(*args) * torch.nan
+placement.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags]))
