@@ -12,7 +12,7 @@ trainer with the weights that sampled it, `logprobs` by the trainer now. The los
 gap between the first two is measured every step and should be rounding error.
 
 Differs from the paper: a verifiable reward instead of a reward model; a fixed reference policy; one pass over
-each rollout, in `mini_batches` optimizer steps; kl_coef 0.001, not 0.04 (0 never loads the reference).
+each rollout (mu = 1), in `mini_batches` optimizer steps; kl_coef 0 by default, not 0.04.
 
 Run:    python algos/grpo.py                                            (embedded arithmetic, two minutes on two cores)
         torchrun --nproc-per-node 8 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
@@ -51,22 +51,23 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 45  # one step: one rollout and its updates
+    steps: int = 90  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
     max_response_tokens: int = 48
-    temperature: float = 1.0  # of sampling and of every log-prob
+    temperature: float = 1.5  # of sampling and of every log-prob; the embedded model needs the exploration
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
     rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
     # algorithm
     clip_low: float = 0.2  # epsilon in eq. 3, below
     clip_high: float = 0.2  # epsilon in eq. 3, above
-    kl_coef: float = 0.001  # beta in eq. 3; 0 never loads the reference policy
+    kl_coef: float = 0.0  # beta in eq. 3; 0 never loads the reference policy
     # optimization
-    mini_batches: int = 4  # optimizer steps per rollout
-    learning_rate: float = 3e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
+    epochs: int = 1  # mu in algorithm 1: passes over each rollout
+    learning_rate: float = 2e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
@@ -222,7 +223,7 @@ def main(args: Args) -> None:
             for group in optimizer.param_groups:
                 decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches):  # whole groups
+            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
                 denominator = world.sum(len(rows))  # responses on all ranks, the skipped ones too
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.token_budget, world)
                 for micro in micro_batches:

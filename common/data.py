@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from common import embedded
-from common.placement import BadInput
+from common.placement import BadInput, say
 
 GSM8K_INSTRUCTION = "\nReason step by step, then write the final answer as a number after ####."
 
@@ -80,7 +80,7 @@ def load(spec: str, split: str, tokenizer: PreTrainedTokenizerBase, max_prompt_t
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_prompt_tokens}")
     if dropped:
         named = ", ".join(dropped[:5]) + (" ..." if len(dropped) > 5 else "")
-        print(f"{spec}: dropped {len(dropped)} of {len(prompts)} prompts over {max_prompt_tokens} tokens: {named}")
+        say(f"{spec}: dropped {len(dropped)} of {len(prompts)} prompts over {max_prompt_tokens} tokens: {named}")
     return kept
 
 

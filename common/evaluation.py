@@ -2,7 +2,7 @@
 
 from common import rewards
 from common.data import Prompt
-from common.placement import World
+from common.placement import BadInput, World
 
 
 def evaluate(
@@ -11,8 +11,10 @@ def evaluate(
 ) -> list[list[float]]:  # fmt: skip
     """Accuracies (B, n) of n responses to each of this rank's prompts, every size-th one. Greedy by default.
 
-    Collective over the ranks that share an engine.
+    Collective over the ranks that share an engine. Raises BadInput with fewer prompts than ranks.
     """
+    if len(prompts) < world.size:
+        raise BadInput(f"{len(prompts)} prompts to evaluate on {world.size} ranks: each needs at least one")
     mine = prompts[world.rank :: world.size]
     rollout = engine.generate([prompt.ids for prompt in mine], n, temperature, max_tokens, seed)
     responses = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from common.batching import MicroBatch
 from common.placement import BadInput, World
@@ -29,6 +30,7 @@ def load(model_path: str, world: World, dtype: torch.dtype, activation_checkpoin
     Only rank 0 reads the weights; the others receive their shards. The model has a method
     `token_logprobs` (below) that FSDP treats as a forward.
     """
+    disable_progress_bar()  # transformers': they would tear the run's own
     AttentionInterface.register("packed", packed_attention)
     AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the lengths say it all
     config = AutoConfig.from_pretrained(model_path)

@@ -26,13 +26,18 @@ class RunFailed(RuntimeError):
     """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
 
 
+def say(line: str, file=None) -> None:
+    """Print on rank 0 alone; works before init, too."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=file, flush=True)
+
+
 def launch(main: Callable[[Any], None], args: Any) -> None:
     """Call main(args); bad input (exit code 2) and a failed run (3) become one line on stderr, not a traceback."""
     try:
         main(args)
     except (BadInput, RunFailed) as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank meets the same error: say it once
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", file=sys.stderr)  # every rank meets the same error
         sys.exit(2 if isinstance(error, BadInput) else 3)
 
 

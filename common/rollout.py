@@ -11,6 +11,7 @@ slow, independent, and the oracle the first is tested against.
 
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -85,7 +86,9 @@ def start(
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinning would put two ranks on one core
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs 4-14 s at start and gains nothing here
-    from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # vLLM's imports, about torch's
+        from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
 
     engine = VLLMEngine(
         model_path,
@@ -152,7 +155,7 @@ class HFEngine:
         for i, ids in enumerate(rows):  # padded on the left: responses start in one column
             inputs[i, width - len(ids) :] = torch.tensor(ids, device=device)
             attention_mask[i, width - len(ids) :] = 1
-        torch.manual_seed(seed + self.world.rank)
+        torch.manual_seed((seed << 12) + self.world.rank)
         recorder = LogprobRecorder(temperature)
         settings = GenerationConfig(  # complete, so that nothing comes from the model's own generation_config.json
             do_sample=temperature > 0,

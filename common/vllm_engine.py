@@ -91,6 +91,7 @@ class VLLMEngine:
             tensor_parallel_size=world.rollout_tp,
             distributed_executor_backend="external_launcher",  # the ranks are there already: torchrun made them
             weight_transfer_config=WeightTransferConfig(backend="in_process"),
+            use_tqdm_on_load=False,
             enforce_eager=not cuda,  # CUDA graphs on a GPU; nothing to capture on a CPU
             **(dict(enable_sleep_mode=True, gpu_memory_utilization=memory_fraction) if cuda else {}),
         )
@@ -109,7 +110,8 @@ class VLLMEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        torch.manual_seed(seed + self.world.engine_index)  # the sampler draws from the process's generator
+        # The sampler draws from the process's generator. Shifted, so that no engine at one step repeats another's.
+        torch.manual_seed((seed << 12) + self.world.engine_index)
         requests = [{"prompt_token_ids": ids} for ids in everyone]
         outputs = self.llm.generate(requests, sampling, use_tqdm=False)[first : first + len(prompt_ids)]
         responses = [response for output in outputs for response in output.outputs]

@@ -58,6 +58,12 @@ def read(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+def curves() -> dict[str, list[list[dict]]]:
+    """algorithm -> one list of rows a seed, from the committed CSVs."""
+    folders = [folder for folder in sorted(BASELINES.iterdir()) if list(folder.glob("seed*.csv"))]
+    return {folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))] for folder in folders}
+
+
 def table(curves: dict[str, list[list[dict]]]) -> str:
     """One line an algorithm: greedy accuracy before and after, each seed; steps, seconds, responses."""
     lines = [
@@ -101,17 +107,13 @@ def main(args: Args) -> None:
         shutil.rmtree(BASELINES / algorithm, ignore_errors=True)
         for seed in args.seeds:
             train(algorithm, seed)
-    curves = {
-        folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))]
-        for folder in sorted(BASELINES.iterdir())
-        if folder.is_dir() and list(folder.glob("seed*.csv"))
-    }
-    draw(curves)
-    block = f"{BEGIN}\n{table(curves)}\n{END}"
+    drawn = curves()
+    draw(drawn)
+    block = f"{BEGIN}\n{table(drawn)}\n{END}"
     for page in (BASELINES / "README.md", ROOT / "README.md"):
         before, rest = page.read_text().split(BEGIN)
         page.write_text(before + block + rest.split(END)[1])
-    print(table(curves))
+    print(table(drawn))
 
 
 if __name__ == "__main__":

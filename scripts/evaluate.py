@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py --model runs/grpo/checkpoints/step_000045/model
     python scripts/evaluate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset gsm8k --max-response-tokens 256
-    torchrun --nproc-per-node 8 scripts/evaluate.py --model ... (each rank takes its share of the prompts)
+    torchrun --nproc-per-node 8 scripts/evaluate.py --model MODEL      (each rank takes its share of the prompts)
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
 1 - C(n - c, k) / C(n, k). Prints one JSON object; quote the reward (the grader) beside the number.

@@ -28,17 +28,17 @@ def same(a: dict, b: dict) -> bool:
 
 
 def rise(rows: list[dict]) -> float:
-    """Mean reward of the last four steps over that of the first two."""
+    """Mean reward of the last four steps minus that of the first two."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     return sum(rewards[-4:]) / 4 - sum(rewards[:2]) / 2
 
 
 @pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
 def test_it_learns_on_any_layout(tmp_path, ranks, tp):
-    result = launch(GRPO, "--steps", 14, "--rollout-tp", tp, "--run-dir", tmp_path / "run", ranks=ranks)
+    result = launch(GRPO, "--steps", 10, "--rollout-tp", tp, "--run-dir", tmp_path / "run", ranks=ranks)
     rows = metrics(tmp_path / "run")
-    assert rise(rows) > 0.1, rows
-    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
+    assert rise(rows) > 0.05, rows
+    assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05
     assert max(row["mismatch/logprob_abs_max"] for row in rows[1:]) <= 1e-4  # float32 on both sides
     assert "report: " in result.stdout and (tmp_path / "run/report.html").is_file()
     assert "Error" not in result.stderr and "Traceback" not in result.stderr

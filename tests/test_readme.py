@@ -1,0 +1,56 @@
+"""Every command in the README and in the docstrings of algos/ and scripts/ parses; every linked file exists."""
+
+import importlib.util
+import re
+import shlex
+
+import pytest
+import tyro
+from conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "baselines/README.md", *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/*.py")]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(script, flags) of each command; continued lines are indented or end in a backslash."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", page.read_text())
+        text = re.sub(r"\n {10,}(?=--)", " ", text)
+        for match in re.finditer(r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts)/(?!X)\w+\.py)([^\n`]*)", text):
+            flags = re.split(r"  |#|\(|\.\.\.|[\"`:]", match[2])[0]
+            found.append((match[1], shlex.split(flags)))
+    return found
+
+
+def load(script: str):
+    spec = importlib.util.spec_from_file_location(script.replace("/", "_")[:-3], ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "script, flags", commands(), ids=lambda value: " ".join(value) if isinstance(value, list) else value
+)
+def test_command_parses(script, flags):
+    assert (ROOT / script).is_file()
+    module = load(script)
+    if hasattr(module, "Args"):
+        tyro.cli(module.Args, args=flags)
+
+
+def test_there_are_commands():
+    assert len(commands()) >= 10
+
+
+def test_links_exist():
+    for page in (ROOT / "README.md", ROOT / "baselines/README.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_baselines_table_is_what_the_curves_give():
+    baselines = load("scripts/baselines.py")
+    block = f"{baselines.BEGIN}\n{baselines.table(baselines.curves())}\n{baselines.END}"
+    assert block in (ROOT / "README.md").read_text() and block in (ROOT / "baselines/README.md").read_text()
