@@ -14,7 +14,7 @@ gap between the first two is measured every step and should be rounding error.
 Differs from the paper: a verifiable reward instead of a reward model; a fixed reference policy; one pass over
 each rollout (mu = 1), in `mini_batches` optimizer steps; kl_coef 0 by default, not 0.04.
 
-Run:    python algos/grpo.py                                            (embedded arithmetic, two minutes on two cores)
+Run:    python algos/grpo.py                                            (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
             --steps 200 --learning-rate 1e-6 --max-prompt-tokens 512 --max-response-tokens 1024
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. GSM8K on GPUs: not yet reproduced.
@@ -51,12 +51,12 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 90  # one step: one rollout and its updates
+    steps: int = 50  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
     max_response_tokens: int = 48
-    temperature: float = 1.5  # of sampling and of every log-prob; the embedded model needs the exploration
+    temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
     rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
@@ -67,7 +67,7 @@ class Args:
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
     epochs: int = 1  # mu in algorithm 1: passes over each rollout
-    learning_rate: float = 2e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0

@@ -2,13 +2,13 @@
 
     L = - sum_i sum_t m_it log p(y_it | x_i, y_i,<t) / sum_it m_it        over all response tokens of the mini-batch
 
-Response tokens alone carry loss, prompts none. Without --model this trains the embedded arithmetic model
-from random weights (under a minute on two cores) and stops early on purpose, at a constant learning rate: it
+Response tokens alone carry loss, prompts none. Without --model this trains the embedded arithmetic model from
+random weights, a minute on two cores. Its teacher forgets carries on purpose (common/embedded.py): the warm start
 must leave something for reinforcement learning to do.
 
 Run:    python algos/sft.py
         torchrun --nproc-per-node 8 algos/sft.py --model Qwen/Qwen2.5-0.5B --dataset gsm8k --learning-rate 1e-5
-Result: embedded model, seed 0: 58.6 % greedy accuracy on 256 held-out problems (CPU, float32, 170 steps).
+Result: embedded model, seed 0: 52.7 % greedy accuracy on 256 held-out problems (CPU, float32).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Args:
     dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name, with solutions
     max_prompt_tokens: int = 512
     # optimization
-    steps: int = 170
+    steps: int = 260
     batch_size: int = 64  # sequences per optimizer step, all ranks together
     learning_rate: float = 2e-3  # for the embedded model; 1e-5 is usual for a pretrained one
     warmup_steps: int = 20

@@ -1,7 +1,8 @@
 """The embedded job: two-digit addition for a 0.8 M-parameter model, small enough to learn on a laptop CPU.
 
-A worked solution carries digit by digit, `47+38=` -> `7+8=15,4+3+1=8` newline `#### 85`. The warm-started
-model (algos/sft.py) answers about 55 % of held-out problems greedily; reinforcement learning does the rest.
+A worked solution goes digit by digit, `47+38=` -> `7+8=15,4+3+1=8` newline `#### 85`. The warm start (algos/sft.py)
+imitates a sloppy teacher who forgets the carry 6 times of 10, and answers about 55 % of held-out problems
+greedily: those without a carry. Reinforcement learning, told right from wrong alone, has to surpass the teacher.
 """
 
 import os
@@ -32,26 +33,31 @@ TORCHRUN_VARIABLES = (
 )
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"
 HELD_OUT = 256  # of the 90 * 90 problems
+FORGETS_CARRY = 0.6  # how often the teacher does, where there is one
 
 
 def problems(split: str) -> list[dict[str, str]]:
     """All two-digit additions in a fixed random order: the first HELD_OUT are "test", the rest "train".
 
-    Rows have "question", "solution" (with its working) and "answer".
+    Rows have "question", "answer" (right), and "solution" (the teacher's, with its working, not always right).
     """
+    draw = random.Random(0)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(0).shuffle(pairs)
-    pairs = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
-    return [{"question": f"{a}+{b}=", "solution": solution(a, b), "answer": str(a + b)} for a, b in pairs]
+    draw.shuffle(pairs)
+    rows = [
+        {"question": f"{a}+{b}=", "answer": str(a + b), "solution": solution(a, b, draw.random() >= FORGETS_CARRY)}
+        for a, b in pairs
+    ]
+    return rows[:HELD_OUT] if split == "test" else rows[HELD_OUT:]
 
 
-def solution(a: int, b: int) -> str:
-    """The working, units first, each line with its carry, then the answer after ####."""
-    steps, carry = [], 0
-    for x, y in ((a % 10, b % 10), (a // 10, b // 10)):
-        steps.append(f"{x}+{y}" + (f"+{carry}" if carry else "") + f"={x + y + carry}")
-        carry = (x + y + carry) // 10
-    return ",".join(steps) + f"\n#### {a + b}"
+def solution(a: int, b: int, with_carry: bool = True) -> str:
+    """The working, units first, then the answer after ####; without its carry it is wrong if there is one."""
+    units = a % 10 + b % 10
+    carry = units // 10 if with_carry else 0
+    tens = a // 10 + b // 10 + carry
+    working = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}" + ("+1" if carry else "") + f"={tens}"
+    return f"{working}\n#### {10 * tens + units % 10}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

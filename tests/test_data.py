@@ -19,8 +19,18 @@ def test_arithmetic_is_complete_and_held_out():
     assert not {p.text for p in train} & {p.text for p in test}
     for prompt in test:
         a, b = map(int, prompt.text.rstrip("=").split("+"))
-        assert prompt.answer == str(a + b) and prompt.solution.endswith(f"#### {a + b}")
+        assert prompt.answer == str(a + b)
     assert embedded.solution(47, 38) == "7+8=15,4+3+1=8\n#### 85"
+    assert embedded.solution(47, 38, with_carry=False) == "7+8=15,4+3=7\n#### 75"
+    assert embedded.solution(92, 37) == "2+7=9,9+3=12\n#### 129"
+
+
+def test_the_teacher_is_wrong_as_often_as_it_says():
+    rows = embedded.problems("train")
+    carries = [row for row in rows if sum(int(n) % 10 for n in row["question"][:-1].split("+")) >= 10]
+    wrong = [row for row in rows if not row["solution"].endswith(f"#### {row['answer']}")]
+    assert all(row in carries for row in wrong)
+    assert abs(len(wrong) / len(carries) - embedded.FORGETS_CARRY) < 0.03
 
 
 def test_tokenizer_round_trip():
