@@ -131,10 +131,14 @@ HOSTILE = [
 def test_no_string_raises_or_takes_long():
     draw = random.Random(0)
     for text in [*HOSTILE, *("".join(draw.choices(PIECES, k=draw.randrange(3000))) for _ in range(300))]:
-        start = time.perf_counter()
-        assert grade_gsm8k(text, "5") in (0.0, 1.0)
         limit = 0.05 if len(text) <= 10_000 else 1.0
-        assert time.perf_counter() - start < limit, f"{text[:40]!r} took too long"
+        assert any(seconds(text) < limit for _ in range(3)), f"{text[:40]!r} took too long, three times"
+
+
+def seconds(text: str) -> float:
+    start = time.perf_counter()
+    assert grade_gsm8k(text, "5") in (0.0, 1.0)
+    return time.perf_counter() - start
 
 
 def test_user_reward(tmp_path):
