@@ -7,7 +7,6 @@ python scripts/baselines.py                   # rebuilds baselines/README.md and
 import csv
 import dataclasses
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -104,7 +103,6 @@ def draw(curves: dict[str, list[list[dict]]]) -> None:
 
 def main(args: Args) -> None:
     for algorithm in args.run:
-        shutil.rmtree(BASELINES / algorithm, ignore_errors=True)
         for seed in args.seeds:
             train(algorithm, seed)
     drawn = curves()
