@@ -63,12 +63,25 @@ def test_the_same_command_gives_the_same_run_and_so_does_resuming(tmp_path):
 
 
 def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
-    flags = [*SMALL, "--steps", 2, "--rollout-backend", "hf"]
+    flags = [
+        *SMALL,
+        "--steps",
+        2,
+        "--rollout-backend",
+        "hf",
+        "--kl-coef",
+        "0.05",
+        "--epochs",
+        2,
+        "--track",
+        "tensorboard",
+    ]
     launch(PATCHED, "none", tmp_path / "right", *flags)
     launch(PATCHED, "wrong_rollout", tmp_path / "wrong", *flags)
     assert same(weights(tmp_path / "right", 2), weights(tmp_path / "wrong", 2))
-    gap = metrics(tmp_path / "wrong")[1]["mismatch/logprob_abs_mean"]
-    assert gap == pytest.approx(0.01, rel=1e-2)
+    row = metrics(tmp_path / "wrong")[1]
+    assert row["mismatch/logprob_abs_mean"] == pytest.approx(0.01, rel=1e-2)
+    assert row["loss/kl"] > 0 and list((tmp_path / "wrong/tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(
