@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from httpx2 import HTTPError  # what huggingface_hub raises without a connection
+from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from common import embedded
@@ -37,9 +40,11 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
         raise BadInput(f"--model {model_path}: no such folder")
     try:
+        if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
+            model_info(model_path, timeout=5)  # one request; from_pretrained would retry for half a minute
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError, HfHubHTTPError) as error:
         reason = str(error).strip().split("\n")[0]
         raise BadInput(f"--model {model_path}: neither a folder nor loadable from the Hub: {reason}") from None
     try:
