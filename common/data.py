@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from common import embedded
-from common.placement import BadInput, say
+from common.placement import BadInput, refuse_all, say
 
 GSM8K_INSTRUCTION = "\nReason step by step, then write the final answer as a number after ####."
 
@@ -117,9 +117,7 @@ def collect(rows: list[tuple[str, dict]], make: Callable[[str, dict], Prompt]) -
             prompts.append(make(where, row))
         except BadInput as error:
             errors.append(str(error))
-    if errors:
-        more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
-        raise BadInput("\n".join(errors[:5] + more))
+    refuse_all(errors)
     return prompts
 
 
@@ -176,9 +174,7 @@ def read_jsonl(path: Path) -> list[tuple[str, dict]]:
             errors.append(f"{path}:{number}: not valid UTF-8 at byte {error.start + 1}")
         except json.JSONDecodeError as error:
             errors.append(f"{path}:{number}: invalid JSON at column {error.colno}: {error.msg}")
-    if errors:
-        more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
-        raise BadInput("\n".join(errors[:5] + more))
+    refuse_all(errors)
     if not rows:
         raise BadInput(f"{path}: contains no rows")
     return rows

@@ -22,6 +22,13 @@ class BadInput(ValueError):
     """Something the user gave is wrong. The message is one line: what was found, what was expected."""
 
 
+def refuse_all(errors: list[str]) -> None:
+    """Raise one BadInput that says the first five of the errors and counts the rest; nothing without errors."""
+    if errors:
+        more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
+        raise BadInput("\n".join(errors[:5] + more))
+
+
 class RunFailed(RuntimeError):
     """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.placement import BadInput
+from common.placement import BadInput, refuse_all
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,4 @@ def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[
 def check_answers(spec: str, prompts: list) -> None:
     """Refuse reference answers the reward cannot grade against, naming their lines. Raises BadInput."""
     bad = [prompt for prompt in prompts if spec in BUILT_IN and parse_gold(prompt.answer) is None]
-    if bad:
-        lines = [f'{prompt.id}: gold answer "{prompt.answer[:60]}" is not a number' for prompt in bad[:5]]
-        raise BadInput("\n".join(lines + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])))
+    refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" is not a number' for prompt in bad])
