@@ -22,6 +22,7 @@ Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -51,7 +52,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 50  # one step: one rollout and its updates
+    steps: int = 60  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
@@ -61,12 +62,12 @@ class Args:
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
     rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
     # algorithm
-    clip_low: float = 0.2  # epsilon in eq. 3, below
-    clip_high: float = 0.2  # epsilon in eq. 3, above
-    kl_coef: float = 0.0  # beta in eq. 3; 0 never loads the reference policy
+    clip_low: float = 0.2  # epsilon, below
+    clip_high: float = 0.2  # epsilon, above
+    kl_coef: float = 0.0  # beta; 0 never loads the reference policy
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # mu in algorithm 1: passes over each rollout
+    epochs: int = 1  # passes over each rollout
     learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
@@ -75,9 +76,10 @@ class Args:
     token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
     activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
     # bookkeeping
     seed: int = 0
-    run_dir: str = ""  # empty: runs/grpo-DATE-TIME
+    run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
     resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
     eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
     eval_prompts: int = 256
@@ -120,20 +122,24 @@ def policy_loss(
     advantages = advantages[:, None]  # (n, 1)
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if ref_logprobs is not None:
-        log_r = torch.where(response_mask, ref_logprobs - logprobs, 0.0).clamp(-20, 20)
-        per_token = per_token + kl_coef * (log_r.exp() - log_r - 1)  # k3: never negative
+        per_token = per_token + kl_coef * kl_to_reference(logprobs, ref_logprobs, response_mask)
     lengths = response_mask.sum(1)
     return ((per_token * response_mask).sum(1) / lengths.clamp(min=1)).sum() / denominator
 
 
+def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(n, T): the estimator k3, never negative, 0 outside the mask."""
+    log_r = torch.where(response_mask, ref_logprobs - logprobs, 0.0).clamp(-20, 20)
+    return log_r.exp() - log_r - 1
+
+
 @torch.no_grad()
-def ratio_stats(logprobs, old_logprobs, ref_logprobs, advantages, response_mask, *, clip_low, clip_high):
-    """Sums over response tokens of: the ratio was clipped and its gradient is gone; k3 to the reference."""
+def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
+    """How many response tokens have no gradient because their ratio was clipped."""
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    above, below = advantages[:, None] > 0, advantages[:, None] < 0
-    clipped = (above & (ratio > 1 + clip_high)) | (below & (ratio < 1 - clip_low))
-    log_r = torch.zeros_like(ratio) if ref_logprobs is None else (ref_logprobs - logprobs) * response_mask
-    return (clipped & response_mask).sum(), (log_r.exp() - log_r - 1).sum()
+    advantages = advantages[:, None]  # (n, 1)
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    return (clipped & response_mask).sum()
 
 
 def check_args(args: Args, size: int) -> None:
@@ -170,8 +176,10 @@ def main(args: Args) -> None:
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
-    policy = model.load(args.model, world, dtype, args.activation_checkpointing)
-    ref_policy = model.load(args.model, world, dtype).requires_grad_(False) if args.kl_coef > 0 else None
+    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
+    ref_policy = None
+    if args.kl_coef > 0:
+        ref_policy = model.load(args.model, world, dtype, offload=args.offload != "none").requires_grad_(False)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
@@ -182,8 +190,9 @@ def main(args: Args) -> None:
         memory_fraction=args.rollout_memory,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
-    start = checkpoint.load(resume, policy, optimizer, loader)
-    tracker = tracking.Tracker(args.run_dir, "grpo", args, world, args.track, start, args.steps)
+    trained = {"policy": (policy, optimizer)}
+    start = checkpoint.load(resume, trained, loader)
+    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
     greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if resume:
         weight_sync.push(policy, engine)
@@ -230,10 +239,15 @@ def main(args: Args) -> None:
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     old = old_logprobs[micro.rows]  # (n, T)
                     ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)
-                    inputs = (logprobs, old, ref, advantages[micro.rows], micro.response_mask)
-                    loss = policy_loss(*inputs, **clip, kl_coef=args.kl_coef, denominator=denominator)
+                    given = (advantages[micro.rows], micro.response_mask)
+                    loss = policy_loss(
+                        logprobs, old, ref, *given, **clip, kl_coef=args.kl_coef, denominator=denominator
+                    )
                     (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
-                    tracker.update(loss, entropy, micro.response_mask, *ratio_stats(*inputs, **clip))
+                    tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
+                    if ref is not None:
+                        kl = kl_to_reference(logprobs.detach(), ref, micro.response_mask)  # (n, T)
+                        tracker.add("loss/kl", kl.sum(), micro.response_mask.sum())
                 if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
@@ -251,7 +265,7 @@ def main(args: Args) -> None:
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
         if step == args.steps or (args.save_every and step % args.save_every == 0):
-            checkpoint.save(tracker.run_dir, step, policy, optimizer, loader, tokenizer, dtype, world)
+            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 
     tracker.close()
     placement.finish(world, engine)

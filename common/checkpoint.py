@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from common.data import PromptLoader
 from common.placement import World
 
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
+
 
 def export(
     policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World
@@ -43,23 +45,24 @@ def export(
 def save(
     run_dir: Path,
     step: int,
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    trained: Trained,
     loader: PromptLoader,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     world: World,
 ) -> Path:
-    """Write checkpoints/step_NNNNNN under a temporary name and rename it when complete. Collective."""
+    """Write checkpoints/step_NNNNNN under a temporary name and rename it when complete. Collective.
+
+    Of the trained models, "policy" is exported for Hugging Face and vLLM, too.
+    """
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".unfinished")
     if world.is_main:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished / "trainer")
-    export(policy, tokenizer, unfinished / "model", dtype, world)
+    dcp.save(states(trained), checkpoint_id=unfinished / "trainer")
+    export(trained["policy"][0], tokenizer, unfinished / "model", dtype, world)
     if world.is_main:
         state = {"step": step, "position": loader.position}
         (unfinished / "state.json").write_text(json.dumps(state) + "\n")
@@ -69,14 +72,21 @@ def save(
     return folder
 
 
-def load(folder: Path | None, policy: nn.Module, optimizer: torch.optim.Optimizer, loader: PromptLoader) -> int:
-    """Restore policy, optimizer and place in the data; returns the steps done, 0 without a folder. Collective."""
+def load(folder: Path | None, trained: Trained, loader: PromptLoader) -> int:
+    """Restore the trained models and the place in the data; returns the steps done, 0 without a folder. Collective."""
     if folder is None:
         return 0
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = states(trained)
     dcp.load(state, checkpoint_id=folder / "trainer")
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for name, (model, optimizer) in trained.items():
+        loaded = state[name]
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     saved = json.loads((folder / "state.json").read_text())
     loader.position = saved["position"]
     return saved["step"]
+
+
+def states(trained: Trained) -> dict:
+    """name -> {"model", "optimizer"}, sharded. Collective."""
+    pairs = {name: get_state_dict(model, optimizer) for name, (model, optimizer) in trained.items()}
+    return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in pairs.items()}

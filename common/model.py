@@ -11,10 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from common.batching import MicroBatch
@@ -24,46 +30,70 @@ from common.rollout import Rollout
 LOGITS_PER_CHUNK = 2**25  # float32 elements: (tokens, vocabulary) logits exist 128 MiB at a time
 
 
-def load(model_path: str, world: World, dtype: torch.dtype, activation_checkpointing: bool = False) -> nn.Module:
+def load(
+    model_path: str,
+    world: World,
+    dtype: torch.dtype,
+    activation_checkpointing: bool = False,
+    *,
+    offload: bool = False,
+    value_head: bool = False,
+) -> nn.Module:
     """Load a causal language model and shard it, one FSDP unit per decoder layer. Collective: every rank calls it.
 
-    Only rank 0 reads the weights; the others receive their shards. The model has a method
-    `token_logprobs` (below) that FSDP treats as a forward.
+    Only rank 0 reads the weights; the others receive their shards. The model has a method that FSDP treats as
+    a forward: `token_logprobs` or, with a value head, `token_values` (below). value_head: one number a token in
+    place of the vocabulary; 0 everywhere at first, unless model_path holds a trained one. offload: parameters,
+    gradients and optimizer state live in host memory, and layers come to the GPU one at a time.
     """
+    kind, forward = (
+        (AutoModelForTokenClassification, token_values) if value_head else (AutoModelForCausalLM, token_logprobs)
+    )
     disable_progress_bar()  # transformers': they would tear the run's own
     AttentionInterface.register("packed", packed_attention)
     AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the lengths say it all
     config = AutoConfig.from_pretrained(model_path)
     config._attn_implementation = "packed"
+    if value_head:
+        config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
     check_architecture(config, model_path)
     state = {}
     buffers = {}
     if world.is_main:
-        source = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=torch.float32)
+        source, info = kind.from_pretrained(model_path, config=config, dtype=torch.float32, output_loading_info=True)
+        if "score.weight" in info["missing_keys"]:
+            nn.init.zeros_(source.score.weight)  # a random value would be noise in every advantage
         state, buffers = source.state_dict(), dict(source.named_buffers())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in model.base_model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision)
-    model.to_empty(device=world.device)
+        fully_shard(layer, mesh=world.mesh, **settings)
+    fully_shard(model, mesh=world.mesh, **settings)
+    model.to_empty(device="cpu" if offload else world.device)
     model.tie_weights()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in model.named_buffers():  # rotary frequencies: not part of a state dict
-        if world.is_main:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, src=0)
-    model.token_logprobs = MethodType(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    for name, buffer in list(model.named_buffers()):  # rotary frequencies: not part of a state dict
+        path, _, last = name.rpartition(".")
+        whole = buffers[name].to(world.device) if world.is_main else buffer.to(world.device)
+        dist.broadcast(whole, src=0)
+        setattr(model.get_submodule(path), last, whole)  # on the GPU even where parameters are offloaded
+    setattr(model, forward.__name__, MethodType(forward, model))
+    register_fsdp_forward_method(model, forward.__name__)
     return model.train()
 
 
 def check_architecture(config, model_path: str) -> None:
     """Refuse what the packed forward would compute wrongly without a word. Raises BadInput."""
-    if getattr(config, "final_logit_softcapping", None) or getattr(config, "logit_scale", None):
+    if (
+        getattr(config, "lm_head_bias", False)
+        or getattr(config, "final_logit_softcapping", None)
+        or getattr(config, "logit_scale", None)
+    ):
         raise BadInput(f"--model {model_path}: scaled or capped logits ({config.model_type}) are not supported")
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) or getattr(config, "attention_dropout", 0):
         raise BadInput(f"--model {model_path}: sliding windows or attention dropout are not supported")
@@ -82,7 +112,7 @@ def token_logprobs(
     head = self.get_output_embeddings()
 
     def logprobs_of(hidden: torch.Tensor, targets: torch.Tensor):
-        logits = head(hidden).float() / temperature  # out of place: FSDP's hooks hang on the head's output
+        logits = Float32Linear.apply(hidden, head.weight) / temperature  # (r, V)
         log_z = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
         if not with_entropy:
@@ -100,6 +130,32 @@ def token_logprobs(
     return logprobs, torch.cat([part[1] for part in parts]) if with_entropy else None
 
 
+class Float32Linear(torch.autograd.Function):
+    """hidden (R, d), weight (V, d) -> hidden weight^T (R, V) in float32, whatever they are; the engine does the same.
+
+    A logit of 20 rounded to bfloat16 is up to 0.06 off: the largest part of the gap between trainer and engine.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        return grad @ weight, grad.t() @ hidden
+
+
+def token_values(self, input_ids, position_ids, seqlens, predictors) -> torch.Tensor:
+    """Values, (R,) float32, at R places of one packed row: of the response so far, before the next token."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, seqlens=seqlens)
+    return self.score(hidden.last_hidden_state[0, predictors]).squeeze(-1).float()
+
+
 def response_logprobs(
     policy: nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -110,21 +166,39 @@ def response_logprobs(
     logprobs, entropy = policy.token_logprobs(
         micro.input_ids, micro.position_ids, micro.seqlens, micro.predictors, micro.targets, temperature, with_entropy
     )
+    return place(logprobs, micro), place(entropy, micro) if with_entropy else None
+
+
+def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, as above."""
+    return place(critic.token_values(micro.input_ids, micro.position_ids, micro.seqlens, micro.predictors), micro)
+
+
+def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """(R,) -> (n, T): packed response tokens back in their rows."""
     shape = micro.response_mask.shape
-    place = lambda values: values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
-    return place(logprobs), place(entropy) if with_entropy else None
+    return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
 
 
-@torch.no_grad()
 def frozen_logprobs(
     policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
 ) -> torch.Tensor:
     """Log-probs (N, T) without gradient of the rows in these micro-batches, 0 elsewhere. Collective."""
+    return frozen(policy, rollout, micro_batches, lambda micro: response_logprobs(policy, micro, temperature)[0])
+
+
+def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Values (N, T) without gradient of the rows in these micro-batches, 0 elsewhere. Collective."""
+    return frozen(critic, rollout, micro_batches, lambda micro: response_values(critic, micro))
+
+
+@torch.no_grad()
+def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], forward) -> torch.Tensor:
+    """forward(micro) -> (n, T), gathered into (N, T)."""
     out = torch.zeros_like(rollout.rollout_logprobs)
     for micro in micro_batches:
-        logprobs, _ = response_logprobs(policy, micro, temperature)
-        out[micro.rows] = torch.where(micro.response_mask, logprobs, out[micro.rows])
-    policy.reshard()  # no backward will: the embeddings would stay whole on every rank
+        out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
+    model.reshard()  # no backward will: the embeddings would stay whole on every rank
     return out
 
 

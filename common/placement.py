@@ -70,6 +70,10 @@ class World:
         """Sum of a number over the ranks. Collective: every rank calls it."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
+    def min(self, value: float) -> float:
+        """Smallest of a number over the ranks. Collective: every rank calls it."""
+        return self._reduce(value, dist.ReduceOp.MIN)
+
     def max(self, value: float) -> float:
         """Largest of a number over the ranks. Collective: every rank calls it."""
         return self._reduce(value, dist.ReduceOp.MAX)

@@ -3,6 +3,7 @@
 import html
 import io
 import json
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -94,8 +95,9 @@ def responses(rollouts: list[dict]) -> str:
     rows = ["<table><tr><th>prompt<th>response<th>score<th>advantage<th>end"]
     for row in rollouts:
         mark = "right" if row["acc"] else "wrong"
+        advantage = row["advantage"] if isinstance(row["advantage"], float) else statistics.fmean(row["advantage"])
         rows.append(
             f"<tr><td><pre>{html.escape(row['prompt'])}</pre><td><pre>{html.escape(row['response'])}</pre>"
-            f"<td class={mark}>{row['score']:g}<td>{row['advantage']:+.2f}<td>{html.escape(row['finish_reason'])}"
+            f"<td class={mark}>{row['score']:g}<td>{advantage:+.2f}<td>{html.escape(row['finish_reason'])}"
         )
     return "\n".join([*rows, "</table>"])

@@ -59,6 +59,20 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, weight_version)
 
 
+def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
+    """The chosen rows of several rollouts of the same weights as one rollout, in this order, padded anew."""
+    chosen = [(rollout, row) for rollout, rows in parts for row in rows]
+    first = parts[0][0]
+    return collate(
+        [rollout.prompt_ids[row] for rollout, row in chosen],
+        [rollout.response_ids[row] for rollout, row in chosen],
+        [rollout.rollout_logprobs[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
+        [rollout.truncated[row].item() for rollout, row in chosen],
+        first.weight_version,
+        first.response_mask.device,
+    )
+
+
 def start(
     backend: str,
     model_path: str,

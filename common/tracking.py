@@ -60,34 +60,34 @@ class Tracker:
         """reward/, group/ and response/ figures of N responses."""
         groups = scores.view(-1, group_size)  # (B, G)
         self.add("reward/mean", scores.sum(), len(scores))
-        self.add("reward/std", groups.std(dim=1).sum(), len(groups))
-        self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
+        if group_size > 1:
+            self.add("reward/std", groups.std(dim=1).sum(), len(groups))
+            self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
         self.add("response/length_mean", batch.response_mask.sum(), len(batch))
         self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
         self.add("throughput/tokens_per_s", batch.response_mask.sum(), 0)  # per second: see write()
 
-    def mismatch(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor) -> None:
+    def mismatch(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None = None) -> None:
         """mismatch/ figures: |trainer - engine| log-prob of the same weights, over the tokens of `rows` (N,) bool."""
-        mask = batch.response_mask & rows[:, None]
+        mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
         gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
         self.add("mismatch/logprob_abs_mean", gap.sum(), mask.sum())
         self.peak("mismatch/logprob_abs_max", gap.max())
 
-    def update(self, loss, entropy, response_mask, clipped, kl) -> None:
-        """loss/ and train/ figures of a micro-batch: its share of the loss, and sums over its tokens."""
+    def update(self, loss, entropy, response_mask, clipped) -> None:
+        """loss/policy and train/ figures of a micro-batch: its share of the loss, and sums over its tokens."""
         tokens = response_mask.sum()
         self.add("loss/policy", loss.detach() * self.world.size, 0)
-        self.add("loss/kl", kl, tokens)
         self.add("train/entropy", (entropy * response_mask).sum(), tokens)
         self.add("train/clip_frac", clipped, tokens)
 
-    def grad_norm(self, step: int, norm) -> None:
+    def grad_norm(self, step: int, norm, name: str = "train/grad_norm", loss: str = "loss/policy") -> None:
         """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
-            raise RunFailed(f"step {step}: the gradient norm is {float(norm)}; the weights are untouched")
-        self.add("train/grad_norm", norm)
-        self.add("loss/policy", 0.0)  # its mean is over optimizer steps
+            raise RunFailed(f"step {step}: {name} is {float(norm)}; the weights are untouched")
+        self.add(name, norm)
+        self.add(loss, 0.0)  # its mean is over optimizer steps
 
     def first(self, accuracy: float) -> None:
         """Log the accuracy before the first step, as step 0. Collective."""
@@ -120,8 +120,11 @@ class Tracker:
             self.bar.write(console_line(metrics))
         return metrics
 
-    def save_rollouts(self, step, prompts, responses, results, batch, advantages, old_logprobs, needed) -> None:
-        """rollouts/step_NNNNNN.jsonl: one object a response. Rank 0 writes its own share of the step."""
+    def save_rollouts(self, step, prompts, responses, results, batch, advantages, old_logprobs, needed=None) -> None:
+        """rollouts/step_NNNNNN.jsonl: one object a response. Rank 0 writes its own share of the step.
+
+        advantages: (N,) or (N, T); needed: (N,) rows with old_logprobs, None if all have them.
+        """
         if not self.world.is_main:
             return
         group_size = len(responses) // len(prompts)
@@ -136,12 +139,12 @@ class Tracker:
                     "prompt_ids": batch.prompt_ids[i],
                     "response_ids": batch.response_ids[i],
                     "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
-                    "old_logprobs": old_logprobs[i, :length].tolist() if needed[i] else None,  # null: never computed
+                    "old_logprobs": old_logprobs[i, :length].tolist() if needed is None or needed[i] else None,
                     "score": result.score,
                     "acc": result.acc,
                     "extracted": result.extracted,
                     "info": result.info,
-                    "advantage": advantages[i].item(),
+                    "advantage": advantages[i].item() if advantages.dim() == 1 else advantages[i, :length].tolist(),
                     "finish_reason": "length" if batch.truncated[i] else "stop",
                     "weight_version": batch.weight_version,
                 }

@@ -83,6 +83,7 @@ class VLLMEngine:
             model_path,
             skip_tokenizer_init=True,  # token ids in, token ids out
             generation_config="vllm",  # no sampling defaults from the model's folder
+            hf_overrides={"head_dtype": "float32"},  # as the trainer's: rounding logits is most of a bfloat16 gap
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
             dtype=dtype,
             max_model_len=max_model_len,

@@ -43,10 +43,12 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path):
     policy, optimizer, loader = start(models, world)
     step(policy, optimizer)
     loader.take(5)
-    folder = checkpoint.save(tmp_path, 3, policy, optimizer, loader, embedded.tokenizer(), torch.float32, world)
+    folder = checkpoint.save(
+        tmp_path, 3, {"policy": (policy, optimizer)}, loader, embedded.tokenizer(), torch.float32, world
+    )
     step(policy, optimizer)
     again, again_optimizer, again_loader = start(models, world)
-    assert checkpoint.load(folder, again, again_optimizer, again_loader) == 3
+    assert checkpoint.load(folder, {"policy": (again, again_optimizer)}, again_loader) == 3
     assert again_loader.take(3) == loader.take(3)
     step(again, again_optimizer)
     assert all(torch.equal(x, y) for x, y in zip(values(policy).values(), values(again).values()))

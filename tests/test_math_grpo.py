@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algos.grpo import compute_advantages, policy_loss, ratio_stats
+from algos.grpo import clipped_tokens, compute_advantages, kl_to_reference, policy_loss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -185,12 +185,17 @@ def test_micro_batches_add_up(cuts):
     assert torch.allclose(logprobs.grad, whole, rtol=1e-12)
 
 
-def test_stats_count_tokens_whose_gradient_is_gone():
+def test_clipped_tokens_are_those_without_gradient():
     ratio = torch.tensor([[0.5, 1.5, 1.0], [0.5, 1.5, 1.5]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    advantages = torch.tensor([1.0, -1.0])
-    clipped, kl = ratio_stats(ratio.log(), torch.zeros(2, 3), None, advantages, mask, **CLIP)
-    assert clipped == 2 and kl == 0  # 1.5 with A > 0, 0.5 with A < 0
+    clipped = clipped_tokens(ratio.log(), torch.zeros(2, 3), torch.tensor([1.0, -1.0]), mask, **CLIP)
+    assert clipped == 2  # 1.5 with A > 0, 0.5 with A < 0
+
+
+def test_kl_to_reference_is_never_negative_and_blind_outside_the_mask():
+    ref = torch.tensor([[-1.0, -2.0, torch.nan]])
+    kl = kl_to_reference(torch.tensor([[-1.0, -1.0, -1.0]]), ref, torch.tensor([[True, True, False]]))
+    assert torch.allclose(kl, torch.tensor([[0.0, math.exp(-1), 0.0]]))
 
 
 def test_inputs_are_not_changed():
