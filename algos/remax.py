@@ -1,0 +1,283 @@
+"""ReMax -- REINFORCE with the greedy response as baseline (arXiv:2310.10505, algorithm 1).
+
+    r_t   = -kl_coef (old_t - ref_t), plus the score on the last token    the KL to the reference is part of the reward
+    A_t   = sum_{s>=t} r_s - b,   b = score of the greedy response to the same prompt under the same weights
+    ratio = exp(logprobs - old_logprobs)
+    L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
+
+sum_it m_it counts the sampled response tokens of the whole optimizer mini-batch, on all ranks. b depends on the prompt
+and the weights alone, so the gradient stays unbiased: no critic, no group. The greedy responses carry no loss; their
+mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response that scores
+as the greedy one does has advantage 0.
+
+Differs from rloo.py: one more response a prompt, greedy, as baseline; token rewards and their sums to come.
+
+Differs from the paper: each token's KL counts for all tokens before it (the true return; the original code gives each
+token its own KL alone and discounts by 0.99); G samples share one greedy baseline where the paper draws one; clipped
+ratios and several mini-batches a rollout where it makes one on-policy update.
+
+Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
+        torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --group-size 4
+            --steps 200 --learning-rate 1e-6 --kl-coef 0.001 --max-prompt-tokens 512 --max-response-tokens 1024
+Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. GSM8K on GPUs: not yet reproduced.
+"""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from common import (
+    batching,
+    checkpoint,
+    data,
+    embedded,
+    evaluation,
+    model,
+    placement,
+    rewards,
+    rollout,
+    run,
+    tracking,
+    weight_sync,
+)
+
+
+@dataclasses.dataclass
+class Args:
+    # what
+    model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
+    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
+    eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
+    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
+    # rollout
+    steps: int = 60  # one step: one rollout and its updates
+    prompts_per_step: int = 64  # B, all ranks together
+    group_size: int = 8  # G, sampled responses per prompt, which share its greedy one; 1 in the paper
+    max_prompt_tokens: int = 64  # longer prompts are dropped and counted
+    max_response_tokens: int = 48
+    temperature: float = 1.0  # of sampling and of every log-prob
+    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
+    rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
+    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    # algorithm
+    clip_low: float = 0.2  # epsilon, below
+    clip_high: float = 0.2  # epsilon, above
+    kl_coef: float = 0.0  # beta; 0 never loads the reference policy
+    # optimization
+    mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
+    epochs: int = 1  # passes over each rollout
+    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
+    warmup_steps: int = 2  # steps of linear warm-up
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
+    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
+    # bookkeeping
+    seed: int = 0
+    run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
+    resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
+    eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
+    eval_prompts: int = 256
+    save_every: int = 0  # steps between checkpoints; 0: after the last step only
+    rollouts_every: int = 10  # steps between files in rollouts/
+    max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
+    track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
+
+
+def reward_tokens(
+    scores: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
+    response_mask: torch.Tensor,
+    kl_coef: float,
+) -> torch.Tensor:
+    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
+
+    0 outside the mask; a response without a token gets no reward.
+    """
+    width = response_mask.shape[1]
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # not the length - 1: the mask may have holes
+    at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
+    rewards = torch.where(at_end & response_mask, scores[:, None], 0.0)
+    if ref_logprobs is None:
+        return rewards
+    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1: the KL's own gradient
+
+
+def compute_advantages(
+    token_rewards: torch.Tensor, greedy_scores: torch.Tensor, response_mask: torch.Tensor
+) -> torch.Tensor:
+    """(N, T), (N,), (N, T) -> (N, T): the rewards to come minus the greedy response's score, 0 outside the mask."""
+    rewards = torch.where(response_mask, token_rewards, 0.0)
+    to_come = rewards.flip(1).cumsum(1).flip(1)
+    return torch.where(response_mask, to_come - greedy_scores[:, None], 0.0)
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: float,
+) -> torch.Tensor:
+    """Scalar: the sum of the given rows' token losses, divided by `denominator`.
+
+    All (n, T). Values outside the mask, NaN included, change nothing.
+    denominator: response tokens of the whole mini-batch on all ranks.
+    """
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return (per_token * response_mask).sum() / denominator
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
+    """How many response tokens have no gradient because their ratio was clipped."""
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    return (clipped & response_mask).sum()
+
+
+def check_args(args: Args, size: int) -> None:
+    """Numbers that cannot work together. Raises BadInput naming both."""
+    if args.temperature <= 0:
+        raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+    share = args.mini_batches * size
+    if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
+        raise placement.BadInput(
+            f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
+            f"x {size} ranks = {share}"
+        )
+    for name in ("steps", "group_size", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+        if getattr(args, name) < 1:
+            raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:
+        raise placement.BadInput("--kl-coef must be >= 0, --clip-low inside (0, 1) and --clip-high > 0")
+
+
+def main(args: Args) -> None:
+    # Everything that can be wrong with the input is found here, before a model is loaded.
+    size = placement.check_world(args.rollout_tp)
+    check_args(args, size)
+    reward = rewards.load(args.reward)
+    resume = run.check_directory(args.run_dir, args.resume, args.track)
+    if args.model == "embedded":
+        args.model = embedded.warm_start()
+    tokenizer, stop_token_ids = data.load_tokenizer(args.model)
+    prompts = data.load(args.dataset, "train", tokenizer, args.max_prompt_tokens)
+    held_out = data.load_eval(args.dataset, args.eval_dataset, tokenizer, args.max_prompt_tokens)[: args.eval_prompts]
+    rewards.check_answers(args.reward, prompts + held_out)
+    max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+
+    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
+    ref_policy = None
+    if args.kl_coef > 0:
+        ref_policy = model.load(args.model, world, dtype, offload=args.offload != "none").requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    engine = rollout.start(
+        args.rollout_backend, args.model, stop_token_ids, world, dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
+        memory_fraction=args.rollout_memory,
+    )  # fmt: skip
+    loader = data.PromptLoader(prompts, args.seed)
+    trained = {"policy": (policy, optimizer)}
+    start = checkpoint.load(resume, trained, loader)
+    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
+    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
+    if resume:
+        weight_sync.push(policy, engine)
+    elif held_out:
+        tracker.first(greedy_accuracy(args.max_response_tokens))
+
+    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+    for step in range(start + 1, args.steps + 1):
+        # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
+        mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
+        with tracker.time("rollout"):
+            greedy = engine.generate([prompt.ids for prompt in mine], 1, 0.0, args.max_response_tokens, seed=0)
+            batch = engine.generate(
+                [prompt.ids for prompt in mine],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step,
+            )
+            engine.sleep()
+
+        with tracker.time("reward"):
+            responses = tokenizer.batch_decode(greedy.response_ids, skip_special_tokens=True)
+            results = rewards.score(reward, mine, responses, greedy)
+            greedy_scores = torch.tensor([result.score for result in results], device=world.device)  # (B,)
+            tracker.add("reward/greedy_mean", greedy_scores.sum(), len(greedy_scores))
+            greedy_scores = greedy_scores.repeat_interleave(args.group_size)  # (N,)
+            responses = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
+            results = rewards.score(reward, mine, responses, batch)
+            scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
+        # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
+        needed = scores != greedy_scores if ref_policy is None else torch.ones_like(scores, dtype=torch.bool)  # (N,)
+
+        with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.token_budget, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            ref_logprobs = None
+            if ref_policy is not None:
+                ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
+                kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
+                tracker.add("reward/kl", kl.sum(), len(batch))
+        token_rewards = reward_tokens(scores, old_logprobs, ref_logprobs, batch.response_mask, args.kl_coef)  # (N, T)
+        advantages = compute_advantages(token_rewards, greedy_scores, batch.response_mask)  # (N, T)
+        tracker.mismatch(old_logprobs, batch, needed)
+
+        with tracker.time("update"):
+            for group in optimizer.param_groups:
+                decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+                denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks, the skipped rows' too
+                micro_batches = batching.pack(batch, rows[needed[rows]], args.token_budget, world)
+                for micro in micro_batches:
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    old = old_logprobs[micro.rows]  # (n, T)
+                    given = (advantages[micro.rows], micro.response_mask)
+                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator)
+                    (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
+                    tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
+                if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        with tracker.time("sync"):
+            weight_sync.push(policy, engine)
+
+        tracker.rollout(scores, args.group_size, batch)
+        if step % args.rollouts_every == 0 or step in (1, args.steps):
+            tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
+        if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
+        metrics = tracker.write(step)
+        run.check(metrics, args.max_logprob_gap)
+        if step == args.steps or (args.save_every and step % args.save_every == 0):
+            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+
+    tracker.close()
+    placement.finish(world, engine)
+
+
+if __name__ == "__main__":
+    placement.launch(main, tyro.cli(Args, description=__doc__))
