@@ -1,0 +1,317 @@
+"""DAPO -- Decoupled clip and dynamic sampling (arXiv:2503.14476, eq. 8-13).
+
+    R_i   = +1 or -1 for right or wrong, plus overlong_penalty(|o_i|) <= 0
+    A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt
+    ratio = exp(logprobs - old_logprobs)
+    L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it,  <= -A_i clip_dual
+
+sum_it m_it counts the response tokens of the whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts are
+drawn until --prompts-per-step of them have both right and wrong responses. The filter asks for raw correctness, not
+for the shaped reward: a group of right responses of unequal lengths would teach nothing but length.
+
+Differs from grpo.py: clip_high above clip_low; dynamic sampling; a token mean over the mini-batch; overlong shaping; no
+KL term.
+
+Differs from the paper: its formula averages over the tokens of each prompt's group, its code over those of the
+mini-batch, as here; dual clip as in its code. Each rank draws until it has its share, surplus groups are discarded.
+
+Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
+        torchrun --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset BytedTsinghua-SIA/DAPO-Math-17k
+            --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --learning-rate 1e-6
+            --schedule constant --warmup-steps 20 --weight-decay 0.1 --max-prompt-tokens 2048
+            --max-response-tokens 20480 --overlong-cache 4096
+Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+"""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from common import (
+    batching,
+    checkpoint,
+    data,
+    embedded,
+    evaluation,
+    model,
+    placement,
+    rewards,
+    rollout,
+    run,
+    tracking,
+    weight_sync,
+)
+
+
+@dataclasses.dataclass
+class Args:
+    # what
+    model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
+    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
+    eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
+    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
+    # rollout
+    steps: int = 60  # one step: one rollout and its updates
+    prompts_per_step: int = 64  # B, all ranks together
+    gen_prompts: int = 0  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
+    max_gen_batches: int = 10  # draws per step before the run stops
+    group_size: int = 8  # G, responses per prompt
+    max_prompt_tokens: int = 64  # longer prompts are dropped and counted
+    max_response_tokens: int = 48
+    temperature: float = 1.0  # of sampling and of every log-prob
+    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
+    rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
+    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    # algorithm
+    clip_low: float = 0.2  # epsilon, below
+    clip_high: float = 0.28  # epsilon, above
+    clip_dual: float = 10.0  # c: the loss of a token with A < 0 is at most -A c
+    overlong_cache: int = 8  # L_c: the last tokens before max_response_tokens cost more and more; 0: only its end
+    overlong_factor: float = 1.0  # of the penalty; a right answer is worth +1, a wrong one -1
+    # optimization
+    mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
+    epochs: int = 1  # passes over each rollout
+    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
+    warmup_steps: int = 2  # steps of linear warm-up
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
+    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    offload: bool = False  # to host memory between uses: parameters, gradients, optimizer state
+    # bookkeeping
+    seed: int = 0
+    run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
+    resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
+    eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
+    eval_prompts: int = 256
+    save_every: int = 0  # steps between checkpoints; 0: after the last step only
+    rollouts_every: int = 10  # steps between files in rollouts/
+    max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
+    track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
+
+
+def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
+    """(N,) -> (N,): z-score within each group (eq. 4's outcome form). A group of equal rewards gives exactly 0.
+
+    Equality is tested on the rewards: in float32 the std of sixteen times 0.7 is 1e-8, not 0, and |A| 0.06.
+    """
+    groups = rewards.view(-1, group_size)  # (B, G)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
+    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (n - 1), as verl and TRL
+    return torch.where(constant, 0.0, advantages).view(-1)
+
+
+def overlong_penalty(lengths: torch.Tensor, max_len: int, cache_len: int, factor: float = 1.0) -> torch.Tensor:
+    """(N,) -> (N,): 0 up to max_len - cache_len tokens, then linearly down to -factor at max_len (eq. 13)."""
+    over = lengths - (max_len - cache_len)
+    share = over / cache_len if cache_len else (lengths >= max_len).float()
+    return -factor * share.clamp(0, 1)
+
+
+def keep_groups(correct: torch.Tensor) -> torch.Tensor:
+    """(B, G) bool -> (B,) bool: groups with both right and wrong responses (eq. 11)."""
+    right = correct.sum(dim=1)
+    return (right > 0) & (right < correct.shape[1])
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float,
+    denominator: float,
+) -> torch.Tensor:
+    """Scalar: the sum of the given rows' token losses, divided by `denominator`.
+
+    All (n, T) but advantages (n,). Values outside the mask, NaN included, change nothing.
+    denominator: response tokens of the whole mini-batch on all ranks.
+    """
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    advantages = advantages[:, None]  # (n, 1)
+    per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = torch.where(advantages < 0, torch.min(per_token, -advantages * clip_dual), per_token)
+    return (per_token * response_mask).sum() / denominator
+
+
+@torch.no_grad()
+def clipped_tokens(
+    logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high, clip_dual
+) -> torch.Tensor:
+    """How many response tokens have no gradient because their ratio was clipped."""
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
+    advantages = advantages[:, None]  # (n, 1)
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    clipped = clipped | ((advantages < 0) & (ratio > clip_dual))
+    return (clipped & response_mask).sum()
+
+
+def check_args(args: Args, size: int) -> None:
+    """Numbers that cannot work together. Raises BadInput naming both."""
+    if args.group_size < 2:
+        raise placement.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+    if args.temperature <= 0:
+        raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+    share = args.mini_batches * size
+    if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
+        raise placement.BadInput(
+            f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
+            f"x {size} ranks = {share}"
+        )
+    if args.gen_prompts % size:
+        raise placement.BadInput(f"--gen-prompts {args.gen_prompts} is not a multiple of the {size} ranks")
+    if not 0 <= args.overlong_cache <= args.max_response_tokens or args.overlong_factor < 0:
+        raise placement.BadInput(
+            f"--overlong-cache {args.overlong_cache} must be between 0 and --max-response-tokens "
+            f"{args.max_response_tokens}, --overlong-factor at least 0"
+        )
+    for name in (
+        "steps",
+        "max_gen_batches",
+        "max_prompt_tokens",
+        "max_response_tokens",
+        "token_budget",
+        "rollouts_every",
+    ):
+        if getattr(args, name) < 1:
+            raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:
+        raise placement.BadInput("--clip-low must be inside (0, 1), --clip-high > 0 and --clip-dual > 1 + --clip-high")
+
+
+def main(args: Args) -> None:
+    # Everything that can be wrong with the input is found here, before a model is loaded.
+    size = placement.check_world(args.rollout_tp)
+    check_args(args, size)
+    reward = rewards.load(args.reward)
+    resume = run.check_directory(args.run_dir, args.resume, args.track)
+    if args.model == "embedded":
+        args.model = embedded.warm_start()
+    tokenizer, stop_token_ids = data.load_tokenizer(args.model)
+    prompts = data.load(args.dataset, "train", tokenizer, args.max_prompt_tokens)
+    held_out = data.load_eval(args.dataset, args.eval_dataset, tokenizer, args.max_prompt_tokens)[: args.eval_prompts]
+    rewards.check_answers(args.reward, prompts + held_out)
+    max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+
+    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    engine = rollout.start(
+        args.rollout_backend, args.model, stop_token_ids, world, dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
+        memory_fraction=args.rollout_memory,
+    )  # fmt: skip
+    loader = data.PromptLoader(prompts, args.seed)
+    trained = {"policy": (policy, optimizer)}
+    start = checkpoint.load(resume, trained, loader)
+    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
+    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
+    if resume:
+        weight_sync.push(policy, engine)
+    elif held_out:
+        tracker.first(greedy_accuracy(args.max_response_tokens))
+
+    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual}
+    share = args.prompts_per_step // world.size  # groups this rank trains on
+    for step in range(start + 1, args.steps + 1):
+        # Dynamic sampling. All ranks make the same number of draws, until each has its share of mixed groups.
+        mine, parts, responses, results = [], [], [], []
+        for draw in range(args.max_gen_batches):
+            prompts = loader.take(args.gen_prompts or args.prompts_per_step)[world.rank :: world.size]
+            with tracker.time("rollout"):
+                drawn = engine.generate(
+                    [prompt.ids for prompt in prompts],
+                    args.group_size,
+                    args.temperature,
+                    args.max_response_tokens,
+                    seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
+                )
+            with tracker.time("reward"):
+                texts = tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
+                graded = rewards.score(reward, prompts, texts, drawn)
+            correct = torch.tensor([result.acc > 0 for result in graded]).view(-1, args.group_size)  # (B, G)
+            for i in keep_groups(correct).nonzero().flatten().tolist():
+                rows = range(i * args.group_size, (i + 1) * args.group_size)
+                mine.append(prompts[i])
+                parts.append((drawn, rows))
+                responses += [texts[row] for row in rows]
+                results += [graded[row] for row in rows]
+            tracker.rollout(torch.tensor([result.score for result in graded]), args.group_size, drawn)
+            tracker.add("sampling/prompts_generated", len(prompts), 0)
+            if world.min(len(mine)) >= share:
+                break
+        else:
+            raise placement.RunFailed(
+                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws only {world.sum(len(mine)):.0f} of "
+                f"{args.prompts_per_step} prompts have both right and wrong responses: too easy, too hard, or a "
+                "constant reward"
+            )
+        engine.sleep()
+        tracker.add("sampling/prompts_kept", len(mine), 0)
+        mine, batch = mine[:share], rollout.select(parts[:share])  # the surplus is discarded: it would be off-policy
+        responses, results = responses[: len(batch)], results[: len(batch)]
+
+        scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
+        penalty = overlong_penalty(
+            batch.response_mask.sum(1), args.max_response_tokens, args.overlong_cache, args.overlong_factor
+        )  # (N,)
+        advantages = compute_advantages(2 * scores - 1 + penalty, args.group_size)  # (N,)
+        # A row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
+        needed = advantages != 0  # (N,)
+
+        with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.token_budget, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+        tracker.mismatch(old_logprobs, batch, needed)
+
+        with tracker.time("update"):
+            for group in optimizer.param_groups:
+                decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+                denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks, the skipped rows' too
+                micro_batches = batching.pack(batch, rows[needed[rows]], args.token_budget, world)
+                for micro in micro_batches:
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    old = old_logprobs[micro.rows]  # (n, T)
+                    given = (advantages[micro.rows], micro.response_mask)
+                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator)
+                    (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
+                    tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
+                if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        with tracker.time("sync"):
+            weight_sync.push(policy, engine)
+
+        if step % args.rollouts_every == 0 or step in (1, args.steps):
+            tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
+        if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
+        metrics = tracker.write(step)
+        run.check(metrics, args.max_logprob_gap)
+        if step == args.steps or (args.save_every and step % args.save_every == 0):
+            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+
+    tracker.close()
+    placement.finish(world, engine)
+
+
+if __name__ == "__main__":
+    placement.launch(main, tyro.cli(Args, description=__doc__))
