@@ -55,9 +55,11 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 60  # one step: one rollout and its updates
-    prompts_per_step: int = 64  # B, all ranks together
-    gen_prompts: int = 0  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
+    steps: int = 40  # one step: one rollout and its updates
+    prompts_per_step: int = (
+        32  # B, all ranks together; about two draws of gen_prompts give that many on the embedded task
+    )
+    gen_prompts: int = 64  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted

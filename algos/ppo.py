@@ -58,7 +58,7 @@ class Args:
     # rollout
     steps: int = 60  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
-    group_size: int = 8  # G, responses per prompt
+    group_size: int = 4  # G, responses per prompt; fewer than elsewhere, the critic doubles the work
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
     max_response_tokens: int = 48
     temperature: float = 1.0  # of sampling and of every log-prob

@@ -59,8 +59,8 @@ class Args:
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
     steps: int = 60  # one step: one rollout and its updates
-    prompts_per_step: int = 64  # B, all ranks together
-    gen_prompts: int = 0  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
+    prompts_per_step: int = 16  # B, all ranks together; fewer than elsewhere, the process model doubles the work
+    gen_prompts: int = 48  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
@@ -71,8 +71,8 @@ class Args:
     rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
     # algorithm
     clip: float = 0.2  # epsilon
-    min_accuracy: float = 0.2  # of a prompt's responses, for the prompt to be trained on
-    max_accuracy: float = 0.8
+    min_accuracy: float = 0.1  # of a prompt's responses, for the prompt to be trained on; 0.2 and 0.8 in the paper,
+    max_accuracy: float = 0.9  # but the embedded model seldom answers in between
     beta: float = 0.05  # of the process reward
     c_process: float = 1.0  # weight of the process rewards beside the outcome's 1; whitening leaves only their ratio
     # optimization

@@ -49,12 +49,12 @@ class Tracker:
 
     @contextlib.contextmanager
     def time(self, phase: str):
-        """Seconds spent inside, as time/<phase>; mean over ranks."""
+        """Seconds spent inside, as time/<phase>: summed over the step, mean over ranks."""
         began = time.perf_counter()
         yield
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        self.add(f"time/{phase}", time.perf_counter() - began)
+        self.add(f"time/{phase}", (time.perf_counter() - began) / self.world.size, 0)
 
     def rollout(self, scores: torch.Tensor, group_size: int, batch: Rollout) -> None:
         """reward/, group/ and response/ figures of N responses."""

@@ -91,7 +91,7 @@ def draw(curves: dict[str, list[list[dict]]]) -> None:
         figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
     ):
         for algorithm, seeds in curves.items():
-            steps = [row["step"] for row in seeds[0] if key in row]
+            steps = min(([row["step"] for row in rows if key in row] for rows in seeds), key=len)
             values = list(zip(*[[row[key] for row in rows if key in row] for rows in seeds]))
             axis.plot(steps, [statistics.mean(v) for v in values], label=algorithm)
             axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2)
