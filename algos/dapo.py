@@ -56,9 +56,7 @@ class Args:
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
     steps: int = 40  # one step: one rollout and its updates
-    prompts_per_step: int = (
-        32  # B, all ranks together; about two draws of gen_prompts give that many on the embedded task
-    )
+    prompts_per_step: int = 32  # B, all ranks together; here about two draws of gen_prompts
     gen_prompts: int = 64  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
     group_size: int = 8  # G, responses per prompt
@@ -170,21 +168,11 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    if args.gen_prompts % size:
-        raise placement.BadInput(f"--gen-prompts {args.gen_prompts} is not a multiple of the {size} ranks")
+    if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
+        raise placement.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
     if not 0 <= args.overlong_cache <= args.max_response_tokens or args.overlong_factor < 0:
-        raise placement.BadInput(
-            f"--overlong-cache {args.overlong_cache} must be between 0 and --max-response-tokens "
-            f"{args.max_response_tokens}, --overlong-factor at least 0"
-        )
-    for name in (
-        "steps",
-        "max_gen_batches",
-        "max_prompt_tokens",
-        "max_response_tokens",
-        "token_budget",
-        "rollouts_every",
-    ):
+        raise placement.BadInput("--overlong-cache must be in [0, --max-response-tokens], --overlong-factor >= 0")
+    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:

@@ -217,20 +217,13 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    if args.gen_prompts % size:
-        raise placement.BadInput(f"--gen-prompts {args.gen_prompts} is not a multiple of the {size} ranks")
+    if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
+        raise placement.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
     if not 0 <= args.min_accuracy <= args.max_accuracy <= 1:
         raise placement.BadInput(
             f"--min-accuracy {args.min_accuracy} and --max-accuracy {args.max_accuracy}: 0 <= min <= max <= 1"
         )
-    for name in (
-        "steps",
-        "max_gen_batches",
-        "max_prompt_tokens",
-        "max_response_tokens",
-        "token_budget",
-        "rollouts_every",
-    ):
+    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.beta <= 0 or not 0 < args.clip < 1:

@@ -1,0 +1,67 @@
+"""How far each algorithm file is from its nearest sibling, docstrings aside: the table in the README.
+
+python scripts/sibling_diffs.py                       # prints the table and writes it into README.md
+python scripts/sibling_diffs.py --show dr_grpo        # the diff itself
+"""
+
+import ast
+import dataclasses
+import difflib
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- siblings -->", "<!-- /siblings -->"  # the table between them is generated
+SIBLINGS = {  # algorithm: (nearest sibling, what the hunks are)
+    "dr_grpo": ("grpo", "no std; a constant for each response's length"),
+    "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
+    "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
+    "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
+    "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
+    "prime": ("rloo", "process reward model and its update; dynamic sampling; process and outcome; whitening"),
+}
+
+
+@dataclasses.dataclass
+class Args:
+    show: str = ""  # an algorithm whose diff to print
+
+
+def code(name: str) -> list[str]:
+    """Lines of algos/NAME.py without docstrings, which say in words what the diff shows."""
+    source = (ROOT / f"algos/{name}.py").read_text()
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (last - first + 1)
+    return [line for line in lines if line is not None]
+
+
+def changes(name: str) -> list[str]:
+    """Unified diff from the sibling, without context."""
+    return list(difflib.unified_diff(code(SIBLINGS[name][0]), code(name), SIBLINGS[name][0], name, n=0, lineterm=""))
+
+
+def table() -> str:
+    lines = ["| file | diff against | hunks | lines out | lines in | what they are |", "|---|---|---|---|---|---|"]
+    for name, (sibling, what) in SIBLINGS.items():
+        diff = changes(name)[2:]
+        hunks, removed, added = (sum(line.startswith(mark) for line in diff) for mark in ("@@", "-", "+"))
+        lines.append(f"| `{name}.py` | `{sibling}.py` | {hunks} | {removed} | {added} | {what} |")
+    return "\n".join(lines)
+
+
+def main(args: Args) -> None:
+    if args.show:
+        print("\n".join(changes(args.show)))
+        return
+    page = ROOT / "README.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    print(table())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
