@@ -10,14 +10,25 @@ from conftest import ROOT, launch, relative_difference
 SYNC, GRADIENT = ROOT / "tests/workers/sync.py", ROOT / "tests/workers/gradient.py"
 
 
+@pytest.fixture(scope="module")
+def whole(models, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of one rank that takes all rows in one micro-batch."""
+    output = tmp_path_factory.mktemp("gradient") / "whole"
+    launch(GRADIENT, models["tied"], 1000, output)
+    return torch.load(output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, budget", [(1, 1), (2, 1000), (2, 12)])
-def test_gradient_does_not_depend_on_ranks_or_budget(models, tmp_path, ranks, budget):
-    """5 rows on one rank and 2 on the other: with a budget of 12 tokens, 4 micro-batches against 2 and dummies."""
-    launch(GRADIENT, models["tied"], 1000, tmp_path / "one")
-    launch(GRADIENT, models["tied"], budget, tmp_path / "other", ranks=ranks)
-    one, other = torch.load(tmp_path / "one"), torch.load(tmp_path / "other")
-    assert relative_difference(one, other) <= 1e-6
+def test_gradient_does_not_depend_on_ranks_or_budget(models, whole, tmp_path, ranks, budget):
+    """All seven algorithms; 6 rows on one rank, 2 on the other: with a budget of 12, micro-batches against dummies.
+
+    Float32 rounding alone is up to 1.5e-6 where advantages of opposite sign cancel; a wrong denominator is over 1e-2.
+    """
+    launch(GRADIENT, models["tied"], budget, tmp_path / "cut", ranks=ranks)
+    cut = torch.load(tmp_path / "cut")
+    differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
+    assert len(cut) == 9 and max(differences.values()) <= 2e-6, differences
 
 
 def gaps(*command, ranks: int = 1) -> list[float]:

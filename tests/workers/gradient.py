@@ -1,44 +1,95 @@
-"""Saves the gradient of GRPO's loss over 7 rows, dealt unevenly to the ranks: gradient.py MODEL BUDGET OUTPUT"""
+"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL BUDGET OUTPUT
+
+Everything after sampling, as the algorithm files do it: rewards, advantages over all ranks, denominator, packed
+micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy.
+"""
 
 import sys
 
 import torch
 
-from algos.grpo import policy_loss
+from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
 from common import batching, model, placement
 from common.rollout import collate
+
+G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
 def main(model_path: str, budget: int, output: str) -> None:
     world = placement.init(seed=0)
-    policy = model.load(model_path, world, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    lengths = [5, 1, 3, 2, 5, 4, 1]
-    prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(7)]
+    lengths = [5, 1, 3, 2, 5, 4, 1, 2]
+    prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(8)]
     responses = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in lengths]
-    old, ref = torch.randn(2, 7, 5, generator=generator) * 0.1 - 4
-    advantages = torch.randn(7, generator=generator)
-    mine = torch.arange(7) if world.size == 1 else [torch.arange(5), torch.arange(5, 7)][world.rank]  # 5 and 2 rows
+    old, ref = torch.randn(2, 8, 5, generator=generator) * 0.1 - 4
+    old_values, scores, greedy = (
+        torch.randn(8, 5, generator=generator),
+        torch.rand(8, generator=generator),
+        torch.ones(8),
+    )
+    correct = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0])
+    mine = torch.arange(8) if world.size == 1 else [torch.arange(6), torch.arange(6, 8)][world.rank]  # 6 and 2 rows
     batch = collate(
         [prompts[i] for i in mine], [responses[i] for i in mine], None, [False] * len(mine), 0, world.device
     )
-    old, ref, advantages = (
-        old[mine, : batch.response_mask.shape[1]],
-        ref[mine, : batch.response_mask.shape[1]],
-        advantages[mine],
-    )
-    denominator = world.sum(len(batch))
-    for micro in batching.pack(batch, torch.arange(len(batch)), budget, world):
-        logprobs, _ = model.response_logprobs(policy, micro, temperature=0.9)
-        rows = micro.rows
-        loss = policy_loss(
-            logprobs, old[rows], ref[rows], advantages[rows], micro.response_mask,
-            clip_low=0.9, clip_high=9.0, kl_coef=0.1, denominator=denominator,
-        )  # fmt: skip
-        (loss * world.size).backward()
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in policy.named_parameters()}
+    mask = batch.response_mask
+    old, ref, old_values = (x[mine, : mask.shape[1]] for x in (old, ref, old_values))
+    scores, greedy, correct = scores[mine], greedy[mine], correct[mine]
+    tokens, sequences = world.sum(mask.sum()), world.sum(len(batch))
+
+    def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
+        """loss_of(micro) -> scalar, over all micro-batches of this rank."""
+        for micro in batching.pack(batch, torch.arange(len(batch)), budget, world):
+            (loss_of(micro) * world.size).backward()
+        out = {name: parameter.grad.full_tensor().clone() for name, parameter in trained.named_parameters()}
+        trained.zero_grad()
+        return out
+
+    policy = model.load(model_path, world, torch.float32)
+    critic = model.load(model_path, world, torch.float32, value_head=True)
+    with torch.no_grad():  # a head of zeros would hide the layers below it
+        critic.score.weight.fill_(0.1)
+
+    def policy_gradients(algorithm, advantages, denominator, *kl, **keywords):
+        def loss_of(micro):
+            logprobs, _ = model.response_logprobs(policy, micro, temperature=0.9)
+            given = (old[micro.rows], *(x[micro.rows] for x in kl), advantages[micro.rows], micro.response_mask)
+            return algorithm.policy_loss(logprobs, *given, **CLIP, **keywords, denominator=denominator)
+
+        return gradients(policy, loss_of)
+
+    out = {}
+    for name, algorithm, denominator in (("grpo", grpo, sequences), ("dr_grpo", dr_grpo, sequences * 5)):
+        advantages = algorithm.compute_advantages(scores, G)
+        out[name] = policy_gradients(algorithm, advantages, denominator, ref, kl_coef=0.1)
+    out["dapo"] = policy_gradients(dapo, dapo.compute_advantages(scores, G), tokens, clip_dual=20.0)
+    rewards = scores - 0.1 * rloo.kl_in_reward(old, ref, mask)
+    out["rloo"] = policy_gradients(rloo, rloo.compute_advantages(rewards, G), tokens)
+    token_rewards = remax.reward_tokens(scores, old, ref, mask, 0.1)
+    out["remax"] = policy_gradients(remax, remax.compute_advantages(token_rewards, greedy, mask), tokens)
+
+    advantages, returns = ppo.compute_advantages(token_rewards, old_values, mask, 1.0, 0.95)
+    out["ppo"] = policy_gradients(ppo, ppo.whiten(advantages, mask, world.sum), tokens)
+    out["ppo critic"] = gradients(
+        critic,
+        lambda micro: ppo.value_loss(
+            model.response_values(critic, micro), old_values[micro.rows], returns[micro.rows], micro.response_mask,
+            clip=0.2, denominator=tokens,
+        ),
+    )  # fmt: skip
+
+    process = prime.normalize(prime.implicit_rewards(old, ref, mask, 0.05), mask, world.max)
+    advantages = prime.compute_advantages(process, correct, mask, G)
+    out["prime"] = policy_gradients(prime, prime.whiten(advantages, mask, world.sum), tokens)
+
+    def prm_loss(micro):
+        logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)
+        given = (ref[micro.rows], micro.response_mask, 0.05, correct[micro.rows])
+        return prime.prm_loss(logprobs, *given).sum() / sequences
+
+    out["prime process model"] = gradients(policy, prm_loss)
     if world.is_main:
-        torch.save(gradients, output)
+        torch.save(out, output)
     placement.finish(world)
 
 
