@@ -56,7 +56,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 60  # one step: one rollout and its updates
+    steps: int = 50  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 4  # G, responses per prompt; fewer than elsewhere, the critic doubles the work
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted

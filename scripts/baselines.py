@@ -22,7 +22,10 @@ from common import report
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
 BEGIN, END = "<!-- baselines -->", "<!-- /baselines -->"  # the table between them is generated
-COLUMNS = ("step", "reward/mean", "eval/accuracy", "response/length_mean", "mismatch/logprob_abs_max", "time/step")
+COLUMNS = (
+    "step", "reward/mean", "eval/accuracy", "response/length_mean", "mismatch/logprob_abs_max", "time/step",
+    "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -73,7 +76,8 @@ def table(curves: dict[str, list[list[dict]]]) -> str:
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         args = json.loads((BASELINES / algorithm / "seed0.json").read_text())["args"]
         steps = [int(rows[-1]["step"]) for rows in seeds]
-        responses = args["prompts_per_step"] * args["group_size"] * steps[0]
+        drawn = [row.get("sampling/prompts_generated", args["prompts_per_step"]) for row in seeds[0] if row["step"]]
+        responses = int(sum(drawn)) * args["group_size"]
         seconds = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds)
         after = [values[-1] for values in accuracies]
         lines.append(

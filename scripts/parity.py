@@ -1,0 +1,346 @@
+"""Our advantages, losses and gradients beside those of verl 0.9.1 and TRL 1.16, on the same random batch.
+
+python scripts/parity.py             # the table from what was recorded (tests/parity.json), written into README.md
+python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
+
+Their packages are imported from wheels without dependencies: of verl, trainer/ppo/core_algos.py; of TRL, the methods
+of GRPOTrainer and RLOOTrainer, called on a stand-in that hands them the batch's log-probs. What they import besides
+and never call here (ray, tensordict ...) is replaced by stand-ins, too. PRIME is in neither.
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.machinery
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import torch
+import tyro
+
+from algos import dapo, dr_grpo, grpo, ppo, remax, rloo
+
+ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "tests/parity.json"
+PEERS = ("verl==0.9.1", "trl==1.16.0")
+BEGIN, END = "<!-- parity -->", "<!-- /parity -->"  # the table between them is generated
+G, LOW, HIGH, BETA, LONGEST = 4, 0.2, 0.28, 0.04, 16
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Args:
+    record: bool = False  # run the peers' code again
+
+
+def batch() -> Tensors:
+    """12 responses of 3 to 9 tokens to 3 prompts, float64. Log-ratios to the old policy reach past both clips."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(3, 10, (12,), generator=generator)
+    mask = torch.arange(9)[None] < lengths[:, None]
+    old = -draw(12, 9).abs() - 0.1
+    return {
+        "mask": mask,
+        "old": old * mask,
+        "logprobs": (old + 0.4 * draw(12, 9)) * mask,
+        "ref": (old + 0.2 * draw(12, 9)) * mask,
+        "scores": draw(12).round(decimals=1),
+        "greedy": draw(3).round(decimals=1).repeat_interleave(G),
+        "values": draw(12, 9) * mask,
+        "old_values": draw(12, 9) * mask,
+    }
+
+
+def with_gradient(of: str, function) -> torch.Tensor:
+    """function(tensor of the batch, with grad) -> scalar; its value and its gradient in that tensor, as one vector."""
+    leaf = batch()[of].clone().requires_grad_()
+    loss = function(leaf)
+    loss.backward()
+    return torch.cat([loss.detach()[None].double(), leaf.grad.flatten().double()])
+
+
+def ours() -> Tensors:
+    """Each line of the table, by our functions."""
+    b = batch()
+    mask, old, ref, scores = b["mask"], b["old"], b["ref"], b["scores"]
+    tokens, clip = float(mask.sum()), {"clip_low": LOW, "clip_high": HIGH}
+    z = grpo.compute_advantages(scores, G)
+    token_rewards = remax.reward_tokens(scores, old, ref, mask, BETA)
+    advantages, returns = ppo.compute_advantages(token_rewards, b["values"], mask, 1.0, 0.95)
+    loss = lambda algorithm, *given, **keywords: with_gradient(
+        "logprobs", lambda logprobs: algorithm.policy_loss(logprobs, old, *given, mask, **clip, **keywords)
+    )
+    return {
+        "grpo advantages": z,
+        "grpo advantages, eps 1e-4": grpo.compute_advantages(scores, G, eps=1e-4),
+        "grpo advantages, 16 x 0.7 in float32": grpo.compute_advantages(torch.full((16,), 0.7), 16),
+        "dr_grpo advantages": dr_grpo.compute_advantages(scores, G),
+        "rloo advantages": rloo.compute_advantages(scores, G),
+        "rloo advantages with KL": rloo.compute_advantages(scores - BETA * rloo.kl_in_reward(old, ref, mask), G),
+        "remax token rewards": token_rewards,
+        "remax advantages": remax.compute_advantages(token_rewards, b["greedy"], mask),
+        "ppo returns": returns,
+        "ppo advantages, whitened": ppo.whiten(advantages, mask),
+        "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
+        "grpo loss with KL": loss(grpo, ref, z, kl_coef=BETA, denominator=12),
+        "dr_grpo loss": loss(dr_grpo, None, z, kl_coef=0.0, denominator=12 * LONGEST),
+        "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
+        "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
+        "rloo loss": loss(rloo, z, denominator=tokens),
+        "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
+        "ppo value loss": with_gradient(
+            "values",
+            lambda values: ppo.value_loss(values, b["old_values"], returns, mask, clip=0.2, denominator=tokens),
+        ),
+    }
+
+
+# line, peer, what the peer calls it, why it differs ("" where it must be equal to 1e-6)
+LINES = (
+    ("grpo advantages", "verl", "grpo", ""),
+    ("grpo advantages, 16 x 0.7 in float32", "verl", "grpo", "equal rewards: exactly 0 here, rounding over eps there"),
+    ("dr_grpo advantages", "verl", "grpo, norm_adv_by_std_in_grpo=False", ""),
+    ("rloo advantages", "verl", "rloo", ""),
+    ("remax token rewards", "verl", "compute_rewards", ""),
+    ("remax advantages", "verl", "remax", ""),
+    ("ppo returns", "verl", "gae", ""),
+    ("ppo advantages, whitened", "verl", "gae", ""),
+    ("grpo loss", "verl", "vanilla, seq-mean-token-mean, c = 1e9", ""),
+    ("grpo loss with KL", "verl", "the same, plus low_var_kl", ""),
+    ("grpo loss", "verl", "vanilla, its defaults", "defaults there: token mean, dual clip at 3"),
+    ("dr_grpo loss", "verl", "vanilla, seq-mean-token-sum-norm, factor K", ""),
+    (
+        "dr_grpo loss",
+        "verl",
+        "vanilla, seq-mean-token-sum-norm",
+        "no factor given: the padded width of the batch there",
+    ),
+    ("dapo loss", "verl", "vanilla, token-mean, c = 3", ""),
+    ("rloo loss", "verl", "vanilla, token-mean, c = 1e9", ""),
+    ("ppo loss", "verl", "vanilla, token-mean, c = 1e9", ""),
+    ("ppo value loss", "verl", "compute_value_loss", ""),
+    ("grpo advantages", "TRL", "scale_rewards group", "eps 1e-6 here, 1e-4 there"),
+    ("grpo advantages, eps 1e-4", "TRL", "scale_rewards group", ""),
+    ("dr_grpo advantages", "TRL", "scale_rewards none", ""),
+    ("rloo advantages with KL", "TRL", "RLOOTrainer", ""),
+    ("grpo loss", "TRL", "grpo", ""),
+    ("grpo loss with KL", "TRL", "grpo, beta", ""),
+    ("dr_grpo loss", "TRL", "dr_grpo", ""),
+    ("dapo loss, no dual clip", "TRL", "dapo", ""),
+    ("rloo loss", "TRL", "RLOOTrainer", "token ratios and a token mean here, one ratio a sequence there"),
+)
+
+
+def verl_lines() -> Tensors:
+    """The verl lines by verl's own functions."""
+    import numpy as np
+
+    core = import_with_stand_ins("verl.trainer.ppo.core_algos")
+    b = batch()
+    mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
+    index, z = np.arange(12) // G, grpo.compute_advantages(b["scores"], G)[:, None] * mask
+
+    def place(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # as verl does: on the last token
+        return torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, scores[:, None])
+
+    def loss(mode: str, c: float, scale=None, kl: bool = False) -> torch.Tensor:
+        info = {"loss_scale_factor": scale} if scale else {}
+        config = Settings(
+            clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c, global_batch_info=info
+        )
+
+        def function(logprobs):
+            out = core.compute_policy_loss_vanilla(old, logprobs, z, mask, mode, config)[0]
+            return out + BETA * core.agg_loss(core.kl_penalty(logprobs, ref, "low_var_kl"), mask, mode) if kl else out
+
+        return with_gradient("logprobs", function)
+
+    token_rewards = core.compute_rewards(place(scores, mask), old, ref, BETA)
+    white, returns = core.compute_gae_advantage_return(token_rewards, b["values"], mask, 1.0, 0.95)
+    same = torch.full((16,), 0.7)
+    first = lambda pair, mask=mask: (pair[0] * mask).sum(1) / mask.sum(1)  # constant along the row
+    sevens = core.compute_grpo_outcome_advantage(place(same, torch.ones(16, 2)), torch.ones(16, 2), np.zeros(16))
+    outcome = lambda function, **keywords: first(function(place(scores, mask), mask, index, **keywords))
+    return {
+        "grpo advantages|grpo": outcome(core.compute_grpo_outcome_advantage),
+        "grpo advantages, 16 x 0.7 in float32|grpo": first(sevens, torch.ones(16, 2)),
+        "dr_grpo advantages|grpo, norm_adv_by_std_in_grpo=False": outcome(
+            core.compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False
+        ),
+        "rloo advantages|rloo": outcome(core.compute_rloo_outcome_advantage),
+        "remax token rewards|compute_rewards": token_rewards * mask,
+        "remax advantages|remax": core.compute_remax_outcome_advantage(token_rewards, b["greedy"], mask)[0],
+        "ppo returns|gae": returns * mask,
+        "ppo advantages, whitened|gae": white * mask,
+        "grpo loss|vanilla, seq-mean-token-mean, c = 1e9": loss("seq-mean-token-mean", 1e9),
+        "grpo loss with KL|the same, plus low_var_kl": loss("seq-mean-token-mean", 1e9, kl=True),
+        "grpo loss|vanilla, its defaults": loss("token-mean", 3.0),
+        "dr_grpo loss|vanilla, seq-mean-token-sum-norm, factor K": loss("seq-mean-token-sum-norm", 1e9, LONGEST),
+        "dr_grpo loss|vanilla, seq-mean-token-sum-norm": loss("seq-mean-token-sum-norm", 1e9),
+        "dapo loss|vanilla, token-mean, c = 3": loss("token-mean", 3.0),
+        "rloo loss|vanilla, token-mean, c = 1e9": loss("token-mean", 1e9),
+        "ppo loss|vanilla, token-mean, c = 1e9": loss("token-mean", 1e9),
+        "ppo value loss|compute_value_loss": with_gradient(
+            "values", lambda values: core.compute_value_loss(values, returns, b["old_values"], mask, 0.2)[0]
+        ),
+    }
+
+
+class Settings(dict):
+    """A config that answers both config.key and config.get(key)."""
+
+    __getattr__ = dict.__getitem__
+
+
+def import_with_stand_ins(name: str):
+    """Import a module; of what it imports, packages that are not installed are replaced. They are never called."""
+    absent: list[str] = []
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name in absent or error.name == name:
+                raise
+            absent.append(error.name)
+            stand_in = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec(error.name, None))
+            sys.modules[error.name] = stand_in
+            for loaded in [module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]]:
+                del sys.modules[loaded]
+
+
+def statements(method, first: str, last: str) -> list[ast.stmt]:
+    """The statements of a method from the one that starts with `first` to the one that starts with `last`."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0].body
+    starts = [ast.unparse(statement) for statement in body]
+    begin = next(i for i, text in enumerate(starts) if text.startswith(first))
+    end = max(i for i, text in enumerate(starts) if text.startswith(last))
+    return body[begin : end + 1]
+
+
+def run(code: list[ast.stmt], method, **names) -> torch.Tensor:
+    """Execute statements of a method with these names; returns `advantages`."""
+    names = {**method.__globals__, **names}
+    exec(compile(ast.Module(code, []), method.__qualname__, "exec"), names)
+    return names["advantages"]
+
+
+def trl_lines() -> Tensors:
+    """The TRL lines by the trainers' own methods."""
+    from trl import GRPOTrainer, RLOOTrainer
+
+    b = batch()
+    mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
+    z = grpo.compute_advantages(scores, G)
+    make = GRPOTrainer._generate_and_score_completions
+    grouped = statements(make, "if self.multi_objective_aggregation", "if self.multi_objective_aggregation")
+    rloo_make = RLOOTrainer._generate_and_score_completions
+    leave_one_out = statements(rloo_make, "if self.beta != 0.0:\n    per_token_kl", "advantages = torch.nan_to_num")
+
+    def trainer(**settings) -> SimpleNamespace:
+        args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+        accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+        settings = {
+            "beta": 0.0, "epsilon_low": LOW, "epsilon_high": HIGH, "importance_sampling_level": "token",
+            "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False, "args": args,
+            "_entropy_bonus_enabled": False, "aux_loss_enabled": False, "current_gradient_accumulation_steps": 1,
+            "model": SimpleNamespace(training=True), "max_completion_length": LONGEST, "accelerator": accelerator,
+            "_metrics": defaultdict(lambda: defaultdict(list)), **settings,
+        }  # fmt: skip
+        return SimpleNamespace(**settings)
+
+    def advantages(scale: str) -> torch.Tensor:
+        self = SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize", scale_rewards=scale, reward_weights=torch.ones(1)
+        )
+        unscored = torch.zeros(12, dtype=torch.bool)
+        names = {
+            "rewards_per_func": scores[:, None],
+            "unscorable_mask": unscored,
+            "num_generations": G,
+            "device": "cpu",
+        }
+        return run(grouped, make, self=self, **names)
+
+    def loss(method, **settings) -> torch.Tensor:
+        def function(logprobs):
+            self = trainer(**settings)
+            self._get_per_token_logps_and_entropies = lambda *given, **keywords: (logprobs, torch.zeros(12, 9), None)
+            prompt = torch.zeros(12, 1, dtype=torch.long)
+            inputs = {
+                "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask.long(), "completion_mask": mask,
+                "advantages": z, "old_per_token_logps": old, "old_logps": (old * mask).sum(1),
+                "ref_per_token_logps": ref, "num_items_in_batch": mask.sum(),
+            }  # fmt: skip
+            return method(self, None, inputs)
+
+        return with_gradient("logprobs", function)
+
+    rloo_self = SimpleNamespace(beta=BETA, normalize_advantages=False)
+    names = {"rewards": scores, "old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": mask}
+    names |= {"gather": lambda x: x, "num_generations": G}
+    compute = GRPOTrainer._compute_loss
+    return {
+        "grpo advantages|scale_rewards group": advantages("group"),
+        "grpo advantages, eps 1e-4|scale_rewards group": advantages("group"),
+        "dr_grpo advantages|scale_rewards none": advantages("none"),
+        "rloo advantages with KL|RLOOTrainer": run(leave_one_out, rloo_make, self=rloo_self, **names),
+        "grpo loss|grpo": loss(compute, loss_type="grpo"),
+        "grpo loss with KL|grpo, beta": loss(compute, loss_type="grpo", beta=BETA),
+        "dr_grpo loss|dr_grpo": loss(compute, loss_type="dr_grpo"),
+        "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),
+        "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
+    }
+
+
+def record() -> None:
+    """Fetch the peers, run them, and write what they return."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PEERS], check=True
+        )
+        sys.path.insert(0, folder)
+        theirs = {
+            peer: {name: tensor.flatten().tolist() for name, tensor in lines.items()}
+            for peer, lines in (("verl", verl_lines()), ("TRL", trl_lines()))
+        }
+    RECORDED.write_text(json.dumps({"peers": PEERS, **theirs}) + "\n")
+
+
+def differences() -> list[tuple[str, str, str, float, str]]:
+    """(line, peer, what the peer calls it, largest |ours - theirs|, why) for each line."""
+    recorded, mine = json.loads(RECORDED.read_text()), ours()
+    rows = []
+    for line, peer, called, why in LINES:
+        theirs = torch.tensor(recorded[peer][f"{line}|{called}"], dtype=torch.float64)
+        rows.append((line, peer, called, (mine[line].flatten().double() - theirs).abs().max().item(), why))
+    return rows
+
+
+def table() -> str:
+    lines = ["| ours | peer | theirs | largest difference | |", "|---|---|---|---|---|"]
+    for line, peer, called, difference, why in differences():
+        figure = f"{difference:.1e}" if why else "< 1e-6" if difference < 1e-6 else f"**{difference:.1e}**"
+        lines.append(f"| {line} | {peer} | {called} | {figure} | {why or 'equal'} |")
+    return "\n".join(lines)
+
+
+def main(args: Args) -> None:
+    if args.record:
+        record()
+    page = ROOT / "README.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    print(table())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
