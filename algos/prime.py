@@ -58,7 +58,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
     # rollout
-    steps: int = 60  # one step: one rollout and its updates
+    steps: int = 45  # one step: one rollout and its updates
     prompts_per_step: int = 16  # B, all ranks together; fewer than elsewhere, the process model doubles the work
     gen_prompts: int = 48  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops

@@ -50,6 +50,12 @@ def test_links_exist():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("script", ["sibling_diffs", "parity"])
+def test_generated_tables_are_up_to_date(script):
+    module = load(f"scripts/{script}.py")
+    assert f"{module.BEGIN}\n{module.table()}\n{module.END}" in (ROOT / "README.md").read_text()
+
+
 def test_the_baselines_table_is_what_the_curves_give():
     baselines = load("scripts/baselines.py")
     block = f"{baselines.BEGIN}\n{baselines.table(baselines.curves())}\n{baselines.END}"

@@ -1,4 +1,4 @@
-"""Six short runs of each algorithm but GRPO, right and with the advantage's sign flipped: siblings.py RUNS_DIR
+"""Short runs of every algorithm but GRPO, right and with the advantage's sign flipped: siblings.py RUNS_DIR
 
 One process for all: importing torch six times would take longer than training. transformers' generate samples.
 """
@@ -9,19 +9,22 @@ from pathlib import Path
 
 from common import placement
 
-FLAGS = {"rollout_backend": "hf", "steps": 6, "eval_prompts": 0, "schedule": "constant", "learning_rate": 5e-4}
-ALGORITHMS = {  # algorithm: (B, G); the last two draw more prompts than they keep
-    "dr_grpo": (32, 8),
-    "rloo": (32, 8),
-    "remax": (32, 8),
-    "ppo": (64, 4),
-    "dapo": (16, 8),
-    "prime": (16, 8),
+FLAGS = {
+    "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "eval_prompts": 0, "schedule": "constant",
+    "learning_rate": 3e-4, "warmup_steps": 1,
+}  # fmt: skip
+ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than they keep
+    "dr_grpo": {"prompts_per_step": 16},
+    "rloo": {"prompts_per_step": 16, "kl_coef": 0.01},
+    "remax": {"prompts_per_step": 16, "kl_coef": 0.01},
+    "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 1e-3},
+    "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
+    "prime": {"prompts_per_step": 8, "gen_prompts": 32},
 }
 
 
 def main(runs: Path) -> None:
-    for name, (prompts, group_size) in ALGORITHMS.items():
+    for name, sizes in ALGORITHMS.items():
         algorithm = importlib.import_module(f"algos.{name}")
         compute_advantages = algorithm.compute_advantages
 
@@ -31,8 +34,8 @@ def main(runs: Path) -> None:
 
         for kind, function in (("right", compute_advantages), ("flipped", flipped)):
             algorithm.compute_advantages = function
-            size = {"prompts_per_step": prompts, "group_size": group_size, "run_dir": str(runs / f"{name}-{kind}")}
-            placement.launch(algorithm.main, algorithm.Args(**FLAGS, **size))
+            args = algorithm.Args(**{**FLAGS, **sizes}, run_dir=str(runs / f"{name}-{kind}"))
+            placement.launch(algorithm.main, args)
 
 
 main(Path(sys.argv[1]))

@@ -1,0 +1,12 @@
+"""What verl and TRL return on the recorded batch is what we return, or differs as scripts/parity.py says."""
+
+import pytest
+from test_readme import load
+
+parity = load("scripts/parity.py")
+
+
+@pytest.mark.parametrize("row", parity.differences(), ids=lambda row: f"{row[1]}: {row[0]} ({row[2]})")
+def test_equal_or_a_named_difference(row):
+    *_, difference, why = row
+    assert difference > 1e-4 if why else difference < 1e-6

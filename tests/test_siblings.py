@@ -1,0 +1,123 @@
+"""The other six algorithms: their short runs, and that what they share stays the same text."""
+
+import ast
+import json
+
+import pytest
+from conftest import ROOT, launch
+
+NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime")
+WORKERS = ROOT / "tests/workers"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of the runs of tests/workers/siblings.py."""
+    folder = tmp_path_factory.mktemp("siblings")
+    launch(WORKERS / "siblings.py", folder, timeout=900)
+    return folder
+
+
+def lines(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def responses(run, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_with_the_sign_flipped_it_unlearns(runs, name):
+    right, flipped = lines(runs / f"{name}-right"), lines(runs / f"{name}-flipped")
+    assert right[0]["reward/mean"] == flipped[0]["reward/mean"]  # nothing is learned yet
+    assert flipped[-1]["reward/mean"] < flipped[0]["reward/mean"] - 0.15
+    assert right[-1]["reward/mean"] > flipped[-1]["reward/mean"] + 0.15
+    assert max(row["mismatch/logprob_abs_max"] for row in right) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("rloo", "remax", "ppo"))
+def test_the_kl_term_is_measured(runs, name):
+    kl = [row["reward/kl"] for row in lines(runs / f"{name}-right")]
+    assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, low, high", [("dapo", 1, 7), ("prime", 1, 7)])
+def test_a_kept_batch_has_only_groups_within_the_bounds(runs, name, low, high):
+    run = runs / f"{name}-right"
+    for row in lines(run):
+        assert row["sampling/prompts_generated"] % 32 == 0
+        assert 8 <= row["sampling/prompts_kept"] < row["sampling/prompts_generated"]
+    for step in (1, 2, 3):
+        rows = responses(run, step)
+        assert len(rows) == 8 * 8
+        for group in range(0, 64, 8):
+            assert len({row["prompt"] for row in rows[group : group + 8]}) == 1
+            assert low <= sum(row["acc"] for row in rows[group : group + 8]) <= high
+
+
+@pytest.mark.slow
+def test_greedy_responses_carry_no_loss(runs):
+    run = runs / "remax-right"
+    assert all(0 < row["reward/greedy_mean"] < 1 for row in lines(run))
+    assert len(responses(run, 1)) == 16 * 8  # the greedy ones are not among them
+
+
+@pytest.mark.slow
+def test_critic_and_process_model_learn(runs):
+    critic = [row["loss/value"] for row in lines(runs / "ppo-right")]
+    assert critic[-1] < critic[0]
+    assert all(row["prm/pair_accuracy"] > 0.5 for row in lines(runs / "prime-right"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dapo_gives_up_on_a_constant_reward(tmp_path, ranks):
+    """On two ranks both leave together: nothing hangs."""
+    flags = ["--rollout-backend", "hf", "--prompts-per-step", 8, "--gen-prompts", 8, "--max-gen-batches", 3]
+    flags += ["--eval-prompts", 0, "--reward", f"{WORKERS / 'rewards.py'}:constant", "--run-dir", tmp_path / "run"]
+    result = launch(ROOT / "algos/dapo.py", *flags, ranks=ranks, check=False, timeout=120)
+    assert result.returncode != 0
+    assert "after --max-gen-batches 3 draws only 0 of 8 prompts have both right and wrong responses" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("dapo", "ppo", "prime"))
+def test_two_ranks_do_not_hang(tmp_path, name):
+    """Ranks keep different numbers of groups, and critic and process model run their own collectives."""
+    flags = ["--rollout-backend", "hf", "--prompts-per-step", 8, "--steps", 1, "--eval-prompts", 0]
+    launch(ROOT / f"algos/{name}.py", *flags, "--run-dir", tmp_path / "run", ranks=2, timeout=180)
+    (row,) = lines(tmp_path / "run")
+    assert row["mismatch/logprob_abs_max"] < 1e-4 and row["train/grad_norm"] > 0
+
+
+# Functions and flags of one name that differ between files on purpose; all others are the same text everywhere.
+OWN_FUNCTIONS = {"compute_advantages", "policy_loss", "clipped_tokens", "keep_groups", "check_args", "main"}
+OWN_FLAGS = {"steps", "prompts_per_step", "gen_prompts", "group_size", "clip_high", "clip", "offload"}
+SAME_LOSS = ("remax", "ppo", "prime")
+
+
+def pieces(name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Source of each function, and line of each flag, of algos/NAME.py."""
+    source = (ROOT / f"algos/{name}.py").read_text()
+    tree = ast.parse(source)
+    functions = {node.name: ast.get_source_segment(source, node) for node in tree.body if hasattr(node, "args")}
+    (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    flags = {node.target.id: source.splitlines()[node.lineno - 1] for node in args.body if hasattr(node, "target")}
+    return functions, flags
+
+
+@pytest.mark.parametrize("which, own", [(0, OWN_FUNCTIONS), (1, OWN_FLAGS)], ids=["functions", "flags"])
+def test_shared_blocks_have_not_drifted_apart(which, own):
+    seen: dict[str, tuple[str, str]] = {}
+    for name in NAMES:
+        for piece, text in pieces(name)[which].items():
+            first, expected = seen.setdefault(piece, (name, text))
+            assert piece in own or text == expected, f"{piece} in {name}.py is not the one of {first}.py"
+
+
+def test_token_level_losses_are_one_text():
+    for function in ("policy_loss", "clipped_tokens"):
+        assert len({pieces(name)[0][function] for name in SAME_LOSS}) == 1

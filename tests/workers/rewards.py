@@ -1,0 +1,5 @@
+"""Rewards for tests: --reward rewards.py:FUNCTION"""
+
+
+def constant(items, lengths, truncated):
+    return [1.0] * len(items)
