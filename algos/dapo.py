@@ -53,7 +53,7 @@ class Args:
     model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
     dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
-    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
+    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
     # rollout
     steps: int = 24  # one step: one rollout and its updates
     prompts_per_step: int = 32  # B, all ranks together; here about two draws of gen_prompts

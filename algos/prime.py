@@ -56,7 +56,7 @@ class Args:
     model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
     dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
-    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function
+    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
     # rollout
     steps: int = 45  # one step: one rollout and its updates
     prompts_per_step: int = 16  # B, all ranks together; fewer than elsewhere, the process model doubles the work

@@ -124,16 +124,17 @@ def collect(rows: list[tuple[str, dict]], make: Callable[[str, dict], Prompt]) -
 def make_prompt(where: str, row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A row with "prompt" or "question", "answer", and perhaps a worked "solution" or "response"."""
     key = next((key for key in ("prompt", "question") if key in row), None)
-    missing = "prompt" if key is None else "answer" if "answer" not in row else None
+    solution = row.get("solution", row.get("response"))  # fine-tuning needs no answer beside it
+    missing = "prompt" if key is None else "answer" if "answer" not in row and solution is None else None
     if missing:
         raise BadInput(f'{where}: missing key "{missing}" (found: {", ".join(row) or "nothing"})')
-    content, answer = row[key], row["answer"]
+    content, answer = row[key], row.get("answer", "")
     if not (isinstance(content, list) and content) and not (isinstance(content, str) and content.strip()):
         raise BadInput(f'{where}: "{key}" must be a non-empty string, got {json.dumps(content)[:80]}')
     if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
         raise BadInput(f'{where}: "answer" must be a string or a number, got {json.dumps(answer)[:80]}')
     text, ids = render(content, tokenizer)
-    return Prompt(where, text, ids, str(answer), row.get("solution", row.get("response")), row)
+    return Prompt(where, text, ids, str(answer), solution, row)
 
 
 def make_gsm8k_prompt(where: str, row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:

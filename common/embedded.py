@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from common.placement import World
@@ -60,11 +60,45 @@ def solution(a: int, b: int, with_carry: bool = True) -> str:
     return f"{working}\n#### {10 * tens + units % 10}"
 
 
+def pairs() -> list[dict[str, str]]:
+    """Rows with "prompt", "chosen" and "rejected", three for each training problem: right against three wrong ways.
+
+    Wrong are: the carry forgotten, or made up where there is none; a digit of the answer; a digit of the working.
+    """
+    draw, rows = random.Random(1), []
+    for row in problems("train"):
+        a, b = map(int, row["question"].rstrip("=").split("+"))
+        right = solution(a, b)
+        working, answer = right.split("\n#### ")
+        with_carry = a % 10 + b % 10 >= 10
+        off = a // 10 + b // 10 + (0 if with_carry else 1)
+        carried = f"{working.rpartition('=')[0].removesuffix('+1')}{'' if with_carry else '+1'}={off}"
+        wrong = [
+            f"{carried}\n#### {10 * off + (a + b) % 10}",
+            f"{working}\n#### {change_digit(answer, draw)}",
+            f"{change_digit(working, draw)}\n#### {change_digit(answer, draw) if draw.random() < 0.5 else answer}",
+        ]
+        rows += [{"prompt": row["question"], "chosen": right, "rejected": other} for other in wrong]
+    return rows
+
+
+def change_digit(text: str, draw: random.Random) -> str:
+    """The text with one of its digits replaced by another."""
+    place = draw.choice([i for i, character in enumerate(text) if character.isdigit()])
+    return text[:place] + draw.choice([d for d in "0123456789" if d != text[place]]) + text[place + 1 :]
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; 0 pads, 1 ends."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *CHARACTERS])}
+    """One token a character; 0 pads, 1 ends.
+
+    Characters are spelled as bytes, space and newline by their stand-ins: AutoTokenizer takes the saved folder for
+    Qwen2's, whatever it says itself, and Qwen2's pre-tokenizer is byte-level. Without this both would vanish.
+    """
+    spelled = CHARACTERS.replace(" ", "\u0120").replace("\n", "\u010a")
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *spelled])}
     characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    characters.decoder = decoders.Fuse()
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    characters.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
 
 

@@ -120,3 +120,14 @@ def test_loader_order_is_a_function_of_seed_and_epoch():
     resumed.position = across.position
     assert across.take(20) == resumed.take(20)  # over the end of the epoch
     assert data.PromptLoader(prompts, seed=2).take(20) != first_epoch[:20]
+
+
+def test_the_embedded_tokenizer_survives_saving(tmp_path):
+    """AutoTokenizer makes a Qwen2 tokenizer of it: spaces and newlines must not vanish."""
+    embedded.config().save_pretrained(tmp_path)
+    made = embedded.tokenizer()
+    made.save_pretrained(tmp_path)
+    loaded, _ = data.load_tokenizer(str(tmp_path))
+    text = embedded.solution(47, 38) + " and 1 + 1 = 2?\n\n"
+    assert made(text)["input_ids"] == loaded(text)["input_ids"] and len(made(text)["input_ids"]) == len(text)
+    assert made.decode(made(text)["input_ids"]) == loaded.decode(made(text)["input_ids"]) == text

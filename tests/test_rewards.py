@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.grading import Item, extract, grade_gsm8k
 from common.placement import BadInput
-from common.rewards import Item, extract, grade_gsm8k, load
+from common.rewards import load
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

@@ -1,0 +1,146 @@
+"""Graders: a response and its reference answer in, right or wrong out. Pure functions of strings.
+
+A response that cannot be parsed is wrong, never missing. Graders are deterministic, bounded in time, and raise on no
+string.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Item:
+    prompt: str
+    response: str  # decoded from response tokens alone, without special tokens
+    answer: str  # the reference ("gold") answer
+    meta: dict[str, Any] = field(default_factory=dict)  # the data set's other columns
+
+
+@dataclass(frozen=True)
+class Result:
+    score: float
+    acc: float
+    extracted: str | None = None  # "marker", "last-number" or None: how an answer was found
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
+
+CLIP = 2000  # characters at the end of a response in which an answer is looked for
+_NUMBER = re.compile(
+    r"""(?: (?<!\w)(?<!\w\.)                                   # not x2, not the end of 1.2.3
+            (?P<whole>[0-9]+)\s+(?P<over>[0-9]+)/(?P<under>[0-9]+)   # mixed: 2 1/2
+          | (?<!\w)(?<!\w\.)
+            (?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?)
+            (?P<exponent>[eE][+-]?[0-9]+(?!\w))? (?:\s*/\s*(?P<divisor>[0-9]+))?
+          | (?<![\w.]) (?P<decimal>\.[0-9]+) )""",
+    re.VERBOSE,
+)
+
+
+def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
+    """1.0 if the number the response gives equals the reference answer exactly, else 0.0. Never raises on a response.
+
+    mode "strict": the first number after the last `####`, on its line. "flexible": the last `\\boxed{}` or
+    `####` line, whichever starts later; only without either, the last number in the text. The answer may be
+    a number or a GSM8K solution ending in `#### number`. Numbers are exact fractions: 0.333 is not 1/3.
+    """
+    found, _ = extract(response, mode)
+    return float(found is not None and found == parse_gold(answer))
+
+
+def parse_gold(answer: str) -> Fraction | None:
+    """The reference answer as a number; None if it holds none."""
+    numbers = find_numbers(answer.rpartition("####")[2])
+    return numbers[0] if numbers else None
+
+
+def extract(response: str, mode: str = "flexible") -> tuple[Fraction | None, str | None]:
+    """The number a response gives as its answer, and how it was found."""
+    text = response[-CLIP:]
+    marker = text.rfind("####")
+    line = (marker, text[marker + 4 :].split("\n", 1)[0]) if marker >= 0 else None
+    box = last_box(text) if mode == "flexible" else None
+    candidates = sorted((c for c in (line, box) if c is not None), reverse=True)  # the later one first
+    for _, candidate in candidates:
+        numbers = find_numbers(candidate)
+        if numbers:
+            return numbers[0], "marker"
+    if candidates or mode == "strict":
+        return None, None
+    numbers = find_numbers(text)
+    return (numbers[-1], "last-number") if numbers else (None, None)
+
+
+def last_box(text: str) -> tuple[int, str] | None:
+    """(start, content after its last "=") of the last `\\boxed{...}` with balanced braces, or of `\\boxed5`."""
+    best, opened = None, []
+    for i, character in enumerate(text):
+        if character == "{":
+            opened.append(i)
+        elif character == "}" and opened:
+            start = opened.pop()
+            if text.endswith(r"\boxed", 0, start) and (best is None or start > best[0]):
+                best = (start, text[start + 1 : i])
+    for bare in re.finditer(r"\\boxed\s*(-?[0-9][0-9,.]*)", text):
+        if best is None or bare.start(1) > best[0]:
+            best = (bare.start(1), bare.group(1))
+    return best and (best[0], best[1].rpartition("=")[2])
+
+
+def find_numbers(text: str) -> list[Fraction | None]:
+    """All numbers of a text in order; None stands for one too long or too large to be an answer, or over 0."""
+    text = _clean(text)
+    return [_value(match, _is_negative(text, match.start())) for match in _NUMBER.finditer(text)]
+
+
+def _clean(text: str) -> str:
+    """Strip the LaTeX and Markdown that stands inside or around numbers; unify minus signs."""
+    text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("**", "")
+    text = re.sub(r"\\[,!()]", "", text).replace(r"\$", "$")
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1", text)
+    fraction = r"\\[dt]?frac\s*(?:\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}|([0-9])\s*([0-9]))"
+    mixed = re.compile(r"([0-9])\s*" + fraction)
+    text = mixed.sub(lambda m: f"{m[1]} {m[2] or m[4]}/{m[3] or m[5]}", text)
+    return re.sub(fraction, lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", text)
+
+
+def _is_negative(text: str, start: int) -> bool:
+    """Whether the number at `start` has a minus sign, not a minus operator (rewards of -$5, $-5$, 10-12, 5 - 3)."""
+    before = text[:start]
+    if before.endswith(("$", "£", "€")):
+        before = before[:-1]
+    glued = before.endswith("-")
+    before = before.rstrip()
+    if not before.endswith("-"):
+        return False
+    left = before[:-1] if glued else before[:-1].rstrip()
+    return not left or not (left[-1].isalnum() or left[-1] in ")%")
+
+
+def _value(match: re.Match, negative: bool) -> Fraction | None:
+    """Exact value; None if it is over 0, longer than 100 characters, or its exponent beyond 30."""
+    parts = match.groupdict()
+    if len(match[0]) > 100 or abs(int((parts["exponent"] or "e0")[1:][:6])) > 30:
+        return None
+    divisor = int(parts["under"] or parts["divisor"] or 1)
+    if divisor == 0:
+        return None
+    if parts["whole"]:
+        value = int(parts["whole"]) + Fraction(int(parts["over"]), divisor)
+    else:
+        digits = (parts["digits"] or parts["decimal"]).replace(",", "")
+        value = Fraction(digits + (parts["exponent"] or "")) / divisor
+    return -value if negative else value
+
+
+def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], mode: str) -> list[Result]:
+    """grade_gsm8k as a reward: score = acc."""
+    results = []
+    for item in items:
+        acc = grade_gsm8k(item.response, item.answer, mode)
+        results.append(Result(acc, acc, extract(item.response, mode)[1]))
+    return results

@@ -1,0 +1,100 @@
+"""A reward model: a sequence classifier with one output, `--reward model:FOLDER`.
+
+It reads whole conversations with its own tokenizer and chat template, whatever the policy's are. Each rank scores its
+own responses on a full copy of the model, without gradient.
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+
+from common.grading import Item, Result, grade_gsm8k, parse_gold
+from common.placement import BadInput
+
+TOKENS_PER_BATCH = 16384  # padded tokens per forward
+
+
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, content: str | list[dict], response: str, ended: bool
+) -> list[int]:
+    """Token ids of a prompt and its response: by the chat template if there is one, else end to end and an end token.
+
+    ended: the response was not cut off. Training and scoring both come here.
+    """
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages.append({"role": "assistant", "content": response})
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the BOS
+    text = content if isinstance(content, str) else "\n".join(message["content"] for message in content) + "\n"
+    return tokenizer(text + response)["input_ids"] + ([tokenizer.eos_token_id] if ended else [])
+
+
+class RewardModel:
+    """One of the rewards of common/rewards.py. Its weights are loaded at the first call."""
+
+    def __init__(self, path: str):
+        """Raises BadInput, without reading weights."""
+        try:
+            self.config = AutoConfig.from_pretrained(path)
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise BadInput(f"--reward model:{path}: cannot be loaded: {reason}") from None
+        if self.config.num_labels != 1:
+            raise BadInput(f"--reward model:{path}: has {self.config.num_labels} outputs, a reward model has one")
+        if self.tokenizer.pad_token_id is None:
+            raise BadInput(f"--reward model:{path}: its tokenizer has no padding token")
+        self.path, self.model = path, None
+
+    def load(self) -> None:
+        """Read the weights. Raises BadInput without a trained head: a random one would train happily."""
+        cuda = torch.cuda.is_available()
+        self.config.pad_token_id = self.tokenizer.pad_token_id  # how the classifier finds the last token
+        self.model, info = AutoModelForSequenceClassification.from_pretrained(
+            self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise BadInput(f"--reward model:{self.path}: not a reward model, has no {sorted(info['missing_keys'])[0]}")
+        self.model.eval().requires_grad_(False).to("cuda" if cuda else "cpu")
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """score: the model's output. acc: grade_gsm8k where the reference answer is a number, else score > 0."""
+        if self.model is None:
+            self.load()
+        contents = [item.meta.get("prompt", item.meta.get("question", item.prompt)) for item in items]
+        ids = [
+            conversation(self.tokenizer, content, item.response, not cut)
+            for content, item, cut in zip(contents, items, truncated)
+        ]
+        longest = getattr(self.config, "max_position_embeddings", None)
+        too_long = max(map(len, ids))
+        if longest and too_long > longest:
+            raise BadInput(
+                f"--reward model:{self.path}: a conversation of {too_long} tokens, it has {longest} positions"
+            )
+        results = []
+        for item, score in zip(items, self.scores(ids)):
+            known = parse_gold(item.answer) is not None
+            results.append(Result(score, grade_gsm8k(item.response, item.answer) if known else float(score > 0)))
+        return results
+
+    @torch.no_grad()
+    def scores(self, ids: list[list[int]]) -> list[float]:
+        """One number a conversation, in order; batches of similar lengths, padded on the right."""
+        out = [0.0] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        while order:
+            size = max(1, TOKENS_PER_BATCH // len(ids[order[-1]]))
+            rows, order = order[-size:], order[:-size]
+            width = max(len(ids[i]) for i in rows)
+            inputs = torch.full((len(rows), width), self.tokenizer.pad_token_id, device=self.model.device)
+            mask = torch.zeros_like(inputs)
+            for k, i in enumerate(rows):
+                inputs[k, : len(ids[i])] = torch.tensor(ids[i], device=inputs.device)
+                mask[k, : len(ids[i])] = 1
+            # Not the model's own pooling: it looks for padding by token id, which may be the end token's.
+            hidden = self.model.base_model(input_ids=inputs, attention_mask=mask).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=inputs.device), mask.sum(1) - 1]
+            for i, score in zip(rows, self.model.score(last)[:, 0].float().tolist()):
+                out[i] = score
+        return out

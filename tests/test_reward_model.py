@@ -1,0 +1,115 @@
+"""Reward models: what they read, and that neither padding nor neighbours change a score."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, launch
+from transformers import AutoModelForSequenceClassification
+
+from common import embedded, rewards
+from common.placement import BadInput
+from common.reward_model import RewardModel, conversation
+from common.rewards import Item
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A sequence classifier of the embedded architecture with random weights."""
+    folder = tmp_path_factory.mktemp("reward-model")
+    config = embedded.config()
+    config.num_labels = 1
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    embedded.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+ITEMS = [Item(f"{a}+{b}=", embedded.solution(a, b), str(a + b)) for a, b in ((11, 22), (47, 38), (99, 99), (10, 10))]
+
+
+def score(model, items, truncated=False) -> list[float]:
+    return [result.score for result in model(items, [0] * len(items), [truncated] * len(items))]
+
+
+def test_a_score_is_the_classifiers_own_logit(folder):
+    model = rewards.load(f"model:{folder}")
+    ids = conversation(model.tokenizer, ITEMS[1].prompt, ITEMS[1].response, ended=True)
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = reference(torch.tensor([ids])).logits.item()
+    assert score(model, [ITEMS[1]]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_neighbours_and_order_change_nothing(folder, monkeypatch):
+    model = RewardModel(folder)
+    together = score(model, ITEMS)
+    assert together == pytest.approx([score(model, [item])[0] for item in ITEMS], abs=1e-5)
+    assert score(model, ITEMS[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+    monkeypatch.setattr("common.reward_model.TOKENS_PER_BATCH", 1)  # one at a time
+    assert score(model, ITEMS) == pytest.approx(together, abs=1e-5)
+
+
+def test_the_end_token_belongs_to_what_ended(folder):
+    model = RewardModel(folder)
+    eos = model.tokenizer.eos_token_id
+    whole, cut = (conversation(model.tokenizer, "1+1=", "2", ended) for ended in (True, False))
+    assert whole == [*cut, eos] and score(model, ITEMS, truncated=True) != score(model, ITEMS)
+
+
+def test_the_raw_prompt_goes_through_the_reward_models_own_template(folder):
+    model = RewardModel(folder)
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '\n' }}{% endfor %}"
+    ids = conversation(model.tokenizer, "1+1=", "2", ended=True)
+    assert model.tokenizer.decode(ids) == "user 1+1=\nassistant 2\n"
+    asked = Item("<policy's template>1+1=", "2", "2", meta={"question": "1+1="})
+    assert score(model, [asked]) == score(model, [Item("1+1=", "2", "2")])
+
+
+def test_correctness_is_the_graders(folder):
+    model = RewardModel(folder)
+    right, wrong = ITEMS[0], Item("11+22=", "#### 34", "33")
+    assert [result.acc for result in model([right, wrong], [0, 0], [False, False])] == [1.0, 0.0]
+
+
+def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        rewards.load("model:/nowhere")
+    two = AutoModelForSequenceClassification.from_config(embedded.config(), dtype=torch.float32)  # two outputs
+    two.save_pretrained(tmp_path)
+    embedded.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="has 2 outputs"):
+        rewards.load(f"model:{tmp_path}")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "x"}, "label2id": {"x": 0}}))
+    policy = AutoModelForSequenceClassification.from_pretrained(folder)
+    policy.model.save_pretrained(tmp_path)  # a body without a head
+    with pytest.raises(BadInput, match="not a reward model, has no score.weight"):
+        score(rewards.load(f"model:{tmp_path}"), ITEMS)
+    model = RewardModel(folder)
+    with pytest.raises(BadInput, match="it has 256 positions"):
+        score(model, [Item("1+1=", "1" * 300, "2")])
+
+
+def test_pairs_are_right_against_wrong():
+    rows = embedded.pairs()
+    assert len(rows) == 3 * (8100 - embedded.HELD_OUT)
+    for row in rows[:300]:
+        a, b = map(int, row["prompt"].rstrip("=").split("+"))
+        assert row["chosen"] == embedded.solution(a, b) != row["rejected"]
+    assert sum(rewards.grade_gsm8k(row["rejected"], str(eval(row["prompt"][:-1]))) for row in rows) / len(rows) < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_ranks_pairs(models, tmp_path, ranks):
+    """From random weights, 40 steps: most pairs of JSONL are ranked right, and the folder is a reward model."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{i % 7}", "chosen": "aa", "rejected": "bb"}) + "\n" for i in range(64))
+    )
+    out = tmp_path / "out"
+    flags = ["--model", models["untied"], "--dataset", data, "--steps", 20, "--batch-size", 16, "--held-out", 16]
+    result = launch(ROOT / "scripts/train_reward_model.py", *flags, "--output", out, ranks=ranks)
+    assert json.loads(result.stdout.strip().splitlines()[-1])["accuracy"] == 1.0
+    good, bad = score(rewards.load(f"model:{out}"), [Item("3", "aa", ""), Item("3", "bb", "")])
+    assert good > bad
