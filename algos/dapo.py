@@ -55,7 +55,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
     # rollout
-    steps: int = 24  # one step: one rollout and its updates
+    steps: int = 26  # one step: one rollout and its updates; fewer than elsewhere, each takes several draws
     prompts_per_step: int = 32  # B, all ranks together; here about two draws of gen_prompts
     gen_prompts: int = 64  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
@@ -75,7 +75,7 @@ class Args:
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
     epochs: int = 1  # passes over each rollout
-    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    learning_rate: float = 2.5e-4  # for the embedded model, for few steps; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0

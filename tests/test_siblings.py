@@ -95,7 +95,7 @@ def test_two_ranks_do_not_hang(tmp_path, name):
 
 # Functions and flags of one name that differ between files on purpose; all others are the same text everywhere.
 OWN_FUNCTIONS = {"compute_advantages", "policy_loss", "clipped_tokens", "keep_groups", "check_args", "main"}
-OWN_FLAGS = {"steps", "prompts_per_step", "gen_prompts", "group_size", "clip_high", "clip", "offload"}
+OWN_FLAGS = {"steps", "prompts_per_step", "gen_prompts", "group_size", "clip_high", "clip", "learning_rate", "offload"}
 SAME_LOSS = ("remax", "ppo", "prime")
 
 
