@@ -6,7 +6,7 @@ import time
 import pytest
 from conftest import ROOT, launch
 
-from algos import grpo, sft
+from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
 from common import model, placement
 
 CASES = [  # flags of grpo.Args -> what the message must say
@@ -35,6 +35,25 @@ CASES = [  # flags of grpo.Args -> what the message must say
 ]
 
 
+OWN_CASES = [  # algorithm, its own flags -> what the message must say
+    (dr_grpo, {"group_size": 1}, "--group-size 1: a group of one"),
+    (rloo, {"group_size": 1}, "--group-size 1: a group of one"),
+    (remax, {"group_size": 0}, "--group-size 0: must be at least 1"),
+    (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
+    (dapo, {"gen_prompts": -1}, "--gen-prompts must be a multiple of the 1 ranks"),
+    (dapo, {"max_gen_batches": 0}, "--max-gen-batches at least 1"),
+    (dapo, {"overlong_cache": 49}, "--overlong-cache must be in [0, --max-response-tokens]"),
+    (dapo, {"clip_dual": 1.1}, "--clip-dual > 1 + --clip-high"),
+    (ppo, {"clip": 0.0}, "--clip inside (0, 1)"),
+    (ppo, {"lam_actor": 1.5}, "--lam-actor 1.5, --lam-critic 1.0: must be inside [0, 1]"),
+    (ppo, {"critic_warmup_steps": 50}, "--critic-warmup-steps 50 leaves nothing of --steps 50"),
+    (prime, {"group_size": 1}, "--group-size 1: a group of one"),
+    (prime, {"min_accuracy": 0.9, "max_accuracy": 0.1}, "--min-accuracy 0.9 and --max-accuracy 0.1: 0 <= min <= max"),
+    (prime, {"beta": 0.0}, "--beta must be > 0"),
+    (grpo, {"reward": "model:/nowhere"}, "--reward model:/nowhere: cannot be loaded"),
+]
+
+
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "empty").mkdir()
@@ -55,6 +74,14 @@ def test_refused_before_a_model_is_loaded(flags, message, files, models, monkeyp
     args = dataclasses.replace(grpo.Args(model=models["untied"]), **flags)
     with pytest.raises(placement.BadInput) as error:
         grpo.main(args)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("algorithm, flags, message", OWN_CASES)
+def test_each_algorithm_refuses_its_own_flags(algorithm, flags, message, models, monkeypatch):
+    monkeypatch.setattr(placement, "init", lambda *a, **k: pytest.fail("went on to load a model"))
+    with pytest.raises(placement.BadInput) as error:
+        algorithm.main(dataclasses.replace(algorithm.Args(model=models["untied"]), **flags))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import relative_difference
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from common import batching, model
@@ -84,6 +85,30 @@ def test_gradient_is_the_same_with_checkpointed_chunks_and_layers(models, world,
     policy = model.load(models["tied"], world, torch.float32, activation_checkpointing=True)
     chunked = gradient(policy, rollout, 10_000, world)
     assert relative_difference(whole, chunked) <= 1e-6
+
+
+def test_gradient_is_the_same_with_offload(models, world):
+    rollout = random_rollout(16)
+    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, 10_000, world)
+    offloaded = gradient(model.load(models["tied"], world, torch.float32, offload=True), rollout, 100, world)
+    assert relative_difference(whole, offloaded) <= 1e-6
+
+
+def test_a_value_head_starts_at_zero_and_reads_before_each_token(models, world):
+    """Value of token t: the head on the hidden state one place before it, as transformers computes it."""
+    critic, rollout = model.load(models["grouped"], world, torch.float32, value_head=True), random_rollout(6)
+    micro_batches = batching.pack(rollout, torch.arange(6), 40, world)
+    assert (model.frozen_values(critic, rollout, micro_batches) == 0).all()
+    weights = torch.linspace(-1, 1, 128)
+    with torch.no_grad():
+        critic.score.weight.copy_(distribute_tensor(weights[None], world.mesh, critic.score.weight.placements))
+    values = model.frozen_values(critic, rollout, micro_batches)
+    body = AutoModelForCausalLM.from_pretrained(models["grouped"], dtype=torch.float32).eval().model
+    for i, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids)):
+        with torch.no_grad():
+            hidden = body(torch.tensor([prompt + response])).last_hidden_state[0]
+        assert torch.allclose(values[i, : len(response)], hidden[len(prompt) - 1 : -1] @ weights, atol=1e-4)
+        assert (values[i, len(response) :] == 0).all()
 
 
 def test_pack_keeps_the_budget_and_every_row(world):

@@ -1,0 +1,21 @@
+"""Rollouts as data: choosing rows of several."""
+
+import torch
+
+from common.rollout import collate, select
+
+
+def test_select_takes_rows_of_several_rollouts_in_order():
+    cpu = torch.device("cpu")
+    one = collate([[1], [2]], [[5, 6, 7], [8]], [[-1.0, -2.0, -3.0], [-4.0]], [True, False], 3, cpu)
+    two = collate([[3], [4]], [[9, 9], [4]], [[-5.0, -6.0], [-7.0]], [False, True], 3, cpu)
+    chosen = select([(two, [0]), (one, [1, 0]), (two, range(1, 2))])
+    assert chosen.prompt_ids == [[3], [2], [1], [4]] and chosen.response_ids == [[9, 9], [8], [5, 6, 7], [4]]
+    assert chosen.response_mask.sum(1).tolist() == [2, 1, 3, 1] and chosen.truncated.tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert chosen.rollout_logprobs.tolist() == [[-5, -6, 0], [-4, 0, 0], [-1, -2, -3], [-7, 0, 0]]
+    assert chosen.weight_version == 3 and select([(one, [1])]).response_mask.shape == (1, 1)
