@@ -1,7 +1,9 @@
 """The committed baselines on the embedded task: train three seeds, and draw what they gave.
 
-python scripts/baselines.py --run grpo        # trains seeds 0, 1, 2 and writes baselines/grpo/ (minutes each)
-python scripts/baselines.py                   # rebuilds baselines/README.md and curves.svg from the CSVs alone
+python scripts/baselines.py                             # prints the table the committed CSVs give
+python scripts/baselines.py --rebuild                   # writes it into both READMEs, and curves.svg
+python scripts/baselines.py --run grpo ppo              # trains seeds 0, 1, 2 again (minutes each), then rebuilds
+taskset -c 0 python scripts/baselines.py --run grpo --seeds 0     # one seed, on one core
 """
 
 import csv
@@ -30,8 +32,9 @@ COLUMNS = (
 
 @dataclasses.dataclass
 class Args:
-    run: tuple[str, ...] = ()  # algorithms to train again; none: only rebuild table and curves
+    run: tuple[str, ...] = ()  # algorithms to train again
     seeds: tuple[int, ...] = (0, 1, 2)
+    rebuild: bool = False  # write tables and curves
 
 
 def train(algorithm: str, seed: int) -> None:
@@ -110,12 +113,13 @@ def main(args: Args) -> None:
         for seed in args.seeds:
             train(algorithm, seed)
     drawn = curves()
-    draw(drawn)
-    block = f"{BEGIN}\n{table(drawn)}\n{END}"
-    for page in (BASELINES / "README.md", ROOT / "README.md"):
-        before, rest = page.read_text().split(BEGIN)
-        page.write_text(before + block + rest.split(END)[1])
     print(table(drawn))
+    if args.run or args.rebuild:
+        draw(drawn)
+        block = f"{BEGIN}\n{table(drawn)}\n{END}"
+        for page in (BASELINES / "README.md", ROOT / "README.md"):
+            before, rest = page.read_text().split(BEGIN)
+            page.write_text(before + block + rest.split(END)[1])
 
 
 if __name__ == "__main__":

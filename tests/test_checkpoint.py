@@ -55,6 +55,25 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path):
     assert not list(tmp_path.glob("checkpoints/*.unfinished"))
 
 
+def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_path):
+    def start_both():
+        policy, optimizer, loader = start(models, world)
+        critic = model.load(models["untied"], world, torch.float32, value_head=True)
+        critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-2, fused=True)
+        return {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}, loader
+
+    trained, loader = start_both()
+    step(*trained["critic"])
+    folder = checkpoint.save(tmp_path, 1, trained, loader, embedded.tokenizer(), torch.float32, world)
+    again, again_loader = start_both()
+    checkpoint.load(folder, again, again_loader)
+    for both in (trained, again):
+        step(*both["critic"])  # with Adam's momentum of the first
+    before, after = values(trained["critic"][0]), values(again["critic"][0])
+    assert "score.weight" in before and all(torch.equal(before[name], after[name]) for name in before)
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").config.architectures == ["Qwen2ForCausalLM"]
+
+
 def test_only_complete_checkpoints_are_found(tmp_path):
     for name, complete in (("step_000002", True), ("step_000010", True), ("step_000020", False)):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
