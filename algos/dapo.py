@@ -16,7 +16,7 @@ Differs from the paper: its formula averages over the tokens of each prompt's gr
 mini-batch, as here; dual clip as in its code. Each rank draws until it has its share, surplus groups are discarded.
 
 Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset BytedTsinghua-SIA/DAPO-Math-17k
+        torchrun --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset train.jsonl --steps 400
             --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --learning-rate 1e-6
             --schedule constant --warmup-steps 20 --weight-decay 0.1 --max-prompt-tokens 2048
             --max-response-tokens 20480 --overlong-cache 4096
@@ -74,7 +74,7 @@ class Args:
     overlong_factor: float = 1.0  # of the penalty; a right answer is worth +1, a wrong one -1
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout
+    epochs: int = 1  # passes over each rollout, in the same order
     learning_rate: float = 2.5e-4  # for the embedded model, for few steps; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
@@ -83,7 +83,7 @@ class Args:
     token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
     activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
-    offload: bool = False  # to host memory between uses: parameters, gradients, optimizer state
+    offload: Literal["none", "all"] = "none"  # to host memory between uses
     # bookkeeping
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
@@ -170,9 +170,14 @@ def check_args(args: Args, size: int) -> None:
         )
     if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
         raise placement.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
+    if args.gen_prompts and args.gen_prompts * args.max_gen_batches < args.prompts_per_step:
+        raise placement.BadInput(
+            f"--gen-prompts {args.gen_prompts} x --max-gen-batches {args.max_gen_batches} draws fewer prompts than "
+            f"--prompts-per-step {args.prompts_per_step}"
+        )
     if not 0 <= args.overlong_cache <= args.max_response_tokens or args.overlong_factor < 0:
         raise placement.BadInput("--overlong-cache must be in [0, --max-response-tokens], --overlong-factor >= 0")
-    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:
@@ -194,14 +199,15 @@ def main(args: Args) -> None:
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
-    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload)
+    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+    gen_prompts = args.gen_prompts or args.prompts_per_step
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
+        max_num_seqs=min(512, gen_prompts * args.group_size // size * args.rollout_tp),
         memory_fraction=args.rollout_memory,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
@@ -220,7 +226,7 @@ def main(args: Args) -> None:
         # Dynamic sampling. All ranks make the same number of draws, until each has its share of mixed groups.
         mine, parts, responses, results = [], [], [], []
         for draw in range(args.max_gen_batches):
-            prompts = loader.take(args.gen_prompts or args.prompts_per_step)[world.rank :: world.size]
+            prompts = loader.take(gen_prompts)[world.rank :: world.size]
             with tracker.time("rollout"):
                 drawn = engine.generate(
                     [prompt.ids for prompt in prompts],
@@ -245,9 +251,9 @@ def main(args: Args) -> None:
                 break
         else:
             raise placement.RunFailed(
-                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws only {world.sum(len(mine)):.0f} of "
-                f"{args.prompts_per_step} prompts have both right and wrong responses: too easy, too hard, or a "
-                "constant reward"
+                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws a rank has only "
+                f"{world.min(len(mine)):.0f} of its {share} prompts with both right and wrong responses: too easy, too "
+                "hard, or a constant reward"
             )
         engine.sleep()
         tracker.add("sampling/prompts_kept", len(mine), 0)

@@ -16,7 +16,7 @@ notice, clipping by --max-grad-norm does: it rarely acts.
 
 Run:    python algos/dr_grpo.py                                         (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset train.jsonl
-            --prompts-per-step 128 --mini-batches 8 --learning-rate 1e-6 --schedule constant
+            --steps 500 --prompts-per-step 128 --mini-batches 8 --learning-rate 1e-6 --schedule constant
             --max-prompt-tokens 1024 --max-response-tokens 3000
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
 """
@@ -68,7 +68,7 @@ class Args:
     kl_coef: float = 0.0  # beta; 0 never loads the reference policy
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout
+    epochs: int = 1  # passes over each rollout, in the same order
     learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
@@ -153,7 +153,7 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:

@@ -19,8 +19,8 @@ may have different lam (ibid.). kl_coef 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
-            --prompts-per-step 256 --group-size 1 --learning-rate 1e-6 --critic-learning-rate 1e-5 --kl-coef 0.001
-            --schedule constant --max-prompt-tokens 512 --max-response-tokens 512
+            --steps 400 --prompts-per-step 256 --group-size 1 --learning-rate 1e-6 --critic-learning-rate 1e-5
+            --kl-coef 0.001 --schedule constant --max-prompt-tokens 512 --max-response-tokens 512
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. GSM8K on GPUs: not yet reproduced.
 """
 
@@ -74,7 +74,7 @@ class Args:
     kl_coef: float = 0.0  # beta; 0 never loads the reference policy
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout
+    epochs: int = 1  # passes over each rollout, in the same order
     learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     critic_learning_rate: float = 1e-3  # constant
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
@@ -222,7 +222,15 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    for name in ("steps", "group_size", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in (
+        "steps",
+        "epochs",
+        "group_size",
+        "max_prompt_tokens",
+        "max_response_tokens",
+        "token_budget",
+        "rollouts_every",
+    ):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.kl_coef < 0 or not 0 < args.clip < 1 or args.value_clip <= 0:

@@ -19,8 +19,9 @@ token's process reward counts; surplus groups are discarded where the recipe fil
 
 Run:    python algos/prime.py                                           (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset train.jsonl
-            --prompts-per-step 256 --group-size 4 --mini-batches 4 --learning-rate 5e-7 --prm-learning-rate 1e-6
-            --schedule constant --max-prompt-tokens 1024 --max-response-tokens 3072
+            --steps 500 --prompts-per-step 256 --gen-prompts 1024 --group-size 4 --mini-batches 4
+            --learning-rate 5e-7 --prm-learning-rate 1e-6 --schedule constant
+            --max-prompt-tokens 1024 --max-response-tokens 3072
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
 """
 
@@ -219,6 +220,11 @@ def check_args(args: Args, size: int) -> None:
         )
     if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
         raise placement.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
+    if args.gen_prompts and args.gen_prompts * args.max_gen_batches < args.prompts_per_step:
+        raise placement.BadInput(
+            f"--gen-prompts {args.gen_prompts} x --max-gen-batches {args.max_gen_batches} draws fewer prompts than "
+            f"--prompts-per-step {args.prompts_per_step}"
+        )
     if not 0 <= args.min_accuracy <= args.max_accuracy <= 1:
         raise placement.BadInput(
             f"--min-accuracy {args.min_accuracy} and --max-accuracy {args.max_accuracy}: 0 <= min <= max <= 1"
@@ -254,10 +260,11 @@ def main(args: Args) -> None:
     prm_optimizer = torch.optim.AdamW(
         prm.parameters(), lr=args.prm_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+    gen_prompts = args.gen_prompts or args.prompts_per_step
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
+        max_num_seqs=min(512, gen_prompts * args.group_size // size * args.rollout_tp),
         memory_fraction=args.rollout_memory,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
@@ -276,7 +283,7 @@ def main(args: Args) -> None:
         # Dynamic sampling. All ranks make the same number of draws, until each has its share of groups.
         mine, parts, responses, results = [], [], [], []
         for draw in range(args.max_gen_batches):
-            prompts = loader.take(args.gen_prompts or args.prompts_per_step)[world.rank :: world.size]
+            prompts = loader.take(gen_prompts)[world.rank :: world.size]
             with tracker.time("rollout"):
                 drawn = engine.generate(
                     [prompt.ids for prompt in prompts],
@@ -301,9 +308,9 @@ def main(args: Args) -> None:
                 break
         else:
             raise placement.RunFailed(
-                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws only {world.sum(len(mine)):.0f} of "
-                f"{args.prompts_per_step} prompts are answered right at a rate within [{args.min_accuracy}, "
-                f"{args.max_accuracy}]: too easy, too hard, or a constant reward"
+                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws a rank has only "
+                f"{world.min(len(mine)):.0f} of its {share} prompts answered right at a rate within "
+                f"[{args.min_accuracy}, {args.max_accuracy}]: too easy, too hard, or a constant reward"
             )
         engine.sleep()
         tracker.add("sampling/prompts_kept", len(mine), 0)
@@ -319,6 +326,9 @@ def main(args: Args) -> None:
         tracker.mismatch(old_logprobs, batch)
 
         with tracker.time("prm"):
+            scores = model.frozen_logprobs(prm, batch, micro_batches, 1.0) - ref_logprobs  # before it sees this batch
+            scores = torch.where(batch.response_mask, scores, 0.0).sum(1)  # (N,)
+            tracker.add("prm/pair_accuracy", *ranked_pairs(scores, correct, args.group_size))
             for rows in everything.chunk(args.mini_batches):
                 denominator = world.sum(len(rows))  # responses on all ranks
                 for micro in batching.pack(batch, rows, args.token_budget, world):
@@ -333,7 +343,6 @@ def main(args: Args) -> None:
                 prm_optimizer.zero_grad()
             prm_logprobs = model.frozen_logprobs(prm, batch, micro_batches, 1.0)  # (N, T)
         process_rewards = implicit_rewards(prm_logprobs, ref_logprobs, batch.response_mask, args.beta)  # (N, T)
-        tracker.add("prm/pair_accuracy", *ranked_pairs(process_rewards.sum(1), correct, args.group_size))
         process_rewards = normalize(process_rewards, batch.response_mask, world.max)
         given = (process_rewards, correct, batch.response_mask, args.group_size, args.c_process)
         advantages = whiten(compute_advantages(*given), batch.response_mask, world.sum)  # (N, T)

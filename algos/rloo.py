@@ -68,7 +68,7 @@ class Args:
     kl_coef: float = 0.0  # beta; 0 never loads the reference policy
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout
+    epochs: int = 1  # passes over each rollout, in the same order
     learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
@@ -123,7 +123,7 @@ def policy_loss(
     return (per_token * response_mask).sum() / denominator
 
 
-def kl_in_reward(old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def sequence_kl(old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(N,): the estimator k1 summed over each response; its expectation is the KL of the whole sequence."""
     return torch.where(response_mask, old_logprobs - ref_logprobs, 0.0).sum(1)
 
@@ -149,7 +149,7 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:
@@ -221,7 +221,7 @@ def main(args: Args) -> None:
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
-                kl = kl_in_reward(old_logprobs, ref_logprobs, batch.response_mask)  # (N,)
+                kl = sequence_kl(old_logprobs, ref_logprobs, batch.response_mask)  # (N,)
                 advantages = compute_advantages(scores - args.kl_coef * kl, args.group_size)  # (N,)
                 tracker.add("reward/kl", kl.sum(), len(batch))
         tracker.mismatch(old_logprobs, batch, needed)

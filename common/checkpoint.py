@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from transformers import PreTrainedTokenizerBase
@@ -61,10 +62,10 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(states(trained), checkpoint_id=unfinished / "trainer")
+    dcp.save(states(trained, fresh(trained)), checkpoint_id=unfinished / "trainer")
     export(trained["policy"][0], tokenizer, unfinished / "model", dtype, world)
     if world.is_main:
-        state = {"step": step, "position": loader.position}
+        state = {"step": step, "position": loader.position, "fresh": fresh(trained)}
         (unfinished / "state.json").write_text(json.dumps(state) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
@@ -76,17 +77,33 @@ def load(folder: Path | None, trained: Trained, loader: PromptLoader) -> int:
     """Restore the trained models and the place in the data; returns the steps done, 0 without a folder. Collective."""
     if folder is None:
         return 0
-    state = states(trained)
+    saved = json.loads((folder / "state.json").read_text())
+    state = states(trained, saved["fresh"])
     dcp.load(state, checkpoint_id=folder / "trainer")
     for name, (model, optimizer) in trained.items():
-        loaded = state[name]
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    saved = json.loads((folder / "state.json").read_text())
+        if name in saved["fresh"]:
+            set_model_state_dict(model, state[name]["model"])
+        else:
+            loaded = state[name]
+            set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     loader.position = saved["position"]
     return saved["step"]
 
 
-def states(trained: Trained) -> dict:
-    """name -> {"model", "optimizer"}, sharded. Collective."""
-    pairs = {name: get_state_dict(model, optimizer) for name, (model, optimizer) in trained.items()}
-    return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in pairs.items()}
+def fresh(trained: Trained) -> list[str]:
+    """Names of those whose optimizer has not stepped yet: PPO's policy while the critic warms up."""
+    return [name for name, (_, optimizer) in trained.items() if not optimizer.state]
+
+
+def states(trained: Trained, fresh: list[str]) -> dict:
+    """name -> {"model", "optimizer"}, sharded; of a fresh one the model alone. Collective.
+
+    Asked for the state of an optimizer without one, torch makes it step on zeros: its next step would be its second.
+    """
+    out = {}
+    for name, (model, optimizer) in trained.items():
+        if name in fresh:
+            out[name] = {"model": get_model_state_dict(model)}
+        else:
+            out[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    return out

@@ -61,9 +61,10 @@ def solution(a: int, b: int, with_carry: bool = True) -> str:
 
 
 def pairs() -> list[dict[str, str]]:
-    """Rows with "prompt", "chosen" and "rejected", three for each training problem: right against three wrong ways.
+    """Rows with "prompt", "chosen" and "rejected", four for each training problem: right against four wrong ways.
 
-    Wrong are: the carry forgotten, or made up where there is none; a digit of the answer; a digit of the working.
+    Wrong are: the carry forgotten, or made up where there is none; a digit of the answer; a digit of the working; and
+    the right solution of another problem, without which a policy soon learns to answer the easiest one it knows.
     """
     draw, rows = random.Random(1), []
     for row in problems("train"):
@@ -76,6 +77,7 @@ def pairs() -> list[dict[str, str]]:
         wrong = [
             f"{carried}\n#### {10 * off + (a + b) % 10}",
             f"{working}\n#### {change_digit(answer, draw)}",
+            solution(*map(int, change_digit(f"{a},{b}", draw).split(","))),
             f"{change_digit(working, draw)}\n#### {change_digit(answer, draw) if draw.random() < 0.5 else answer}",
         ]
         rows += [{"prompt": row["question"], "chosen": right, "rejected": other} for other in wrong]

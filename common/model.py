@@ -153,7 +153,8 @@ class Float32Linear(torch.autograd.Function):
 def token_values(self, input_ids, position_ids, seqlens, predictors) -> torch.Tensor:
     """Values, (R,) float32, at R places of one packed row: of the response so far, before the next token."""
     hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, seqlens=seqlens)
-    return self.score(hidden.last_hidden_state[0, predictors]).squeeze(-1).float()
+    hidden = hidden.last_hidden_state[0, predictors].float()
+    return F.linear(hidden, self.score.weight.float(), self.score.bias.float()).squeeze(-1)
 
 
 def response_logprobs(

@@ -44,7 +44,9 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
     try:
         main(args)
     except (BadInput, RunFailed) as error:
-        say(f"error: {error}", file=sys.stderr)  # every rank meets the same error
+        say(f"error: {error}", file=sys.stderr)
+        if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
+            print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, BadInput) else 3)
 
 

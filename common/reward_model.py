@@ -18,7 +18,7 @@ def conversation(
 ) -> list[int]:
     """Token ids of a prompt and its response: by the chat template if there is one, else end to end and an end token.
 
-    ended: the response was not cut off. Training and scoring both come here.
+    ended: the response was not cut off; a template ends it either way. Training and scoring both come here.
     """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
@@ -42,14 +42,12 @@ class RewardModel:
             raise BadInput(f"--reward model:{path}: cannot be loaded: {reason}") from None
         if self.config.num_labels != 1:
             raise BadInput(f"--reward model:{path}: has {self.config.num_labels} outputs, a reward model has one")
-        if self.tokenizer.pad_token_id is None:
-            raise BadInput(f"--reward model:{path}: its tokenizer has no padding token")
+        self.padding = self.tokenizer.pad_token_id or 0  # any token: the mask says where a conversation ends
         self.path, self.model = path, None
 
     def load(self) -> None:
         """Read the weights. Raises BadInput without a trained head: a random one would train happily."""
         cuda = torch.cuda.is_available()
-        self.config.pad_token_id = self.tokenizer.pad_token_id  # how the classifier finds the last token
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
             self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True
         )
@@ -87,14 +85,14 @@ class RewardModel:
             size = max(1, TOKENS_PER_BATCH // len(ids[order[-1]]))
             rows, order = order[-size:], order[:-size]
             width = max(len(ids[i]) for i in rows)
-            inputs = torch.full((len(rows), width), self.tokenizer.pad_token_id, device=self.model.device)
+            inputs = torch.full((len(rows), width), self.padding, device=self.model.device)
             mask = torch.zeros_like(inputs)
             for k, i in enumerate(rows):
                 inputs[k, : len(ids[i])] = torch.tensor(ids[i], device=inputs.device)
                 mask[k, : len(ids[i])] = 1
             # Not the model's own pooling: it looks for padding by token id, which may be the end token's.
-            hidden = self.model.base_model(input_ids=inputs, attention_mask=mask).last_hidden_state
-            last = hidden[torch.arange(len(rows), device=inputs.device), mask.sum(1) - 1]
-            for i, score in zip(rows, self.model.score(last)[:, 0].float().tolist()):
+            hidden = self.model.base_model(input_ids=inputs, attention_mask=mask, use_cache=False).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=inputs.device), mask.sum(1) - 1].float()
+            for i, score in zip(rows, (last @ self.model.score.weight[0].float()).tolist()):  # bfloat16 would tie
                 out[i] = score
         return out

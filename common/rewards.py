@@ -5,9 +5,11 @@
 `score` is what training uses, `acc` plain correctness (0 or 1).
 """
 
+import dataclasses
 import difflib
 import importlib.util
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +44,7 @@ def load(spec: str) -> Reward:
         raise BadInput(f"--reward: {path}: file not found")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up there
     module_spec.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
         raise BadInput(f'--reward: {path} has no function "{function}"')
@@ -51,13 +54,7 @@ def load(spec: str) -> Reward:
 def call_user_reward(function, name: str, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
     """Call a user's function; a plain number n becomes Result(score=n, acc=n > 0). Raises BadInput on bad output."""
     results = function(items, lengths, truncated)
-    if len(results) != len(items):
-        raise BadInput(f'reward "{name}" returned {len(results)} results for {len(items)} items')
-    results = [r if isinstance(r, Result) else Result(float(r), float(r > 0)) for r in results]
-    for row, result in enumerate(results):
-        if not math.isfinite(result.score):
-            raise BadInput(f'reward "{name}" row {row}: {result.score} for prompt {items[row].prompt[:200]!r}')
-    return results
+    return [r if isinstance(r, Result) else Result(float(r), float(r > 0)) for r in results]
 
 
 def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[Result]:
@@ -65,7 +62,14 @@ def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[
     group_size = len(responses) // len(prompts)
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     items = [Item(prompt.text, response, prompt.answer, prompt.meta) for prompt, response in zip(asked, responses)]
-    return reward(items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist())
+    results = reward(items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist())
+    if len(results) != len(items):
+        raise BadInput(f"the reward returned {len(results)} results for {len(items)} items")
+    results = [dataclasses.replace(result, score=float(result.score), acc=float(result.acc)) for result in results]
+    for row, result in enumerate(results):
+        if not math.isfinite(result.score):
+            raise BadInput(f"the reward of row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}")
+    return results
 
 
 def check_answers(spec: str, prompts: list) -> None:

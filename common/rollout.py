@@ -118,10 +118,10 @@ def start(
 
 
 def kv_cache_gib(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """GiB that hold the keys and values of `tokens` tokens, at least 1 and at most a quarter of the memory."""
+    """GiB that hold the keys and values of `tokens` tokens, at least 1, at most a quarter of this rank's memory."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, math.ceil(min(bytes_per_token * tokens, memory / 4) / 2**30))
 
 
@@ -158,6 +158,7 @@ class HFEngine:
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(world.device).eval()
+        self.model.generation_config = GenerationConfig()  # else what is not set below comes from the model's folder
         self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ class HFEngine:
             attention_mask[i, width - len(ids) :] = 1
         torch.manual_seed((seed << 12) + self.world.rank)
         recorder = LogprobRecorder(temperature)
-        settings = GenerationConfig(  # complete, so that nothing comes from the model's own generation_config.json
+        settings = GenerationConfig(
             do_sample=temperature > 0,
             top_k=0 if temperature > 0 else None,
             max_new_tokens=max_tokens,

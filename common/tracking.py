@@ -85,7 +85,7 @@ class Tracker:
         """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
-            raise RunFailed(f"step {step}: {name} is {float(norm)}; the weights are untouched")
+            raise RunFailed(f"step {step}: {name} is {float(norm)}; this update was not applied")
         self.add(name, norm)
         self.add(loss, 0.0)  # its mean is over optimizer steps
 

@@ -69,6 +69,13 @@ def curves() -> dict[str, list[list[dict]]]:
     return {folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))] for folder in folders}
 
 
+def check_same(algorithm: str) -> None:
+    """Seeds of one algorithm must be one experiment: the same flags but the seed."""
+    runs = [json.loads(path.read_text())["args"] for path in sorted((BASELINES / algorithm).glob("seed*.json"))]
+    if any({**args, "seed": 0} != {**runs[0], "seed": 0} for args in runs):
+        sys.exit(f"error: the seeds in baselines/{algorithm} were run with different flags; run them again")
+
+
 def table(curves: dict[str, list[list[dict]]]) -> str:
     """One line an algorithm: greedy accuracy before and after, each seed; steps, seconds, responses."""
     lines = [
@@ -76,6 +83,7 @@ def table(curves: dict[str, list[list[dict]]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for algorithm, seeds in curves.items():
+        check_same(algorithm)
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         args = json.loads((BASELINES / algorithm / "seed0.json").read_text())["args"]
         steps = [int(rows[-1]["step"]) for rows in seeds]

@@ -42,16 +42,18 @@ class Args:
 
 
 def batch() -> Tensors:
-    """12 responses of 3 to 9 tokens to 3 prompts, float64. Log-ratios to the old policy reach past both clips."""
+    """12 responses of 3 to 9 tokens to 3 prompts, float64. Ratios reach past both clips, and past 3."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     lengths = torch.randint(3, 10, (12,), generator=generator)
     mask = torch.arange(9)[None] < lengths[:, None]
     old = -draw(12, 9).abs() - 0.1
+    change = 0.4 * draw(12, 9)
+    change[:, 1] = 1.5  # a ratio of 4.5 in each response
     return {
         "mask": mask,
         "old": old * mask,
-        "logprobs": (old + 0.4 * draw(12, 9)) * mask,
+        "logprobs": (old + change) * mask,
         "ref": (old + 0.2 * draw(12, 9)) * mask,
         "scores": draw(12).round(decimals=1),
         "greedy": draw(3).round(decimals=1).repeat_interleave(G),
@@ -85,7 +87,7 @@ def ours() -> Tensors:
         "grpo advantages, 16 x 0.7 in float32": grpo.compute_advantages(torch.full((16,), 0.7), 16),
         "dr_grpo advantages": dr_grpo.compute_advantages(scores, G),
         "rloo advantages": rloo.compute_advantages(scores, G),
-        "rloo advantages with KL": rloo.compute_advantages(scores - BETA * rloo.kl_in_reward(old, ref, mask), G),
+        "rloo advantages with KL": rloo.compute_advantages(scores - BETA * rloo.sequence_kl(old, ref, mask), G),
         "remax token rewards": token_rewards,
         "remax advantages": remax.compute_advantages(token_rewards, b["greedy"], mask),
         "ppo returns": returns,

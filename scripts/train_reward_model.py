@@ -64,13 +64,15 @@ def load_pairs(dataset: str) -> list[dict]:
 
 def main(args: Args) -> None:
     size = placement.check_world(rollout_tp=1)
-    if args.batch_size % size or args.steps < 1 or args.pairs_per_forward < 1:
+    if args.batch_size % size or min(args.batch_size, args.steps, args.pairs_per_forward, args.held_out) < 1:
         raise placement.BadInput(
             f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1"
         )
     pairs = load_pairs(args.dataset)
-    if len(pairs) <= args.held_out:
-        raise placement.BadInput(f"--held-out {args.held_out}: leaves none of the {len(pairs)} pairs to train on")
+    if len(pairs) - args.held_out < args.batch_size:
+        raise placement.BadInput(
+            f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
+        )
     if args.model == "embedded":
         args.model = embedded.warm_start()
     tokenizer, _ = data.load_tokenizer(args.model)
@@ -97,7 +99,7 @@ def main(args: Args) -> None:
     draw = random.Random(args.seed)  # the same on every rank
     progress = trange(args.steps, desc="reward model", disable=not world.is_main, dynamic_ncols=True)
     for step in progress:
-        mine = draw.sample(train, min(args.batch_size, len(train)))[world.rank :: world.size]
+        mine = draw.sample(train, args.batch_size)[world.rank :: world.size]
         total, right = 0.0, 0
         for first in range(0, len(mine), args.pairs_per_forward):
             chosen, rejected = scores(mine[first : first + args.pairs_per_forward])

@@ -58,6 +58,8 @@ def world():
 def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None) -> subprocess.CompletedProcess:
     """Run a script as a user would: plain python, or torchrun with more than one rank."""
     launcher = [sys.executable]
+    if torch.cuda.is_available() and ranks > torch.cuda.device_count():
+        pytest.skip(f"{ranks} ranks need as many GPUs")
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

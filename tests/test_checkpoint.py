@@ -69,6 +69,12 @@ def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_pa
     checkpoint.load(folder, again, again_loader)
     for both in (trained, again):
         step(*both["critic"])  # with Adam's momentum of the first
+        step(*both["policy"])  # its first step, saving or not
+    alone, _ = start_both()
+    step(*alone["policy"])
+    for both in (trained, again):
+        expected, got = values(alone["policy"][0]), values(both["policy"][0])
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
     before, after = values(trained["critic"][0]), values(again["critic"][0])
     assert "score.weight" in before and all(torch.equal(before[name], after[name]) for name in before)
     assert AutoModelForCausalLM.from_pretrained(folder / "model").config.architectures == ["Qwen2ForCausalLM"]

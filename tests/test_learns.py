@@ -88,7 +88,7 @@ def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
     "broken, message",
     [
         ("stale", "trainer and engine disagree by"),
-        ("nan", "step 1: the gradient norm is nan; the weights are untouched"),
+        ("nan", "step 1: train/grad_norm is nan; this update was not applied"),
     ],
 )
 def test_a_run_that_cannot_be_right_stops_with_one_line(tmp_path, broken, message):

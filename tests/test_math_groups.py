@@ -148,15 +148,15 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl():
     logits = P.log().clone().requires_grad_()
     logprobs = logits.log_softmax(-1)
     mask = torch.ones(3, 1, dtype=torch.bool)
-    kl = rloo.kl_in_reward(logprobs.detach()[:, None], Q.log()[:, None], mask)  # (3,), one token each
+    kl = rloo.sequence_kl(logprobs.detach()[:, None], Q.log()[:, None], mask)  # (3,), one token each
     assert (P * kl).sum().item() == pytest.approx(0.025267, abs=1e-6)
     (P * kl * logprobs).sum().backward()
     assert torch.allclose(logits.grad, torch.tensor([0.098938, -0.093885, -0.005053], dtype=torch.float64), atol=1e-6)
 
 
-def test_kl_in_reward_is_a_sum_over_the_response():
+def test_sequence_kl_is_a_sum_over_the_response():
     old, ref = torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, torch.nan]])
-    assert rloo.kl_in_reward(old, ref, torch.tensor([[True, True, False]])).tolist() == [-0.5]
+    assert rloo.sequence_kl(old, ref, torch.tensor([[True, True, False]])).tolist() == [-0.5]
 
 
 def test_kl_to_reference_is_never_negative_and_blind_outside_the_mask():

@@ -10,3 +10,8 @@ parity = load("scripts/parity.py")
 def test_equal_or_a_named_difference(row):
     *_, difference, why = row
     assert difference > 1e-4 if why else difference < 1e-6
+
+
+def test_the_batch_reaches_the_dual_clip():
+    mine = parity.ours()
+    assert (mine["dapo loss"] - mine["dapo loss, no dual clip"]).abs().max() > 1e-3

@@ -92,7 +92,7 @@ def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
 
 def test_pairs_are_right_against_wrong():
     rows = embedded.pairs()
-    assert len(rows) == 3 * (8100 - embedded.HELD_OUT)
+    assert len(rows) == 4 * (8100 - embedded.HELD_OUT)
     for row in rows[:300]:
         a, b = map(int, row["prompt"].rstrip("=").split("+"))
         assert row["chosen"] == embedded.solution(a, b) != row["rejected"]

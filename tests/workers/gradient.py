@@ -34,7 +34,8 @@ def main(model_path: str, budget: int, output: str) -> None:
     )
     mask = batch.response_mask
     old, ref, old_values = (x[mine, : mask.shape[1]] for x in (old, ref, old_values))
-    scores, greedy, correct = scores[mine], greedy[mine], correct[mine]
+    old, ref, old_values = (x.to(world.device) for x in (old, ref, old_values))
+    scores, greedy, correct = (x[mine].to(world.device) for x in (scores, greedy, correct))
     tokens, sequences = world.sum(mask.sum()), world.sum(len(batch))
 
     def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
@@ -63,7 +64,7 @@ def main(model_path: str, budget: int, output: str) -> None:
         advantages = algorithm.compute_advantages(scores, G)
         out[name] = policy_gradients(algorithm, advantages, denominator, ref, kl_coef=0.1)
     out["dapo"] = policy_gradients(dapo, dapo.compute_advantages(scores, G), tokens, clip_dual=20.0)
-    rewards = scores - 0.1 * rloo.kl_in_reward(old, ref, mask)
+    rewards = scores - 0.1 * rloo.sequence_kl(old, ref, mask)
     out["rloo"] = policy_gradients(rloo, rloo.compute_advantages(rewards, G), tokens)
     token_rewards = remax.reward_tokens(scores, old, ref, mask, 0.1)
     out["remax"] = policy_gradients(remax, remax.compute_advantages(token_rewards, greedy, mask), tokens)
