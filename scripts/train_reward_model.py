@@ -31,7 +31,7 @@ from common.reward_model import conversation
 class Args:
     model: str = "embedded"  # folder or Hub name; "embedded": the warm-started arithmetic model
     dataset: str = "arithmetic"  # arithmetic | pairs.jsonl
-    steps: int = 400
+    steps: int = 800
     batch_size: int = 64  # pairs per optimizer step, all ranks together
     pairs_per_forward: int = 64  # per rank; memory only, never the gradient
     learning_rate: float = 1e-3  # for the embedded model; 1e-5 is usual for a pretrained one

@@ -1,5 +1,6 @@
 """Two ranks against one: gradients; and the engine's weights against the trainer's after updates."""
 
+import json
 import re
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, relative_difference
 
-SYNC, GRADIENT = ROOT / "tests/workers/sync.py", ROOT / "tests/workers/gradient.py"
+SYNC, GRADIENT, MAINS = (ROOT / f"tests/workers/{name}.py" for name in ("sync", "gradient", "mains"))
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +71,17 @@ def test_without_the_repair_a_tied_head_goes_stale(models, tmp_path):
     result = launch(worker, models["tied"], 1, "vllm")
     measured = [float(x) for x in re.findall(r"gap (\S+)", result.stdout)]
     assert measured[0] <= 1e-5 and max(measured[2:]) > 1e-2, (measured, sys.executable)
+
+
+@pytest.mark.slow
+def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
+    """Gradient norms and losses of two steps on canned responses: denominators, whitening and maxima of all ranks."""
+    for ranks in (1, 2):
+        launch(MAINS, models["untied"], tmp_path / str(ranks), ranks=ranks)
+    same = re.compile("reward/mean|reward/kl|loss/.*|.*grad_norm|critic/.*|prm/.*|train/entropy|train/clip_frac")
+    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime"):
+        lines = [(tmp_path / str(ranks) / name / "metrics.jsonl").read_text().splitlines() for ranks in (1, 2)]
+        for step, (one, two) in enumerate(zip(*[map(json.loads, run) for run in lines])):
+            for key in filter(same.fullmatch, one):
+                assert two[key] == pytest.approx(one[key], rel=1e-3 if step else 1e-4, abs=1e-5), (name, step, key)
+        assert len(lines[0]) == 2 and one["train/grad_norm"] > 0

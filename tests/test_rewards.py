@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.grading import Item, extract, grade_gsm8k
+from common.data import Prompt
+from common.grading import extract, grade_gsm8k
 from common.placement import BadInput
-from common.rewards import load
+from common.rewards import Result, load, score
+from common.rollout import collate
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -146,13 +149,18 @@ def test_user_reward(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def length(items, lengths, truncated):\n    return [float(n) for n in lengths]\n"
                     "def short(items, lengths, truncated):\n    return [1.0]\n"
-                    "def broken(items, lengths, truncated):\n    return [float('nan')] * len(items)\n")  # fmt: skip
-    items = [Item("p", "a", "1"), Item("p", "bb", "1")]
-    assert [r.score for r in load(f"{path}:length")(items, [1, 2], [False, False])] == [1.0, 2.0]
+                    "def broken(items, lengths, truncated):\n    return [1.0, float('nan')]\n"
+                    "from common.rewards import Result\n"
+                    "def whole(items, lengths, truncated):\n    return [Result(1, 1)] * len(items)\n")  # fmt: skip
+    prompts = [Prompt("a", "p", [5], "1"), Prompt("b", "p", [5], "1")]
+    rollout = collate([[5], [5]], [[6], [6, 7]], None, [False, False], 0, torch.device("cpu"))
+    graded = lambda function: score(load(f"{path}:{function}"), prompts, ["a", "bb"], rollout)
+    assert [r.score for r in graded("length")] == [1.0, 2.0]
+    assert graded("whole") == [Result(1.0, 1.0), Result(1.0, 1.0)] and isinstance(graded("whole")[0].score, float)
     with pytest.raises(BadInput, match="returned 1 results for 2 items"):
-        load(f"{path}:short")(items, [1, 2], [False, False])
-    with pytest.raises(BadInput, match="row 0: nan"):
-        load(f"{path}:broken")(items, [1, 2], [False, False])
+        graded("short")
+    with pytest.raises(BadInput, match="the reward of row 1 is nan, for prompt 'p'"):
+        graded("broken")
     with pytest.raises(BadInput, match='no function "absent"'):
         load(f"{path}:absent")
     with pytest.raises(BadInput, match="did you mean gsm8k"):

@@ -1,7 +1,11 @@
 """Rollouts as data: choosing rows of several."""
 
-import torch
+import shutil
 
+import torch
+from transformers import GenerationConfig
+
+from common import rollout
 from common.rollout import collate, select
 
 
@@ -19,3 +23,19 @@ def test_select_takes_rows_of_several_rollouts_in_order():
     ]
     assert chosen.rollout_logprobs.tolist() == [[-5, -6, 0], [-4, 0, 0], [-1, -2, -3], [-7, 0, 0]]
     assert chosen.weight_version == 3 and select([(one, [1])]).response_mask.shape == (1, 1)
+
+
+def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world, tmp_path):
+    """Instruct models ship a generation_config.json with top-p and penalties: another policy than the one trained."""
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    GenerationConfig(do_sample=True, temperature=0.1, top_p=0.1, top_k=2, repetition_penalty=2.0).save_pretrained(
+        folder
+    )
+    batches = []
+    for path in (models["untied"], str(folder)):
+        engine = rollout.start(
+            "hf", path, [1], world, torch.float32, max_model_len=64, max_num_seqs=8, memory_fraction=0.4
+        )
+        batches.append(engine.generate([[5, 6, 7]], n=8, temperature=1.0, max_tokens=16, seed=1))
+    assert batches[0].response_ids == batches[1].response_ids
+    assert torch.equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from common import placement
+from common import checkpoint, placement, report
 
 FLAGS = {
     "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "eval_prompts": 0, "schedule": "constant",
@@ -24,6 +24,7 @@ ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than th
 
 
 def main(runs: Path) -> None:
+    checkpoint.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
     for name, sizes in ALGORITHMS.items():
         algorithm = importlib.import_module(f"algos.{name}")
         compute_advantages = algorithm.compute_advantages

@@ -1,0 +1,59 @@
+"""Two steps of each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR
+
+The stub engine answers a prompt the same on any rank: odd responses are right, even ones wrong, so that every group is
+mixed and dynamic sampling keeps the same prompts. Only what main does with them is at work: shares of the ranks,
+rewards, statistics over all ranks, denominators, collectives.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+from common import checkpoint, embedded, placement, report, rollout
+
+FLAGS = {
+    "steps": 2, "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "eval_prompts": 0, "schedule": "constant",
+    "learning_rate": 1e-4, "token_budget": 200, "max_logprob_gap": 1e9,
+}  # fmt: skip
+OWN = {
+    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1},
+    "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
+}  # fmt: skip
+
+
+class StubEngine:
+    def __init__(self, world):
+        self.world, self.tokenizer = world, embedded.tokenizer()
+
+    def generate(self, prompt_ids, n, temperature, max_tokens, seed):
+        rows, responses = [], []
+        for ids in prompt_ids:
+            a, b = map(int, self.tokenizer.decode(ids).rstrip("=").split("+"))
+            for k in range(n):
+                text = embedded.solution(a, b) if k % 2 else f"{embedded.solution(a, b)[: 5 + 2 * k]}\n#### {a * b + k}"
+                rows.append(ids)
+                responses.append([*self.tokenizer(text)["input_ids"], 1])
+        logprobs = [[-1.0] * len(response) for response in responses]
+        return rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, self.world.device)
+
+    def load_weights(self, named_tensors):
+        for _ in named_tensors:  # gathering them is a collective
+            pass
+
+    def sleep(self):
+        pass
+
+
+def main(model_path: str, runs: Path) -> None:
+    world, finish = placement.init(seed=0), placement.finish
+    placement.init = lambda *given: world  # one process group for all runs
+    placement.finish = lambda *given: None
+    rollout.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
+    checkpoint.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
+    for name, flags in OWN.items():
+        algorithm = importlib.import_module(f"algos.{name}")
+        algorithm.main(algorithm.Args(model=model_path, **{**FLAGS, **flags}, run_dir=str(runs / name)))
+    finish(world)
+
+
+main(sys.argv[1], Path(sys.argv[2]))
