@@ -59,7 +59,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
     # rollout
-    steps: int = 45  # one step: one rollout and its updates
+    steps: int = 48  # one step: one rollout and its updates
     prompts_per_step: int = 16  # B, all ranks together; fewer than elsewhere, the process model doubles the work
     gen_prompts: int = 48  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
@@ -78,7 +78,7 @@ class Args:
     c_process: float = 1.0  # weight of the process rewards beside the outcome's 1; whitening leaves only their ratio
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    learning_rate: float = 2.5e-4  # for the embedded model, for few rows; 1e-6 is usual for a pretrained one
     prm_learning_rate: float = 3e-4  # of the process reward model; constant
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
