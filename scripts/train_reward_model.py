@@ -9,6 +9,10 @@ python algos/ppo.py --reward model:runs/reward-model                  # what it 
 A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected". The last --held-out pairs are
 not trained on; the accuracy printed is the share of them ranked right. The model is the policy's architecture with a
 head of one output in place of the vocabulary, saved as a Hugging Face sequence classifier.
+
+What is ranked right on held-out pairs may still be gamed. Trained without pairs that answer another problem, this
+ranked 97.7 % right; PPO then raised its score from 2.3 to 5.1 and lost the task, 52.7 to 0.4 % greedy: it solved
+easier problems than the one asked. embedded.pairs has such pairs since; PPO with them is not yet shown to learn.
 """
 
 import dataclasses

@@ -14,14 +14,6 @@ from common import embedded, placement
 ROOT = Path(__file__).parents[1]
 
 
-def pytest_configure(config):
-    """Give each worker of pytest-xdist, and what it starts, cores of its own: two runs on one pair of cores crawl."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker:
-        cores, count = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        os.sched_setaffinity(0, cores[int(worker[2:]) % len(cores) :: count])
-
-
 def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
     """A model with random weights; `spread` adds noise so that log-probs are not all alike."""
     torch.manual_seed(0)
