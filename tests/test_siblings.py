@@ -66,10 +66,9 @@ def test_greedy_responses_carry_no_loss(runs):
 
 
 @pytest.mark.slow
-def test_critic_and_process_model_learn(runs):
+def test_the_critic_learns(runs):
     critic = [row["loss/value"] for row in lines(runs / "ppo-right")]
     assert critic[-1] < critic[0]
-    assert all(row["prm/pair_accuracy"] > 0.5 for row in lines(runs / "prime-right"))
 
 
 @pytest.mark.slow

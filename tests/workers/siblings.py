@@ -17,7 +17,7 @@ ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than th
     "dr_grpo": {"prompts_per_step": 16},
     "rloo": {"prompts_per_step": 16, "kl_coef": 0.01},
     "remax": {"prompts_per_step": 16, "kl_coef": 0.01},
-    "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 1e-3},
+    "ppo": {"prompts_per_step": 64, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 5e-4},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
     "prime": {"prompts_per_step": 8, "gen_prompts": 32},
 }
