@@ -62,10 +62,11 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(states(trained, fresh(trained)), checkpoint_id=unfinished / "trainer")
+    new = fresh(trained)
+    dcp.save(states(trained, new), checkpoint_id=unfinished / "trainer")
     export(trained["policy"][0], tokenizer, unfinished / "model", dtype, world)
     if world.is_main:
-        state = {"step": step, "position": loader.position, "fresh": fresh(trained)}
+        state = {"step": step, "position": loader.position, "fresh": new}
         (unfinished / "state.json").write_text(json.dumps(state) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)

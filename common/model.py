@@ -94,7 +94,7 @@ def check_architecture(config, model_path: str) -> None:
         or getattr(config, "final_logit_softcapping", None)
         or getattr(config, "logit_scale", None)
     ):
-        raise BadInput(f"--model {model_path}: scaled or capped logits ({config.model_type}) are not supported")
+        raise BadInput(f"--model {model_path}: biased, scaled or capped logits ({config.model_type}) are not supported")
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) or getattr(config, "attention_dropout", 0):
         raise BadInput(f"--model {model_path}: sliding windows or attention dropout are not supported")
 

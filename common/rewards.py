@@ -48,17 +48,17 @@ def load(spec: str) -> Reward:
     module_spec.loader.exec_module(module)
     if not callable(getattr(module, function, None)):
         raise BadInput(f'--reward: {path} has no function "{function}"')
-    return partial(call_user_reward, getattr(module, function), spec)
+    return partial(call_user_reward, getattr(module, function))
 
 
-def call_user_reward(function, name: str, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-    """Call a user's function; a plain number n becomes Result(score=n, acc=n > 0). Raises BadInput on bad output."""
+def call_user_reward(function, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """Call a user's function; a plain number n becomes Result(score=n, acc=n > 0)."""
     results = function(items, lengths, truncated)
     return [r if isinstance(r, Result) else Result(float(r), float(r > 0)) for r in results]
 
 
 def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[Result]:
-    """Grade N responses, G to each of B prompts (group-major)."""
+    """Grade N responses, G to each of B prompts (group-major). Raises BadInput on a wrong count, NaN or infinity."""
     group_size = len(responses) // len(prompts)
     asked = [prompt for prompt in prompts for _ in range(group_size)]
     items = [Item(prompt.text, response, prompt.answer, prompt.meta) for prompt, response in zip(asked, responses)]

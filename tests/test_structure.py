@@ -51,7 +51,8 @@ def test_importing_an_algorithm_has_no_side_effect():
     for path in ALGORITHMS:
         check += f"import algos.{path.stem}\n"
         check += "assert dict(os.environ) == before and not dist.is_initialized() and 'vllm' not in sys.modules\n"
-    subprocess.run([sys.executable, "-c", check], check=True)
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_following_grpo_takes_at_most_2500_lines():
