@@ -17,13 +17,14 @@ class Item:
     response: str  # decoded from response tokens alone, without special tokens
     answer: str  # the reference ("gold") answer
     meta: dict[str, Any] = field(default_factory=dict)  # the data set's other columns
+    response_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Result:
-    score: float
-    acc: float
-    extracted: str | None = None  # "marker", "last-number" or None: how an answer was found
+    score: float | None  # what training uses; None: could not be graded, which is not the same as wrong
+    acc: float | None  # plain correctness, 0 or 1
+    extracted: str | None = None  # how an answer was found ("marker", "last-number"), or what it was; None: none
     info: dict[str, Any] = field(default_factory=dict)
 
 

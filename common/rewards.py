@@ -61,7 +61,10 @@ def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[
     """Grade N responses, G to each of B prompts (group-major). Raises BadInput on a wrong count, NaN or infinity."""
     group_size = len(responses) // len(prompts)
     asked = [prompt for prompt in prompts for _ in range(group_size)]
-    items = [Item(prompt.text, response, prompt.answer, prompt.meta) for prompt, response in zip(asked, responses)]
+    items = [
+        Item(prompt.text, response, prompt.answer, prompt.meta, ids)
+        for prompt, response, ids in zip(asked, responses, rollout.response_ids)
+    ]
     results = reward(items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist())
     if len(results) != len(items):
         raise BadInput(f"the reward returned {len(results)} results for {len(items)} items")
