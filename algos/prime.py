@@ -75,7 +75,7 @@ class Args:
     min_accuracy: float = 0.1  # of a prompt's responses, for the prompt to be trained on; 0.2 and 0.8 in the paper,
     max_accuracy: float = 0.9  # but the embedded model seldom answers in between
     beta: float = 0.05  # of the process reward
-    c_process: float = 1.0  # weight of the process rewards beside the outcome's 1; whitening leaves only their ratio
+    c_process: float = 0.3  # weight of the process rewards beside the outcome's 1; 1 drowns it while phi is a beginner
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
     learning_rate: float = 2.5e-4  # for the embedded model, for few rows; 1e-6 is usual for a pretrained one
