@@ -53,7 +53,7 @@ class Args:
     eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
     reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
     # rollout
-    steps: int = 60  # one step: one rollout and its updates
+    steps: int = 52  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 8  # G, responses per prompt
     max_prompt_tokens: int = 64  # longer prompts are dropped and counted
@@ -69,7 +69,7 @@ class Args:
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
     epochs: int = 1  # passes over each rollout, in the same order
-    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
+    learning_rate: float = 2e-4  # for the embedded model; 1e-6 is usual for a pretrained one
     schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
