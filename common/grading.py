@@ -65,6 +65,7 @@ def extract(response: str, mode: str = "flexible") -> tuple[Fraction | None, str
     marker = text.rfind("####")
     line = (marker, text[marker + 4 :].split("\n", 1)[0]) if marker >= 0 else None
     box = last_box(text) if mode == "flexible" else None
+    box = box and (box[0], box[1].rpartition("=")[2])  # x = 7
     candidates = sorted((c for c in (line, box) if c is not None), reverse=True)  # the later one first
     for _, candidate in candidates:
         numbers = find_numbers(candidate)
@@ -77,19 +78,21 @@ def extract(response: str, mode: str = "flexible") -> tuple[Fraction | None, str
 
 
 def last_box(text: str) -> tuple[int, str] | None:
-    """(start, content after its last "=") of the last `\\boxed{...}` with balanced braces, or of `\\boxed5`."""
+    """(start, content) of the last `\\boxed{...}` with balanced braces, or of `\\boxed5`."""
+    if r"\boxed" not in text:
+        return None
     best, opened = None, []
-    for i, character in enumerate(text):
-        if character == "{":
-            opened.append(i)
-        elif character == "}" and opened:
+    for brace in re.finditer(r"\\[\\{}]|[{}]", text):  # \{ and \} are text and need no partner
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
             start = opened.pop()
             if text.endswith(r"\boxed", 0, start) and (best is None or start > best[0]):
-                best = (start, text[start + 1 : i])
+                best = (start, text[start + 1 : brace.start()])
     for bare in re.finditer(r"\\boxed\s*(-?[0-9][0-9,.]*)", text):
         if best is None or bare.start(1) > best[0]:
             best = (bare.start(1), bare.group(1))
-    return best and (best[0], best[1].rpartition("=")[2])
+    return best
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
@@ -142,6 +145,7 @@ def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], m
     """grade_gsm8k as a reward: score = acc."""
     results = []
     for item in items:
-        acc = grade_gsm8k(item.response, item.answer, mode)
-        results.append(Result(acc, acc, extract(item.response, mode)[1]))
+        found, how = extract(item.response, mode)
+        acc = float(found is not None and found == parse_gold(item.answer))
+        results.append(Result(acc, acc, how))
     return results

@@ -1,18 +1,26 @@
-"""The GSM8K grader: every tricky case seen in the wild, the reference solutions, and hostile strings."""
+"""The graders that read strings: GSM8K's tricky cases, DAPO's table, shaping rewards, and hostile strings."""
 
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.data import Prompt
-from common.grading import extract, grade_gsm8k
+from algos.dapo import overlong_penalty
+from common.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
+from common.math_grading import grade_by_string
 from common.placement import BadInput
-from common.rewards import Result, load, score
-from common.rollout import collate
+from common.text_rewards import (
+    dapo_lenient_reward,
+    dapo_reward,
+    format_reward,
+    missing_eos_reward,
+    overlong_reward,
+    repetition_reward,
+)
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -92,6 +100,10 @@ def test_strict_wants_the_marker():
     assert grade_gsm8k("#### 18\n\\boxed{20}", "18", "strict") == 1
 
 
+def test_the_number_after_the_last_equals_sign_of_a_box():
+    assert grade_gsm8k(r"\boxed{3 \times 6 = 18}", "18") == 1 and grade_gsm8k(r"\boxed{3 \times 6 = 18}", "3") == 0
+
+
 def test_extraction_is_named():
     assert extract("#### 5")[1] == "marker"
     assert extract("it is 5")[1] == "last-number"
@@ -106,62 +118,157 @@ def test_reference_solutions_grade_themselves():
         assert all(grade_gsm8k(row["answer"], row["answer"].split("####")[1], mode) for row in rows)
 
 
-PIECES = [
-    "{",
-    "}",
-    r"\boxed{",
-    r"\frac",
-    "####",
-    "1",
-    "9" * 50,
-    ",",
-    ".",
-    "-",
-    "$",
-    "\0",
-    "\ud800",
-    "e",
-    "/",
-    " ",
-    "\n",
-    "x",
-]
-HOSTILE = [
-    "9" * 1_000_000, "{" * 100_000, r"\boxed{" * 100_000, "####" * 100_000, r"\frac" * 100_000, "1/" * 100_000,
-    "1 " * 100_000, "-" * 100_000, "1," * 100_000, r"\text{" * 100_000, "$" * 100_000, "1e" * 100_000, "\0" * 1000,
-]  # fmt: skip
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
+@pytest.mark.parametrize("marker", ["#### ", r"The answer is \boxed{"])
+def test_1024_gsm8k_responses_grade_in_a_fifth_of_a_second(marker):
+    rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open()][:1024]
+    closing = "}" if "boxed" in marker else ""
+    items = [Item("", row["answer"].replace("#### ", marker) + closing, row["answer"]) for row in rows]
+    assert min(seconds(lambda: all_right(gsm8k_reward(items, [], [], "flexible"))) for _ in range(3)) < 0.2
 
 
-def test_no_string_raises_or_takes_long():
-    draw = random.Random(0)
-    for text in [*HOSTILE, *("".join(draw.choices(PIECES, k=draw.randrange(3000))) for _ in range(300))]:
-        limit = 0.05 if len(text) <= 10_000 else 1.0
-        assert any(seconds(text) < limit for _ in range(3)), f"{text[:40]!r} took too long, three times"
+def all_right(results: list[Result]) -> None:
+    assert all(result.acc == 1 for result in results)
 
 
-def seconds(text: str) -> float:
+def seconds(function) -> float:
     start = time.perf_counter()
-    assert grade_gsm8k(text, "5") in (0.0, 1.0)
+    function()
     return time.perf_counter() - start
 
 
-def test_user_reward(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def length(items, lengths, truncated):\n    return [float(n) for n in lengths]\n"
-                    "def short(items, lengths, truncated):\n    return [1.0]\n"
-                    "def broken(items, lengths, truncated):\n    return [1.0, float('nan')]\n"
-                    "from common.rewards import Result\n"
-                    "def whole(items, lengths, truncated):\n    return [Result(1, 1)] * len(items)\n")  # fmt: skip
-    prompts = [Prompt("a", "p", [5], "1"), Prompt("b", "p", [5], "1")]
-    rollout = collate([[5], [5]], [[6], [6, 7]], None, [False, False], 0, torch.device("cpu"))
-    graded = lambda function: score(load(f"{path}:{function}"), prompts, ["a", "bb"], rollout)
-    assert [r.score for r in graded("length")] == [1.0, 2.0]
-    assert graded("whole") == [Result(1.0, 1.0), Result(1.0, 1.0)] and isinstance(graded("whole")[0].score, float)
-    with pytest.raises(BadInput, match="returned 1 results for 2 items"):
-        graded("short")
-    with pytest.raises(BadInput, match="the reward of row 1 is nan, for prompt 'p'"):
-        graded("broken")
-    with pytest.raises(BadInput, match='no function "absent"'):
-        load(f"{path}:absent")
-    with pytest.raises(BadInput, match="did you mean gsm8k"):
-        load("gsm8")
+DAPO_CASES = [  # response, reference answer, right for dapo, right for dapo-lenient
+    ("Answer: 34", "34", 1, 1),
+    ("answer : 34", "34", 1, 1),
+    ("Answer: $34$", "34", 1, 1),
+    (r"Answer: \boxed{34}", "34", 1, 1),
+    ("Answer: x = 34", "34", 1, 1),
+    ("Answer: 34 degrees", "34", 1, 1),
+    ("Answer: 34 units", "34", 1, 1),
+    ("Answer:\n34", "34", 1, 1),
+    ("Answer: $34$ because", "34", 1, 1),
+    ("Answer: $34.$", "34", 1, 1),
+    ("Answer: 1,234", "1234", 1, 1),
+    ("Answer: 34\nAnswer: 35", "35", 1, 1),
+    ("Answer: 34\nAnswer: 35", "34", 0, 0),
+    (r"Answer: \frac12", r"\frac{1}{2}", 1, 1),
+    ("Answer: 34.", "34", 0, 1),
+    ("Answer: 34.0", "34", 0, 1),
+    ("Answer: 34.5", "34", 0, 0),
+    ("Answer: 034", "34", 0, 1),
+    ("Answer: an integer 34", "34", 0, 0),
+    ("Answer: 1/2", r"\frac{1}{2}", 0, 0),
+    ("**Answer:** 34", "34", 0, 1),
+    ("**Answer: 34.**", "34", 0, 1),
+    ("*Answer: 34*", "34", 0, 1),
+    (r"\boxed{34}", "34", 0, 0),
+    ("The answer is 34", "34", 0, 0),
+    ("Answer: 34" + " " * 300, "34", 0, 0),
+    ("Answer: -34", "34", 0, 0),
+    (r"Answer: 90^\circ", "90", 1, 1),
+    (r"Answer: 5 \text{ cm}", "5", 1, 1),
+]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("response, answer, strict, lenient", DAPO_CASES)
+def test_dapo_case(response, answer, strict, lenient, newline):
+    items = [Item("", response.replace("\n", newline), answer)]
+    for reward, right in ((dapo_reward, strict), (dapo_lenient_reward, lenient)):
+        (result,) = reward(items, [9], [False])
+        assert (result.score, result.acc) == (2 * right - 1, right)
+
+
+def test_dapo_says_what_it_read():
+    graded = lambda text: dapo_reward([Item("", text, "34")], [9], [False])[0].extracted
+    assert graded("Answer: x = 35 units") == "35" and graded("no idea") is None
+
+
+FORMAT_CASES = [  # prompt, response, score
+    ("p", "<think>a</think><answer>b</answer>", 1),
+    ("p", "<think>a\nb</think>\n\n<answer>b</answer>\n", 1),
+    ("p", "<think></think><answer></answer>", 1),
+    ("...<think>\n", "a</think> <answer>b</answer>", 1),  # the template wrote the opening tag
+    ("...<think>\n", "<think>a</think> <answer>b</answer>", 0),
+    ("p", "a</think> <answer>b</answer>", 0),
+    ("p", "well <think>a</think><answer>b</answer>", 0),
+    ("p", "<think>a</think><answer>b</answer> I hope", 0),
+    ("p", "<think>a</think> so <answer>b</answer>", 0),
+    ("p", "<answer>b</answer><think>a</think>", 0),
+    ("p", "<think>a<answer>b</think></answer>", 0),
+    ("p", "<think>a<think>b</think></think><answer>b</answer>", 0),
+    ("p", "<think>a</think><answer>b</answer><answer>c</answer>", 0),
+    ("p", "<think>a</think><answer><answer>c</answer>", 0),
+    ("p", "<think>a</think><answer>b", 0),
+    ("p", "", 0),
+]
+
+
+@pytest.mark.parametrize("prompt, response, score", FORMAT_CASES)
+def test_format(prompt, response, score):
+    assert format_reward([Item(prompt, response, "5")], [9], [False]) == [Result(score, score)]
+
+
+def test_overlong_by_hand():
+    items = [Item("", "", "5")] * 6
+    lengths = [16384, 16385, 17408, 18432, 20480, 30000]
+    results = overlong_reward(items, lengths, [False] * 6, max_length=20480, cache_length=4096)
+    assert [round(result.score, 6) for result in results] == [0, -0.000244, -0.25, -0.5, -1, -1]
+    assert all(result.acc == 0 for result in results)
+    hard = overlong_reward(items, [99, 100, 101, 1, 1, 1], [False] * 6, max_length=100, cache_length=0)
+    assert [result.score for result in hard] == [0, -1, -1, 0, 0, 0]
+    with pytest.raises(BadInput, match="a cache of 101 tokens, expected 0 to 100"):
+        overlong_reward(items, lengths, [False] * 6, max_length=100, cache_length=101)
+
+
+@pytest.mark.parametrize("longest, cache", [(20, 0), (20, 7), (20, 20), (1, 1)])
+def test_overlong_is_the_penalty_of_dapo(longest, cache):
+    lengths = list(range(1, 30))
+    results = overlong_reward([], lengths, [], max_length=longest, cache_length=cache)
+    expected = overlong_penalty(torch.tensor(lengths), longest, cache)
+    assert torch.allclose(torch.tensor([result.score for result in results]), expected)
+
+
+def test_repetition_and_missing_eos():
+    ids = [[1, 2], [], [1, 2, 3], [1, 1, 1, 1, 1], [1, 2, 3, 1, 2, 3]]  # 3-grams: none, none, 1, 3 alike, 3 of 4
+    items = [Item("", "", "5", response_ids=row) for row in ids]
+    results = repetition_reward(items, [len(row) for row in ids], [False] * 5)
+    assert [(r.score, r.acc) for r in results] == [(0, 0), (0, 0), (0, 0), (1 / 3 - 1, 0), (-0.25, 0)]
+    results = missing_eos_reward(items[:2], [4, 4], [True, False])
+    assert [(r.score, r.acc) for r in results] == [(-1, 0), (0, 0)]
+
+
+PIECES = [
+    "{", "}", r"\boxed{", r"\frac", "####", "1", "9" * 50, ",", ".", "-", "$", "\0", "\ud800", "e", "/", " ", "\n", "x",
+    "Answer:", "=", r"\text{", "**", "a ", "<think>", "</think>", "<answer>", "</answer>", r"\{", r"\,", r"\right", "²",
+]  # fmt: skip
+HOSTILE = [
+    "9" * 1_000_000, "#### " + "9" * 1_000_000, "{" * 100_000, r"\boxed{" * 100_000, "####" * 100_000, "\\" * 100_000,
+    r"\frac" * 100_000, "1/" * 100_000, "1 " * 100_000, "-" * 100_000, "1," * 100_000, r"\text{" * 100_000,
+    "$" * 100_000, "1e" * 100_000, "\0" * 100_000, "\ud800" * 100_000, "Answer:" * 100_000, "Answer: " + "$" * 100_000,
+    "<think>" * 100_000, "<think>" + " " * 1_000_000, "<think></think>" + "\n" * 1_000_000 + "<answer></answer>.",
+]  # fmt: skip
+GRADERS = {
+    "gsm8k": partial(gsm8k_reward, mode="flexible"),
+    "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
+    "dapo": dapo_reward,
+    "dapo-lenient": dapo_lenient_reward,
+    "format": format_reward,
+    "math": lambda items, *_: [grade_by_string(items[0].response, items[0].answer, "boxed") or Result(0, 0)],
+    "math-flexible": lambda items, *_: [
+        grade_by_string(items[0].response, items[0].answer, "flexible") or Result(0, 0)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_no_string_raises_or_takes_long(name):
+    draw = random.Random(0)
+    for text in [*HOSTILE, *("".join(draw.choices(PIECES, k=draw.randrange(3000))) for _ in range(200))]:
+        limit = 0.05 if len(text) <= 10_000 else 1.0
+        grade = lambda text=text: check(GRADERS[name]([Item("p", text, "5")], [9], [False]))
+        assert any(seconds(grade) < limit for _ in range(3)), f"{text[:40]!r} took too long, three times"
+
+
+def check(results: list[Result]) -> None:
+    assert len(results) == 1 and results[0].acc in (0.0, 1.0) and results[0].score in (-1.0, 0.0, 1.0)

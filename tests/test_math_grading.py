@@ -1,0 +1,162 @@
+"""The MATH grader, in this process: what math-verify takes for equal, and what we do before asking it."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import ROOT
+
+from common.grading import Result
+from common.math_grading import clean, grade_by_string, grade_math, parse_math_gold
+
+CASES = [  # in the box, reference answer, accuracy
+    ("1/2", r"\frac{1}{2}", 1),
+    ("0.5", r"\frac{1}{2}", 1),
+    (r"\frac12", r"\frac{1}{2}", 1),
+    (r"50\%", "50", 1),
+    (r"50\%", "0.5", 1),  # both: percent is ambiguous
+    ("50", "0.5", 0),
+    ("1,234", "1234", 1),
+    ("1{,}234", "1234", 1),
+    (r"10\,000", "10000", 1),  # math-verify alone reads 10 * 0
+    (r"12\,345\,678", "12345678", 1),
+    (r"1,\!234", "1234", 1),
+    (r"\$18", "18", 1),
+    ("3.", "3", 1),  # math-verify alone cannot read it
+    ("3", "3.", 1),
+    (r"90^\circ", "90", 1),
+    (r"5\text{ cm}", "5", 1),
+    (r"3 \text{ feet}", r"3 \text{ inches}", 1),  # units are never compared
+    ("x=5", "5", 1),
+    ("5", "x=5", 1),
+    ("y=5", "x=5", 0),
+    ("(2,1)", "(1,2)", 0),
+    (r"\{1,2\}", r"\{2,1\}", 1),
+    ("1,2", "2,1", 1),
+    ("(0,1)", "[0,1)", 0),
+    (r"x \in [0,1]", "[0,1]", 1),
+    ("x<3", r"(-\infty,3)", 0),
+    (r"3 \le x", r"x \ge 3", 1),
+    (r"\sqrt{8}", r"2\sqrt{2}", 1),
+    ("2.828", r"2\sqrt2", 0),
+    ("1/3", "0.333333", 1),
+    ("1/3", "0.33", 0),
+    ("0.333", r"\frac13", 0),
+    (r"2\pi", "6.283185", 1),
+    (r"\pi", "3.14159", 0),
+    ("x^2+2x+1", "(x+1)^2", 1),
+    (r"1\frac{1}{2}", r"\frac32", 1),
+    ("2 1/2", r"\frac52", 1),  # math-verify alone reads 3/2
+    ("2 1/2", r"\frac32", 0),
+    ("2 1/2", r"\frac{21}{2}", 0),
+    (r"1.5\times 10^3", "1500", 1),
+    ("1.5e3", "1500", 0),  # e is Euler's number
+    ("5!", "120", 1),
+    (r"\binom{5}{2}", "10", 1),
+    (r"\log_2 8", "3", 1),
+    (r"\text{(A)}", "A", 1),
+    (r"\text{Tuesday}", r"\text{Monday}", 0),
+    ("11:30", "11/30", 1),  # a false positive: a clock time is a ratio
+    ("2^{3}", "8", 1),  # another: not computed
+    ("i", r"\sqrt{-1}", 0),
+    ("36_8", "30", 0),
+    ("", "7", 0),
+    (r"\left(1, 2\right)", "(1,2)", 1),
+    (r"\dfrac{3}{4}", r"\tfrac{3}{4}", 1),
+    (r"\left\{1,2\right\}", r"\{2,1\}", 1),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1),
+]
+
+
+@pytest.mark.parametrize("said, answer, accuracy", CASES)
+def test_case(said, answer, accuracy):
+    for gold in (answer, f"${answer}$", rf"\({answer}\)", rf"so \boxed{{{answer}}}"):
+        result = grade_math(rf"Thus it is \boxed{{{said}}}.", gold)
+        assert (result.score, result.acc, result.extracted, result.info) == (accuracy, accuracy, said, {})
+
+
+RESPONSES = [  # response, mode, reference answer, accuracy
+    (r"\boxed{1} and then \boxed{2}", "boxed", "2", 1),  # math-verify alone makes a set of both
+    (r"\boxed{1} and then \boxed{2}", "boxed", "1", 0),
+    (r"\boxed{1} and then \boxed{2", "boxed", "1", 1),
+    (r"\boxed{7", "boxed", "7", 0),
+    (r"\boxed7", "boxed", "7", 1),
+    (r"\boxed{x = \frac{14}{2}}", "boxed", "7", 1),
+    (r"so it is $7$", "boxed", "7", 0),
+    (r"so it is $7$", "flexible", "7", 1),
+    (r"the final answer is $\frac{14}{2}$.", "flexible", "7", 1),
+    ("so we get 8 apples", "flexible", "8", 1),
+    (r"Thus x = 10\,000.", "flexible", "10000", 1),
+    (r"$5$ so \boxed{7} and $8$", "flexible", "7", 1),
+    (r"it is $7$" + " and so on" * 60, "flexible", "7", 0),  # before the last 500 characters
+    ("I do not know", "flexible", "7", 0),
+    ("", "flexible", "7", 0),
+    ("", "boxed", "7", 0),
+    (r"\boxed{7} \boxed{\left\{ 8 \right.}", "boxed", "7", 0),  # an escaped brace needs no partner
+]
+
+
+@pytest.mark.parametrize("response, mode, answer, accuracy", RESPONSES)
+def test_which_part_of_the_response_counts(response, mode, answer, accuracy):
+    assert grade_math(response, answer, mode).acc == accuracy
+
+
+def test_a_period_goes_but_not_that_of_right():
+    assert clean("3. ") == "3" and clean(r"\left\{ x \right.") == r"\left\{ x \right."
+
+
+def test_equal_strings_need_no_algebra():
+    easy = [("7", "7"), ("$7$", "7"), (r"\dfrac{1}{2}", r"\frac{1}{2}"), (r"\left(1, 2\right)", "(1,2)"), ("x^", "x^")]
+    for said, answer in easy:
+        assert grade_by_string(rf"\boxed{{{said}}}", answer, "boxed") == Result(1.0, 1.0, said)
+    for said, answer in [("2 1/2", "21/2"), ("8", "7"), (r"\pi r", r"\pir"), ("(0,1)", "[0,1)")]:
+        assert grade_by_string(rf"\boxed{{{said}}}", answer, "boxed") is None
+
+
+@pytest.mark.parametrize("answer", ["7", "-12", r"\frac{1}{2}", r"$\pi$", r"\boxed{7}", "(1,2)", r"\text{Monday}", "A"])
+def test_gold_that_can_be_read(answer):
+    assert parse_math_gold(answer)
+
+
+@pytest.mark.parametrize("answer", ["", r"\frac{1}{", "{", r"\left(", "x^", "\\", "???"])
+def test_gold_that_cannot_be_read(answer):
+    assert not parse_math_gold(answer)
+
+
+def test_an_empty_gold_grades_nobody():
+    result = grade_math(r"\boxed{7}", "")
+    assert result.score is None and "cannot be parsed" in result.info["error"]
+
+
+def test_a_poisoned_expression_is_wrong_and_says_so():
+    assert grade_math(r"\boxed{99^{99^{99}}}", "7") == Result(0.0, 0.0, "99^{99^{99}}", {"timeout": 1})
+    assert grade_math(r"\boxed{\sqrt{8}}", r"2\sqrt{2}").acc == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["{" * 100_000, "9" * 1_000_000, "\0", "\ud800", "(" * 60, r"\frac{" * 300 + "}" * 600]
+)
+def test_no_string_raises(text):
+    for mode in ("boxed", "flexible"):
+        for response in (text, rf"\boxed{{{text[-1000:]}}}"):
+            assert grade_math(response, "7", mode).acc == 0
+
+
+def test_only_the_main_thread_may_ask():
+    raised = []
+
+    def grade():
+        with pytest.raises(RuntimeError, match="main thread"):
+            grade_math(r"\boxed{8}", "7")
+        raised.append(True)
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    thread.join()
+    assert raised
+
+
+def test_importing_the_grader_imports_no_sympy():
+    check = "import sys, common.math_grading; assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)

@@ -1,0 +1,315 @@
+"""Graders in worker processes: whatever one does, the call ends, says what happened, and the next item grades."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from common.grading import Item, Result
+from common.math_grading import grade_math
+from common.placement import BadInput, RunFailed
+from common.workers import Failure, MathReward, UserReward, WorkerPool
+
+MINE = r'''
+import os, signal, subprocess, sys, time
+import numpy as np
+from common.grading import Result
+
+def each(items, lengths, truncated):
+    """What the response says is done."""
+    return [globals()[item.response](item) for item in items]
+
+def fine(item): return 1
+def wrong(item): return -0.5
+def of_numpy(item): return np.float32(0.5)
+def result(item): return Result(2, 1, "x", {"why": "\ud800"})
+def ungraded(item): return Result(None, None)
+def nan(item): return float("nan")
+def infinite(item): return Result(float("-inf"), 0)
+def nothing(item): return None
+def text(item): return "1.0"
+def half(item): return Result("good", 1)
+def noisy(item): print("noise"); os.system("echo noise"); return float(sys.stdin.read() == "")
+def loop(item):
+    while True: pass
+def eat(item):
+    hoard = []
+    while True: hoard.append(bytes(10**7))
+def boom(item): raise ValueError("boom")
+def leave(item): sys.exit(3)
+def kill(item): os.kill(os.getpid(), signal.SIGKILL)
+def child(item):
+    process = subprocess.Popen(["sleep", "1000"])
+    open(item.answer, "w").write(f"{os.getpid()} {process.pid}")
+    loop(item)
+def process(item): return os.getpid()
+def light(item): return float(not {"torch", "sympy"} & set(sys.modules))
+def environment(item): return float(os.environ["OMP_NUM_THREADS"] + os.environ["CUDA_VISIBLE_DEVICES"] == "1")
+
+def together(items, lengths, truncated): return [float(len(items))] * len(items)
+def short(items, lengths, truncated): return [1.0] * (len(items) - 1)
+def none(items, lengths, truncated): return None
+def echo(items, lengths, truncated):
+    return [Result(0, 0, None, {"given": [vars(item), n, cut]}) for item, n, cut in zip(items, lengths, truncated)]
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pool(mine):
+    pool = WorkerPool(f"{mine}:each", workers=2, deadline=3.0, memory_gib=0.5)
+    yield pool
+    pool.close()
+
+
+def tasks(*responses: str, answer: str = "5") -> list:
+    return [([Item("p", response, answer)], [3], [False]) for response in responses]
+
+
+def test_results(pool):
+    outcomes = pool.run(tasks("fine", "wrong", "of_numpy", "result", "ungraded", "infinite", "nan"))
+    expected = [(1, 1), (-0.5, 0), (0.5, 1), (2, 1), (None, None), (-math.inf, 0)]
+    assert [(result.score, result.acc) for (result,) in outcomes[:-1]] == expected
+    assert isinstance(outcomes[3][0].score, float) and outcomes[3][0].info == {"why": "\ud800"}
+    assert math.isnan(outcomes[-1][0].score)
+    assert pool.run([]) == []
+
+
+def test_one_task_may_hold_many_items(pool):
+    items = [Item("p", response, "5") for response in ("fine", "wrong", "fine")]
+    (outcome,) = pool.run([(items, [1, 2, 3], [False] * 3)])
+    assert [result.score for result in outcome] == [1, -0.5, 1]
+
+
+def test_the_worker_is_quiet_and_light(pool):
+    assert [result.score for (result,) in pool.run(tasks("noisy", "light", "environment"))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "response, kind, message",
+    [
+        ("loop", "timeout", "no answer within 3 s"),
+        ("eat", "died", "memory"),
+        ("boom", "raised", "ValueError: boom"),
+        ("leave", "died", "exit status 3"),
+        ("kill", "died", "exit status -9"),
+        ("nothing", "wrong", "expected a number or a Result, got 'None', NoneType"),
+        ("text", "wrong", "expected a number or a Result, got '1.0', str"),
+        ("half", "wrong", "expected a number or a Result, got"),
+    ],
+)
+def test_a_bad_item_fails_alone(pool, response, kind, message):
+    start = time.monotonic()
+    bad, *good = pool.run(tasks(response, "fine", "fine", "fine"))
+    assert time.monotonic() - start < 20
+    assert isinstance(bad, Failure) and bad.kind == kind and message in bad.message
+    assert [result.score for (result,) in good] == [1, 1, 1]
+    assert kind != "raised" or ("def boom" in bad.message and "worker_main" not in bad.message)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or will once its parent looks."""
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+def eventually(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
+
+
+def test_children_of_a_grader_die_with_it(pool, tmp_path):
+    assert pool.run(tasks("child", answer=str(tmp_path / "pids")))[0].kind == "timeout"
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and eventually(lambda: all(map(gone, pids)))
+
+
+def test_workers_end_with_a_killed_parent_even_in_a_loop(mine, tmp_path):
+    script = (
+        "from common.workers import WorkerPool; from common.grading import Item\n"
+        f"task = ([Item('', 'child', {str(tmp_path / 'pids')!r})], [1], [False])\n"
+        f"WorkerPool({mine + ':each'!r}, 1, 600.0, 0.5).run([task])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    try:
+        assert eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text(), 60)
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert eventually(lambda: all(map(gone, pids)))
+
+
+def test_a_worker_is_kept_and_replaced_after_many_tasks(mine):
+    pool = WorkerPool(f"{mine}:each", workers=1, deadline=10.0, memory_gib=0.5, tasks_per_worker=3)
+    pids = [int(result.score) for _ in range(2) for (result,) in pool.run(tasks(*["process"] * 4))]
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 2]
+    os.kill(pids[-1], signal.SIGKILL)  # while it is idle: no task is lost
+    assert eventually(lambda: gone(pids[-1]))
+    ((survivor,),) = pool.run(tasks("process"))
+    pool.close()
+    assert survivor.score not in pids and gone(int(survivor.score))
+
+
+def test_a_worker_that_cannot_start_is_tried_once(tmp_path):
+    (tmp_path / "bad.py").write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nimport absent_module\n")
+    pool = WorkerPool(f"{tmp_path / 'bad.py'}:f", workers=1, deadline=1.0, memory_gib=0.5)
+    outcomes = pool.run(tasks(*["fine"] * 20))
+    assert {outcome.kind for outcome in outcomes} == {"start"} and "cannot be loaded" in outcomes[0].message
+    assert "No module named" in outcomes[0].message
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def rewarded(path: str, function: str, items: list[Item], **limits) -> list[Result]:
+    reward = UserReward(path, function, workers=2, **limits)
+    try:
+        return reward(items, [len(item.response_ids) for item in items], [False] * len(items))
+    finally:
+        reward.pool.close()
+
+
+def test_a_user_reward_sees_all_responses_to_a_prompt_at_once(mine):
+    items = [Item(prompt, "fine", "5") for prompt in "aaabbc"]
+    assert [result.score for result in rewarded(mine, "together", items)] == [3, 3, 3, 2, 2, 1]
+
+
+def test_items_arrive_whole(mine):
+    items = [Item("p\n\u2028", "r\ud800\0", "a", {"n": 1, "path": Path("x")}, [7, 8])]
+    expected = [{**vars(items[0]), "meta": {"n": 1, "path": "x"}}, 2, False]
+    assert rewarded(mine, "echo", items) == [Result(0.0, 0.0, None, {"given": expected})]
+
+
+def test_late_and_dead_workers_leave_their_prompt_ungraded(mine, capsys):
+    items = [Item("a", "fine", "5"), Item("a", "loop", "5"), Item("b", "fine", "5"), Item("c", "kill", "5")]
+    results = rewarded(mine, "each", items, deadline=1.0)
+    assert [result.score for result in results] == [None, None, 1.0, None]
+    assert [result.info for result in results] == [{"timeout": 1}, {"timeout": 1}, {}, {"died": 1}]
+    assert f'warning: reward "{mine}:each" took too long on 2 of 4 responses' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "function, response, error, words",
+    [
+        ("each", "boom", RunFailed, ["mine.py:each", "rows 2 to 3", "'b'", "'fine'", "def boom", "ValueError: boom"]),
+        ("each", "nothing", BadInput, ["mine.py:each", "row 3", "got 'None', NoneType"]),
+        ("each", "text", BadInput, ["mine.py:each", "row 3", "got '1.0', str"]),
+        ("short", "fine", BadInput, ['mine.py:short" returned 1 results for 2 items']),
+        ("none", "fine", BadInput, ["mine.py:none", "expected 2 results, got NoneType"]),
+    ],
+)
+def test_a_wrong_user_reward_is_named(mine, function, response, error, words):
+    items = [Item("a", "fine", "5"), Item("a", "fine", "5"), Item("b", "fine", "5"), Item("b", response, "5")]
+    with pytest.raises(error) as raised:
+        rewarded(mine, function, items)
+    assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def other(): pass", ['bad.py has no function "f"']),
+        ("import absent_module", ["bad.py cannot be loaded", "No module named 'absent_module'"]),
+        ("def f(:", ["bad.py", "SyntaxError"]),
+        ("import sys; sys.exit(4)", ["bad.py cannot be loaded: exit status 4"]),
+    ],
+)
+def test_a_user_file_is_tried_before_the_run(tmp_path, source, words):
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(BadInput) as raised:
+        UserReward(str(tmp_path / "bad.py"), "f")
+    assert str(raised.value).startswith("--reward: ") and all(word in str(raised.value) for word in words)
+    with pytest.raises(BadInput, match=r"--reward: absent.py: file not found"):
+        UserReward("absent.py", "f")
+
+
+MATH = [
+    (r"\boxed{1/2}", "0.5"),
+    ("none", "5"),
+    (r"\boxed{7}", "7"),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}"),
+    (r"\boxed{3}", "4"),
+]
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    reward = MathReward(workers=1)
+    yield reward
+    reward.pool.close()
+
+
+def grade(reward, pairs=MATH) -> list[Result]:
+    items = [Item("p", response, answer) for response, answer in pairs]
+    return reward(items, [9] * len(items), [False] * len(items))
+
+
+def test_threads_and_executors_give_what_the_main_thread_gives(math_reward):
+    expected = [grade_math(response, answer) for response, answer in MATH]
+    assert [result.acc for result in expected] == [1, 0, 1, 1, 0]
+    assert grade(math_reward) == expected
+    threaded = []
+    thread = threading.Thread(target=lambda: threaded.extend(grade(math_reward)))
+    thread.start()
+    thread.join()
+
+    async def in_executor():
+        return await asyncio.get_running_loop().run_in_executor(None, grade, math_reward)
+
+    assert threaded == expected and asyncio.run(in_executor()) == expected
+
+
+@pytest.mark.slow
+def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(math_reward, capsys):
+    bad = ["99^{99^{99}}", r"9^{9^{9^{9^{9}}}}", r"\binom{10^{9}}{5\cdot 10^{8}}", r"(10^{9})!"]
+    start = time.monotonic()
+    results = grade(math_reward, [*((rf"\boxed{{{text}}}", "7") for text in bad), (r"\boxed{1/2}", "0.5")])
+    assert time.monotonic() - start < 12 * len(bad) + 20
+    assert [result.acc for result in results] == [0, 0, 0, 0, 1]
+    assert "timeout" in results[0].info and "took too long" in capsys.readouterr().out
+
+
+def test_math_rows_whose_worker_fails_are_wrong(mine):
+    reward = MathReward(workers=1)
+    reward.pool = WorkerPool(f"{mine}:each", workers=1, deadline=1.0, memory_gib=0.5)
+    try:
+        results = [result for text in ("loop", "kill", "boom") for result in failing(reward, text)]
+        reward.pool = WorkerPool(f"{mine}:absent", workers=1, deadline=1.0, memory_gib=0.5)
+        with pytest.raises(RunFailed, match='reward "math" has no function "absent"'):
+            failing(reward, "fine")
+    finally:
+        reward.pool.close()
+    assert [(result.score, result.acc) for result in results] == [(0, 0)] * 3
+    assert [result.info for result in results] == [{"timeout": 1}, {"died": 1}, {"error": "ValueError: boom"}]
+
+
+def failing(reward: MathReward, text: str) -> list[Result]:
+    """The reward of a response that needs its worker, which is told to do `text`."""
+    reward.mode = "flexible"  # passes any text on
+    return grade(reward, [(text, "7")])
+
+
+@pytest.mark.slow
+def test_easy_math_is_fast():
+    pairs = [(rf"\boxed{{{n}/2}}", rf"\frac{{{n}}}{{2}}") for n in range(1, 1025)]
+    reward = MathReward(workers=2)
+    grade(reward, pairs[:8])  # starts the workers
+    start = time.monotonic()
+    assert all(result.acc == 1 for result in grade(reward, pairs))
+    reward.pool.close()
+    assert time.monotonic() - start < 30
