@@ -1,0 +1,671 @@
+"""Rewards over HTTP: a real server that misbehaves in each way, and scripts/serve_reward.py killed in mid-call."""
+
+import datetime
+import email.utils
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+import uvicorn
+from conftest import ROOT
+from test_readme import load
+
+from common.grading import Item, Result, grade_gsm8k, gsm8k_reward
+from common.placement import BadInput, RunFailed
+from common.reward_service import RewardService, envelope, split
+
+serve_reward = load("scripts/serve_reward.py")
+MIB = 2**20
+
+
+class FakeService(ThreadingHTTPServer):
+    """Scores each response with the number it is. answer(asked, attempt, reply) -> (status, body, headers)."""
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self, answer):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.lock = answer, threading.Lock()
+        self.posts: list[dict] = []  # what came: body, bytes, headers, time
+        self.running = self.peak = 0
+        self.health = (200, {"status": "ok", "name": "fake", "version": "1"})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *given):
+        pass  # a client that waited long enough has gone
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeService
+
+    def log_message(self, *args):
+        pass
+
+    def send(self, status, body, headers):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Length": len(body), **headers}
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = int(headers["Content-Length"]) != len(body)
+
+    def do_GET(self):
+        self.server.headers = self.headers
+        self.send(*self.server.health, {})
+
+    def do_POST(self):
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(raw)
+        with self.server.lock:
+            attempt = sum(post["asked"]["request_id"] == asked["request_id"] for post in self.server.posts)
+            post = {"asked": asked, "bytes": len(raw), "headers": self.headers, "time": time.monotonic()}
+            self.server.posts.append(post)
+            self.server.running += 1
+            self.server.peak = max(self.server.peak, self.server.running)
+        answer = self.server.answer(asked, attempt, reply_to(asked))
+        with self.server.lock:  # before the answer: the client may send its next request at once
+            self.server.running -= 1
+        if answer is None:
+            self.close_connection = True  # gone without a word
+        else:
+            self.send(*answer)
+
+
+def reply_to(asked: dict) -> dict:
+    entry = lambda item: {"id": item["id"], "score": float(item["response"]), "acc": 1.0, "error": None, "info": {}}
+    results = [entry(item) for item in asked["items"]]
+    return {"version": 1, "request_id": asked["request_id"], "results": results}
+
+
+def right(asked, attempt, reply):
+    return 200, reply, {}
+
+
+@pytest.fixture
+def fake():
+    """Start a fake service: fake(answer)."""
+    started = []
+
+    def start(answer=right) -> FakeService:
+        started.append(FakeService(answer))
+        threading.Thread(target=started[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(service, count: int = 3, responses=None, answer="1", meta=None) -> list[Result]:
+    """Rows 0 ... count - 1; row i is right if its score is i."""
+    responses = responses or [str(row) for row in range(count)]
+    items = [Item("p", response, answer, meta or {}) for response in responses]
+    return service(items, [len(response) for response in responses], [False] * len(items))
+
+
+def scores(results: list[Result]) -> list[float]:
+    return [result.score for result in results]
+
+
+def quick(url: str, **settings) -> RewardService:
+    return RewardService(url, **{"backoff": 0.01, **settings})
+
+
+class NoPause:
+    """In place of the client's random numbers: no pause, and a list of what was drawn between."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def uniform(self, low, high):
+        self.drawn.append((low, high))
+        return 0.0
+
+
+# The contract kept
+
+
+def test_rows_come_back_in_their_order_from_requests_of_at_most_64(fake):
+    def shuffled(asked, attempt, reply):
+        random.shuffle(reply["results"])
+        return 200, reply, {}
+
+    server = fake(shuffled)
+    assert scores(ask(RewardService(server.url), 150)) == list(range(150))
+    assert sorted(len(post["asked"]["items"]) for post in server.posts) == [22, 64, 64]
+    assert len({post["asked"]["request_id"] for post in server.posts}) == 3
+    assert {post["asked"]["version"] for post in server.posts} == {1}
+
+
+def test_what_an_item_holds(fake):
+    server = fake()
+    meta = {"level": 3, "when": datetime.date(2024, 5, 1), "nan": float("nan"), 7: [1, ("a", None)]}
+    service = RewardService(server.url + "/")
+    assert service([Item("2+3", "5", None, meta)], [17], [True])[0].score == 5
+    (item,) = server.posts[0]["asked"]["items"]
+    meta = {"level": 3, "when": "2024-05-01", "nan": "nan", "7": [1, ["a", None]], "length": 17, "truncated": True}
+    assert item == {"id": "0", "prompt": "2+3", "response": "5", "answer": None, "meta": meta}
+
+
+def test_no_items_no_request(fake):
+    server = fake()
+    assert RewardService(server.url)([], [], []) == [] and not server.posts
+
+
+def test_at_most_eight_requests_in_flight(fake):
+    def slow(asked, attempt, reply):
+        time.sleep(0.3)
+        return 200, reply, {}
+
+    server = fake(slow)
+    assert scores(ask(RewardService(server.url), 20 * 64)) == list(range(20 * 64))
+    assert server.peak == 8
+
+
+def test_requests_of_at_most_4_mib(fake):
+    server = fake()
+    zeros = "\uff10" * (4 * MIB // 60)  # full-width: six bytes each in a request, and still a number
+    assert scores(ask(RewardService(server.url), responses=[f"{zeros}{row}" for row in range(25)])) == list(range(25))
+    assert sorted(len(post["asked"]["items"]) for post in server.posts) == [7, 9, 9]
+    assert max(post["bytes"] for post in server.posts) <= 4 * MIB
+
+
+def test_the_last_byte_of_a_request():
+    rest = len(envelope("0" * 36) + b"]}")
+    parts = [b"x" * (2 * MIB), b"x" * (2 * MIB - rest - 1)]
+    assert len(envelope("0" * 36) + b",".join(parts) + b"]}") == 4 * MIB
+    assert [list(batch) for batch in split(parts * 2)] == [[0, 1], [2, 3]]
+    assert [list(batch) for batch in split([parts[0], parts[1] + b"x"])] == [[0], [1]]
+    assert [list(batch) for batch in split([b"x", b"x" * 5 * MIB, b"x"])] == [[0], [1], [2]]
+
+
+def test_an_item_no_request_can_hold_is_not_graded(fake, capfd):
+    server = fake(lambda asked, attempt, reply: (200, reply, {}))
+    results = ask(RewardService(server.url), responses=["1", "2" * 4 * MIB, "3"])
+    assert scores(results) == [1, None, 3]
+    assert "bytes for one item" in results[1].info["error"]
+    assert "1 of 3 rows not graded" in capfd.readouterr().err
+
+
+def test_lone_surrogates_arrive(fake):
+    server = fake(lambda asked, attempt, reply: (200, reply, {}))
+    server.answer = lambda asked, attempt, reply: (
+        200,
+        {**reply, "results": [{"id": "0", "score": 1, "info": {"text": asked["items"][0]["prompt"]}}]},
+        {},
+    )
+    (result,) = RewardService(server.url)([Item("\ud800 é \0", "1", "1")], [1], [False])
+    assert result == Result(1.0, None, None, {"text": "\ud800 é \0"})
+
+
+def test_an_items_error_is_that_rows_alone(fake, capfd):
+    def partly(asked, attempt, reply):
+        reply["results"][1].update(score=None, acc=None, error="gold answer\nis not a number" + "x" * 1000)
+        return 200, reply, {}
+
+    server = fake(partly)
+    results = ask(RewardService(server.url), 3)
+    assert scores(results) == [0, None, 2] and results[1].acc is None
+    assert results[1].info["error"].startswith("gold answer is not a number") and len(results[1].info["error"]) == 500
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "1 of 3 rows not graded: gold answer is not" in said
+    assert len(server.posts) == 1
+
+
+def test_the_bearer_token_comes_from_the_environment(fake, monkeypatch):
+    server = fake()
+    ask(RewardService(server.url))
+    assert server.posts[-1]["headers"]["Authorization"] is None
+    monkeypatch.setenv("REWARD_TOKEN", "se-cret\n")
+    RewardService(server.url).check()
+    ask(RewardService(server.url))
+    assert server.headers["Authorization"] == server.posts[-1]["headers"]["Authorization"] == "Bearer se-cret"
+    monkeypatch.setenv("REWARD_TOKEN", "två\nrader")
+    with pytest.raises(BadInput, match="REWARD_TOKEN"):
+        RewardService(server.url).check()
+
+
+def test_no_proxy_stands_before_loopback(fake, monkeypatch):
+    server = fake()
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody there
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    RewardService(server.url).check()
+    assert scores(ask(RewardService(server.url))) == [0, 1, 2]
+    assert RewardService("http://reward.example:8001").trust_env
+
+
+# Tried again
+
+
+def slow(asked, attempt, reply):
+    time.sleep(2)
+    return 200, reply, {}
+
+
+def cut_off(asked, attempt, reply):  # a server killed in mid-reply: a connection error, not a malformed reply
+    return 200, json.dumps(reply).encode()[:50], {"Content-Length": 999}
+
+
+def first(status, body=b"busy", headers=None):
+    return lambda asked, attempt, reply: (status, body, headers or {})
+
+
+AGAIN = {
+    "slow": slow,
+    "500": first(500),
+    "503": first(503),
+    "408": first(408),
+    "429": first(429),
+    "gone": lambda asked, attempt, reply: None,
+    "cut off": cut_off,
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_tried_again(fake, capfd, name):
+    server = fake(lambda *given: AGAIN[name](*given) if given[1] == 0 else right(*given))
+    before = random.getstate()
+    assert scores(ask(quick(server.url, read_timeout=1 if name == "slow" else 60))) == [0, 1, 2]
+    assert len(server.posts) == 2
+    assert len({post["asked"]["request_id"] for post in server.posts}) == 1, "a service could not know it is the same"
+    assert random.getstate() == before
+    assert capfd.readouterr().err == ""
+
+
+def http_date(seconds_from_now: float) -> str:
+    return email.utils.formatdate(time.time() + seconds_from_now, usegmt=True)  # of whole seconds
+
+
+@pytest.mark.parametrize("value, least", [
+    (lambda: "1", 1.0), (lambda: http_date(3), 1.5), (lambda: "soon", 0.0), (lambda: "-500", 0.0), (lambda: "nan", 0.0),
+    (lambda: http_date(-9999), 0.0), (lambda: "Thu, 99 Jan 99999 00:00:00 GMT", 0.0),
+])  # fmt: skip
+def test_retry_after(fake, value, least):
+    server = fake(lambda *given: (429, b"", {"Retry-After": value()}) if given[1] == 0 else right(*given))
+    assert scores(ask(quick(server.url))) == [0, 1, 2]
+    assert least <= server.posts[1]["time"] - server.posts[0]["time"] < 30
+
+
+def test_nobody_waits_after_the_last_try(fake):
+    server, began = fake(lambda asked, attempt, reply: (429, b"", {"Retry-After": "30"})), time.monotonic()
+    assert scores(ask(quick(server.url, tries=1))) == [None] * 3
+    assert time.monotonic() - began < 5
+
+
+def test_back_off():
+    with socket.socket() as nobody:  # bound, not listening: refused
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        draw = NoPause()
+        ask(RewardService(url, draw=draw))
+        assert draw.drawn == [(0, 0.5), (0, 1), (0, 2), (0, 4), (0, 8)]  # five tries; nobody waits for the last
+        draw = NoPause()
+        ask(RewardService(url, tries=9, draw=draw))
+        assert [high for _, high in draw.drawn][-3:] == [30, 30, 30]
+
+
+def test_not_graded_after_five_tries_and_said_once(fake, capfd):
+    """Only the rows of the requests that fail: the others keep their scores."""
+
+    def answer(asked, attempt, reply):
+        return (200, reply, {}) if asked["items"][0]["id"] == "64" else (500, b"down" * 1000, {})
+
+    server = fake(answer)
+    results = ask(quick(server.url), 150)
+    assert scores(results) == [row if 64 <= row < 128 else None for row in range(150)]
+    assert results[0].acc is None and "status 500" in results[0].info["error"]
+    assert len(server.posts) == 5 + 1 + 5
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "86 of 150 rows not graded" in said and server.url in said and len(said) < 1000
+
+
+# Refused, and not tried again
+
+
+def results_of(change):
+    return lambda asked, reply: {**reply, "results": change(reply["results"])}
+
+
+def with_score(score):
+    return results_of(lambda results: [{**results[0], "score": score}, *results[1:]])
+
+
+MALFORMED = {
+    "missing id": (results_of(lambda results: results[1:]), "missing: '0'; unknown or repeated: none"),
+    "duplicate id": (results_of(lambda results: [*results, results[1]]), "missing: none; unknown or repeated: '1'"),
+    "one for another": (results_of(lambda results: [*results[1:], results[1]]), "missing: '0'; .* repeated: '1'"),
+    "unknown id": (results_of(lambda results: [*results, {**results[0], "id": "9"}]), "unknown or repeated: '9'"),
+    "id no string": (results_of(lambda results: [{**results[0], "id": 0}, *results[1:]]), "missing: '0'"),
+    "id a list": (results_of(lambda results: [{**results[0], "id": ["0"]}, *results[1:]]), "missing: '0'"),
+    "no objects": (results_of(lambda results: [1, 2, 3]), "ids missing"),
+    "wrong request_id": (lambda asked, reply: {**reply, "request_id": "0"}, "\"request_id\" is '0'"),
+    "wrong version": (lambda asked, reply: {**reply, "version": 2}, '"version" is 2, expected 1'),
+    "no version": (lambda asked, reply: {key: reply[key] for key in ("request_id", "results")}, '"version" is None'),
+    "NaN": (with_score(float("nan")), "NaN is not JSON"),
+    "Infinity": (with_score(float("inf")), "Infinity is not JSON"),
+    "NaN in info": (results_of(lambda r: [{**r[0], "info": {"x": float("nan")}}, *r[1:]]), "NaN is not JSON"),
+    "1e999": (lambda asked, reply: json.dumps(reply).replace("1.0", "1e999", 1).encode(), "is inf, expected a finite"),
+    "10^400": (with_score(10**400), "expected a finite number"),
+    "a string": (with_score("0.5"), "\"score\" of id 0 is '0.5', expected a finite number"),
+    "true": (with_score(True), "is True, expected a finite number"),
+    "null": (with_score(None), "is None, expected a finite number"),
+    "acc a string": (results_of(lambda r: [{**r[0], "acc": "yes"}, *r[1:]]), '"acc" of id 0'),
+    "info a list": (results_of(lambda r: [{**r[0], "info": [1]}, *r[1:]]), '"info" of id 0'),
+    "truncated": (lambda asked, reply: json.dumps(reply).encode()[:-20], "Expecting|Unterminated"),
+    "empty": (lambda asked, reply: b"", "Expecting value"),
+    "no object": (lambda asked, reply: [reply], "expected an object"),
+    "no results": (lambda asked, reply: {**reply, "results": {}}, "expected an object"),
+    "deep": (lambda asked, reply: b"[" * 100_000, "recursion"),
+    "not UTF-8": (lambda asked, reply: b"\xff" * 1000, "decode"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed(fake, name):
+    change, says = MALFORMED[name]
+    server = fake(lambda asked, attempt, reply: (200, change(asked, reply), {}))
+    with pytest.raises(RunFailed, match=says) as caught:
+        ask(quick(server.url))
+    assert server.url in str(caught.value) and "status 200" in str(caught.value) and "\n" not in str(caught.value)
+    assert len(server.posts) == 1
+
+
+def test_the_first_500_bytes_are_quoted(fake):
+    server = fake(lambda asked, attempt, reply: (200, b"a" * 500 + b"b" * 500, {}))
+    with pytest.raises(RunFailed, match="status 200, b'a{500}'") as caught:
+        ask(quick(server.url))
+    assert "bb" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status, hint", [
+    (404, "--reward takes what stands before /score"), (401, "REWARD_TOKEN"), (422, "no such thing"),
+    (302, "redirects are not followed"), (307, "redirects are not followed"), (204, "status 204"),
+])  # fmt: skip
+def test_refused(fake, status, hint):
+    elsewhere = fake()
+    headers = {"Location": f"{elsewhere.url}/score"}
+    server = fake(lambda asked, attempt, reply: (status, b"" if status == 204 else b"no such thing", headers))
+    with pytest.raises(RunFailed, match=f"status {status}") as caught:
+        ask(quick(server.url))
+    assert hint in str(caught.value) and server.url in str(caught.value)
+    assert len(server.posts) == 1 and not elsewhere.posts
+
+
+def test_a_broken_content_encoding(fake):
+    server = fake(lambda asked, attempt, reply: (200, b"no gzip", {"Content-Encoding": "gzip"}))
+    with pytest.raises(RunFailed, match="Content-Encoding"):
+        ask(quick(server.url))
+
+
+def test_one_refusal_ends_the_call_at_once(fake):
+    """The other requests do not wait a minute to be tried again, nor are those sent that still wait for their turn."""
+
+    def answer(asked, attempt, reply):
+        if asked["items"][0]["id"] != "64":
+            return 503, b"", {"Retry-After": "60"}
+        time.sleep(1)  # until the others wait
+        return 404, b"", {}
+
+    server, began = fake(answer), time.monotonic()
+    with pytest.raises(RunFailed, match="404"):
+        ask(quick(server.url), 30 * 64)
+    assert time.monotonic() - began < 30
+    assert len(server.posts) <= 9  # the thread of the refused one may have begun its next
+
+
+@pytest.mark.parametrize("url, says", [
+    ("http://user:s3cret@127.0.0.1:8001", "REWARD_TOKEN"),
+    ("http://s3cret@127.0.0.1:8001", "REWARD_TOKEN"),
+    ("http://user:s3cret@127.0.0.1:port", "REWARD_TOKEN"),
+    ("http://127.0.0.1:port", "not a URL"),
+    ("http://", "expected http"),
+    ("ftp://127.0.0.1", "expected http"),
+    ("http://127.0.0.1:8001/?key=1", "expected http"),
+    ("http://127.0.0.1:8001/#x", "expected http"),
+])  # fmt: skip
+def test_bad_url(url, says):
+    with pytest.raises(BadInput, match=f"--reward .*{says}") as caught:
+        RewardService(url)
+    assert "s3cret" not in str(caught.value)
+
+
+# Is it there?
+
+
+def test_health(fake):
+    server = fake()
+    RewardService(server.url).check()
+    assert not server.posts
+    for status, body in [(404, {}), (302, {}), (500, {"status": "ok"}), (200, {"status": "loading"}), (200, [1]),
+                         (200, b"<html>"), (200, b"\xff"), (200, {})]:  # fmt: skip
+        server.health = (status, body)
+        with pytest.raises(BadInput, match=f"--reward {server.url}: GET /health .* status {status}"):
+            RewardService(server.url).check()
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_health_of_nobody(listening):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:  # accepts, and never answers
+            server.listen()
+        began = time.monotonic()
+        with pytest.raises(BadInput, match="--reward http://127.0.0.1:.*no answer to GET /health.*is the service up"):
+            RewardService(f"http://127.0.0.1:{server.getsockname()[1]}").check()
+        assert time.monotonic() - began < 10
+
+
+# scripts/serve_reward.py
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def serve():
+    """Serve a grader in this process: serve(grader, token, threads) -> URL."""
+    started = []
+
+    def start(reward, token: str = "", threads: int = 1) -> str:
+        config = uvicorn.Config(
+            serve_reward.serve(reward, "mine", token, threads), port=free_port(), log_level="critical"
+        )
+        server = uvicorn.Server(config)
+        started.append((server, threading.Thread(target=server.run)))
+        started[-1][1].start()
+        while not server.started:
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{config.port}"
+
+    yield start
+    for server, thread in started:
+        server.should_exit = True
+        thread.join()
+
+
+GSM8K = [("#### 18.", "18"), ("about 70,000", "70000"), ("", "5"), (r"\boxed{3}", "4"), ("\ud800 #### 7", "7"),
+         ("#### 5\0", "5"), ("五 9", "9"), ("#### " + "9" * 5000, "9")]  # fmt: skip
+
+
+def test_served_gsm8k_is_gsm8k(serve):
+    items = [Item("p", response, answer, {"id": 3}) for response, answer in GSM8K * 20]
+    given = items, [7] * len(items), [True] * len(items)
+    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"), threads=4)
+    RewardService(url).check()
+    results = RewardService(url)(*given)
+    assert results == gsm8k_reward(*given, mode="flexible")
+    assert scores(results) == [grade_gsm8k(item.response, item.answer) for item in items]
+
+
+def test_a_served_grader_sees_what_it_would_see_here(serve):
+    seen = []
+
+    def grader(*given):
+        seen.append(given)
+        return [Result(1.0, None, "x", {"when": datetime.date(2024, 5, 1)})] * len(given[0])
+
+    given = [Item("p", "r", None, {"level": [3]}), Item("q", "\udfff", "7")], [5, 6], [True, False]
+    results = RewardService(serve(grader))(*given)
+    assert seen == [given]
+    assert results == [Result(1.0, None, "x", {"when": "2024-05-01"})] * 2
+
+
+def test_a_result_without_a_score_is_that_rows_alone(serve):
+    failed = [Result(None, None, None, {"error": "no gold"}), Result(float("nan"), 0.0)]
+    failed.append(Result(None, None, None, {"timeout": 1}))
+    results = ask(RewardService(serve(lambda *_: [*failed, Result(1, 1)])), 4)
+    assert scores(results) == [None, None, None, 1]
+    assert [result.info.get("error") for result in results] == [
+        "no gold", "the grader's score is nan: {}", "the grader's score is None: {'timeout': 1}", None
+    ]  # fmt: skip
+
+
+def test_a_grader_that_raises_once_is_asked_again(serve):
+    calls = []
+
+    def grader(items, lengths, truncated):
+        calls.append(len(items))
+        if len(calls) == 1:
+            raise ValueError("cannot grade \ud800")
+        return [Result(1.0, 1.0)] * (len(items) - (len(calls) == 2))  # then one too few
+
+    assert scores(ask(quick(serve(grader)))) == [1, 1, 1]
+    assert calls == [3, 3, 3]
+
+
+def test_why_a_grader_fails_reaches_the_trainer(serve):
+    def grader(items, lengths, truncated):
+        raise RunFailed("the grader raised an error\nTraceback ...\nZeroDivisionError: \ud800")
+
+    reason = ask(quick(serve(grader), tries=2))[0].info["error"]
+    assert "status 500" in reason and "ZeroDivisionError: \\\\ud800" in reason
+
+
+def test_a_request_sent_again_is_graded_once(serve):
+    calls = []
+
+    def grader(items, lengths, truncated):
+        calls.append(len(items))
+        time.sleep(1)
+        return gsm8k_reward(items, lengths, truncated, "flexible")
+
+    assert scores(ask(quick(serve(grader), read_timeout=0.3, tries=50), responses=["1", "2"])) == [1, 0]
+    assert calls == [2], "while it is graded, and after"
+
+
+def test_health_answers_while_a_batch_is_graded(serve):
+    release = threading.Event()
+
+    def grader(items, lengths, truncated):
+        release.wait(10)
+        return gsm8k_reward(items, lengths, truncated, "flexible")
+
+    url = serve(grader)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, RewardService(url))
+        time.sleep(0.2)
+        RewardService(url).check()
+        assert not asked.done()
+        release.set()
+        assert scores(asked.result()) == [0, 1, 0]
+
+
+def test_the_served_token(serve, monkeypatch):
+    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"), token="se-cret")
+    for token in ("", "wrong", "se-cre"):
+        monkeypatch.setenv("REWARD_TOKEN", token)
+        with pytest.raises(BadInput, match="status 401.*REWARD_TOKEN"):
+            RewardService(url).check()
+        with pytest.raises(RunFailed, match="status 401.*REWARD_TOKEN"):
+            ask(RewardService(url))
+    monkeypatch.setenv("REWARD_TOKEN", "se-cret")
+    RewardService(url).check()
+    assert scores(ask(RewardService(url))) == [0, 1, 0]
+
+
+def test_bodies_the_server_refuses(serve):
+    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"))
+    row = {"id": "0", "prompt": "p", "response": "1", "answer": "1"}
+    post = lambda content: httpx.post(f"{url}/score", content=content)
+    body = lambda **changes: json.dumps({"version": 1, "request_id": "a", "items": [row], **changes})
+    assert post(body()).json()["results"][0]["score"] == 1
+    assert post(body(request_id="b", items=[])).json()["results"] == []
+    for refused in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", body(version=2), body(request_id=3), body(items=None),
+                    body(items=[row] * (64 + 1)), body(items=[{**row, "response": None}]),
+                    body(items=[{**row, "id": 0}]), body(items=[{**row, "meta": []}])):  # fmt: skip
+        assert post(refused).status_code == 422
+    large = body(items=[{**row, "response": "1" * 4 * MIB}])
+    assert post(large).status_code == 413
+    assert post(iter([large.encode()])).status_code == 413  # without a Content-Length
+    assert post(body(request_id="c")).status_code == 200
+
+
+GRADER = """
+import time
+from common.rewards import Result
+
+def grade(items, lengths, truncated):
+    time.sleep(0.003 * len(items))
+    with open(__file__ + ".log", "a") as log:
+        log.write("x" * len(items))
+    return [Result(float(item.response), 1.0) for item in items]
+"""
+
+
+def start(port: int, *flags) -> subprocess.Popen:
+    command = [sys.executable, ROOT / "scripts/serve_reward.py", "--port", str(port), *flags]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_a_service_killed_and_restarted_in_mid_call_loses_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(GRADER)
+    port, rows, graded = free_port(), 30 * 64, tmp_path / "mine.py.log"
+    graded.touch()
+    flags = ["--reward", f"{tmp_path}/mine.py:grade", "--threads", "2"]
+    service = RewardService(f"http://127.0.0.1:{port}", tries=900, cap=0.5)  # a restart takes 10 s or more
+    server = start(port, *flags)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, service, rows)  # refused until the server is up
+            while graded.stat().st_size < 5 * 64:
+                assert server.poll() is None and not asked.done()
+                time.sleep(0.05)
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            assert not asked.done() and graded.stat().st_size < 28 * 64, "killed too late"
+            server = start(port, *flags)
+            results = asked.result()
+    finally:
+        server.kill()
+        server.wait()
+    assert scores(results) == list(range(rows))
+
+
+@pytest.mark.parametrize("flags, says", [
+    ({"reward": "gsm9k"}, "gsm8k"), ({"threads": 0}, "--threads 0"), ({"reward": "repetition"}, "token ids"),
+])  # fmt: skip
+def test_bad_flags_of_the_server(flags, says):
+    with pytest.raises(BadInput, match=says):
+        serve_reward.main(serve_reward.Args(**flags))
