@@ -1,25 +1,41 @@
-"""Prompts: built-in tasks, JSONL files and Hub data sets, as token ids with a reference answer.
+"""Prompts: rows of --dataset as token ids with a reference answer, and the order in which a run takes them.
 
 Everything wrong with the data is said before a model is loaded, as `file:line: found, expected`.
 """
 
-import json
+import math
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from httpx2 import HTTPError  # what huggingface_hub raises without a connection
 from huggingface_hub import model_info, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from common import embedded
-from common.placement import BadInput, refuse_all, say
+from common import rendering, sources
+from common.placement import BadInput, say
 
-GSM8K_INSTRUCTION = "\nReason step by step, then write the final answer as a number after ####."
+INSTRUCTIONS = {  # what follows a question of a built-in data set, unless --template says it another way
+    "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
+    "math": "\nReason step by step, and put your final answer within \\boxed{}.",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    columns: tuple[str, ...] = ()  # where a file or Hub set has what is needed: prompt=problem answer=meta.gold
+    template: str = ""  # a file around each {prompt}: text, or .json with messages (system prompt, examples)
+    overlong_prompts: Literal["drop", "error", "truncate-left"] = "drop"  # those over --max-prompt-tokens
+    hub: Literal["huggingface", "modelscope"] = "huggingface"  # where data sets and the model come from by name
+
+
+@dataclass(frozen=True)
+class TrainSource(Source):
+    eval_dataset: str = ""  # same forms as --dataset; empty: the test split of a built-in data set
+    eval_prompts: int = 256  # how many of it; 0: no evaluation
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,16 @@ class Prompt:
     ids: list[int]
     answer: str
     solution: str | None = None  # a worked solution, for supervised fine-tuning
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)  # the row; its "prompt" is without template and instruction
+    dataset: str = ""  # the SPEC it came by
+    weight: float = 1.0  # of that data set among the others
+
+
+def resolve_model(model_path: str, hub: str) -> str:
+    """--model as a folder, if it is a name on ModelScope; else as it is. Raises BadInput."""
+    if hub != "modelscope" or Path(model_path).is_dir() or "/" not in model_path:
+        return model_path
+    return sources.download(model_path, "model", "--model")
 
 
 def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
@@ -45,7 +70,7 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError, HfHubHTTPError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = sources.first_line(error)
         raise BadInput(f"--model {model_path}: neither a folder nor loadable from the Hub: {reason}") from None
     try:
         generation = GenerationConfig.from_pretrained(model_path)
@@ -59,42 +84,90 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
     return tokenizer, sorted(set(stops))
 
 
-def load(spec: str, split: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Prompt]:
-    """Prompts of --dataset. Prompts over the limit are dropped, counted and named. Raises BadInput.
+def load(
+    dataset: tuple[str, ...] | str, source: Source, split: str, tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+) -> list[Prompt]:  # fmt: skip
+    """Prompts of --dataset: each a SPEC of sources.FORMS, or SPEC=WEIGHT in a mixture. Raises BadInput."""
+    weights = parse(dataset)
+    others = [source.eval_dataset] if getattr(source, "eval_dataset", "") else []
+    if source.columns and all(sources.kind(spec) for spec in [*weights, *others]):
+        raise BadInput(f"--columns: {', '.join(weights)} is built in, and its columns are known")
+    return [
+        prompt
+        for spec, weight in weights.items()
+        for prompt in load_one(spec, weight, source, split, tokenizer, max_prompt_tokens)
+    ]
 
-    spec: "arithmetic"; "gsm8k" (from the Hub) or "gsm8k:FOLDER" (with train.jsonl and test.jsonl); "file.jsonl"
-    (a split of its own: `split` is ignored) or "owner/name" on the Hub, with "prompt" or "question" (a
-    string, or a list of chat messages) and "answer".
-    """
-    kind, _, folder = spec.partition(":")
-    if spec == "arithmetic":
-        rows = [(f"arithmetic/{split}:{i}", row) for i, row in enumerate(embedded.problems(split))]
-        prompts = [make_prompt(where, row, tokenizer) for where, row in rows]
-    elif kind == "gsm8k":
-        rows = read_jsonl(Path(folder) / f"{split}.jsonl") if folder else read_hub("openai/gsm8k", split, "main")
-        prompts = collect(rows, lambda where, row: make_gsm8k_prompt(where, row, tokenizer))
-    elif spec.endswith(".jsonl"):
-        prompts = collect(read_jsonl(Path(spec)), lambda where, row: make_prompt(where, row, tokenizer))
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not Path(spec).exists():
-        prompts = collect(read_hub(spec, split), lambda where, row: make_prompt(where, row, tokenizer))
-    else:
-        raise BadInput(f'--dataset "{spec}": expected arithmetic, gsm8k, gsm8k:FOLDER, a .jsonl file or owner/name')
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
-    dropped = [prompt.id for prompt in prompts if len(prompt.ids) > max_prompt_tokens]
+
+def load_eval(
+    dataset: tuple[str, ...] | str, source: TrainSource, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[Prompt]:
+    """--eval-prompts prompts of --eval-dataset, else of the test splits of built-in ones in --dataset, else none."""
+    if source.eval_prompts < 0:
+        raise BadInput(f"--eval-prompts {source.eval_prompts}: must be at least 0")
+    specs = [spec for spec in parse(dataset) if sources.has_test(spec)]
+    specs = [source.eval_dataset] if source.eval_dataset else specs
+    flag = "--eval-dataset" if source.eval_dataset else "--dataset"
+    if not specs or source.eval_prompts == 0:
+        return []
+    share = math.ceil(source.eval_prompts / len(specs))
+    prompts = []
+    for spec in specs:
+        prompts += load_one(spec, 1.0, source, "test", tokenizer, max_prompt_tokens, flag)[:share]
+    return prompts[: source.eval_prompts]
+
+
+def parse(dataset: tuple[str, ...] | str) -> dict[str, float]:
+    """SPEC -> WEIGHT of --dataset: SPEC=WEIGHT each, or SPEC, which weighs 1. Raises BadInput."""
+    weights: dict[str, float] = {}
+    for entry in [dataset] if isinstance(dataset, str) else dataset:
+        spec, _, number = entry.rpartition("=")
+        if not spec or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
+            spec, number = entry, "1"  # a folder's name may hold a "="
+        if not 0 < float(number) < math.inf:
+            raise BadInput(f'--dataset "{entry}": expected a weight > 0')
+        if spec in weights:
+            raise BadInput(f'--dataset: "{spec}" is named twice')
+        weights[spec] = float(number)
+    if not weights:
+        raise BadInput("--dataset: names no data set")
+    return weights
+
+
+def load_one(
+    spec: str, weight: float, source: Source, split: str, tokenizer: PreTrainedTokenizerBase, limit: int,
+    flag: str = "--dataset",
+) -> list[Prompt]:  # fmt: skip
+    """Prompts of one data set; those over the limit are dropped, cut or refused, and said. Raises BadInput."""
+    columns = sources.columns(spec, source.columns)
+    template = rendering.read_template(source.template, tokenizer)
+    instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
+    rows = sources.read(spec, split, source.hub, flag)
+    sources.refuse_repeated_ids(rows, columns.get("id", "id"))
+    long = []
+
+    def make(where: str, row: dict) -> Prompt:
+        content, answer, solution = rendering.fields(where, row, columns)
+        asked = content + instruction if isinstance(content, str) else content
+        text, ids = rendering.render(where, asked, tokenizer, template)
+        if len(ids) > limit:
+            long.append(where)
+            if source.overlong_prompts == "error":
+                raise BadInput(f"{where}: {len(ids)} tokens, more than --max-prompt-tokens {limit}")
+            if source.overlong_prompts == "truncate-left":
+                text, ids = rendering.cut_left(where, asked, tokenizer, template, limit)
+        return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)
+
+    prompts = sources.collect(rows, make)
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
     if not kept:
-        raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_prompt_tokens}")
-    if dropped:
-        named = ", ".join(dropped[:5]) + (" ..." if len(dropped) > 5 else "")
-        say(f"{spec}: dropped {len(dropped)} of {len(prompts)} prompts over {max_prompt_tokens} tokens: {named}")
+        raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {limit}")
+    if long:
+        named = ", ".join(long[:5]) + (" ..." if len(long) > 5 else "")
+        done = "dropped" if source.overlong_prompts == "drop" else "cut on the left"
+        say(f"{spec}: {done} {len(long)} of {len(prompts)} prompts over {limit} tokens: {named}")
     return kept
-
-
-def load_eval(spec: str, eval_spec: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> list[Prompt]:
-    """Prompts of --eval-dataset, else the test split of a built-in --dataset, else none."""
-    if eval_spec:
-        return load(eval_spec, "test", tokenizer, max_prompt_tokens)
-    built_in = spec == "arithmetic" or spec.partition(":")[0] == "gsm8k"
-    return load(spec, "test", tokenizer, max_prompt_tokens) if built_in else []
 
 
 def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int) -> int:
@@ -109,104 +182,51 @@ def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: in
     return total
 
 
-def collect(rows: list[tuple[str, dict]], make: Callable[[str, dict], Prompt]) -> list[Prompt]:
-    """make() over all rows; what is wrong with the first five bad ones becomes one BadInput."""
-    prompts, errors = [], []
-    for where, row in rows:
-        try:
-            prompts.append(make(where, row))
-        except BadInput as error:
-            errors.append(str(error))
-    refuse_all(errors)
-    return prompts
-
-
-def make_prompt(where: str, row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """A row with "prompt" or "question", "answer", and perhaps a worked "solution" or "response"."""
-    key = next((key for key in ("prompt", "question") if key in row), None)
-    solution = row.get("solution", row.get("response"))  # fine-tuning needs no answer beside it
-    missing = "prompt" if key is None else "answer" if "answer" not in row and solution is None else None
-    if missing:
-        raise BadInput(f'{where}: missing key "{missing}" (found: {", ".join(row) or "nothing"})')
-    content, answer = row[key], row.get("answer", "")
-    if not (isinstance(content, list) and content) and not (isinstance(content, str) and content.strip()):
-        raise BadInput(f'{where}: "{key}" must be a non-empty string, got {json.dumps(content)[:80]}')
-    if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
-        raise BadInput(f'{where}: "answer" must be a string or a number, got {json.dumps(answer)[:80]}')
-    text, ids = render(content, tokenizer)
-    return Prompt(where, text, ids, str(answer), solution, row)
-
-
-def make_gsm8k_prompt(where: str, row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """A raw GSM8K row: the answer is what follows ####; calculator marks <<...>> leave the solution."""
-    prompt = make_prompt(where, row, tokenizer)
-    if "####" not in prompt.answer:
-        raise BadInput(f'{where}: no "####" in "answer"')
-    text, ids = render(row["question"] + GSM8K_INSTRUCTION, tokenizer)
-    solution = re.sub(r"<<.*?>>", "", prompt.answer)
-    return Prompt(where, text, ids, prompt.answer.rpartition("####")[2].strip(), solution, row)
-
-
-def render(content: str | list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """Text and ids of a prompt: through the chat template if the tokenizer has one, else the plain string."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the BOS
-    text = content if isinstance(content, str) else "\n".join(message["content"] for message in content) + "\n"
-    return text, tokenizer(text)["input_ids"]
-
-
-def read_jsonl(path: Path) -> list[tuple[str, dict]]:
-    """(file:line, object) of each row; lines end at "\\n" alone, blank ones are skipped but counted."""
-    if not path.is_file():
-        raise BadInput(f"{path}: file not found")
-    rows, errors = [], []
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            if isinstance(row, dict):
-                rows.append((f"{path}:{number}", row))
-            else:
-                errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
-        except UnicodeDecodeError as error:
-            errors.append(f"{path}:{number}: not valid UTF-8 at byte {error.start + 1}")
-        except json.JSONDecodeError as error:
-            errors.append(f"{path}:{number}: invalid JSON at column {error.colno}: {error.msg}")
-    refuse_all(errors)
-    if not rows:
-        raise BadInput(f"{path}: contains no rows")
-    return rows
-
-
-def read_hub(name: str, split: str, config: str | None = None) -> list[tuple[str, dict]]:
-    """(name/split:row, object) of a Hub data set."""
-    import datasets  # a second to import, and only this source needs it
-
-    try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:  # offline, no such data set, no such split
-        reason = str(error).strip().split("\n")[0]
-        raise BadInput(f"--dataset {name}: cannot be loaded from the Hub: {reason}") from None
-    return [(f"{name}/{split}:{i}", row) for i, row in enumerate(rows)]
-
-
 class PromptLoader:
-    """An endless walk over the prompts in an order that is a function of (seed, epoch) alone."""
+    """An endless walk over the prompts, a function of the seed and the position alone.
+
+    Each data set is walked in its own order, shuffled anew in each of its epochs. A mixture takes them in turns that
+    repeat, evenly spread, each as often as its weight says, to a thousandth of the whole.
+    """
 
     def __init__(self, prompts: list[Prompt], seed: int):
-        self.prompts, self.seed, self.position = prompts, seed, 0
+        self.seed, self.position = seed, 0
+        by_name: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_name.setdefault(prompt.dataset, []).append(prompt)
+        self.datasets = list(by_name.values())
+        self.turns = turns([dataset[0].weight for dataset in self.datasets])
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""
+        orders: dict[tuple[int, int], list[int]] = {}
         taken = []
-        while len(taken) < count:
-            epoch, place = divmod(self.position, len(self.prompts))
-            order = list(range(len(self.prompts)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            chosen = order[place : place + count - len(taken)]
-            taken += [self.prompts[i] for i in chosen]
-            self.position += len(chosen)
+        for position in range(self.position, self.position + count):
+            rounds, turn = divmod(position, len(self.turns))
+            which = self.turns[turn]
+            before = rounds * self.turns.count(which) + self.turns[:turn].count(which)  # of this data set
+            epoch, place = divmod(before, len(self.datasets[which]))
+            if (which, epoch) not in orders:
+                orders[which, epoch] = self.order(which, epoch)
+            taken.append(self.datasets[which][orders[which, epoch][place]])
+        self.position += count
         return taken
+
+    def order(self, which: int, epoch: int) -> list[int]:
+        """The order of a data set's prompts in an epoch."""
+        order = list(range(len(self.datasets[which])))
+        random.Random(f"{self.seed}/{epoch}" + (f"/{which}" if which else "")).shuffle(order)
+        return order
+
+
+def turns(weights: list[float], longest: int = 1000) -> list[int]:
+    """Which data set each prompt of a round comes from, evenly spread: [2.0, 1.0] -> [0, 1, 0].
+
+    The shortest round in which the weights are whole numbers, else they are rounded in the longest.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    whole = lambda count: round(count) > 0 and abs(count - round(count)) < 1e-9
+    length = next((n for n in range(1, longest) if all(whole(n * share) for share in shares)), longest)
+    counts = [max(1, round(length * share)) for share in shares]
+    places = [((i + 0.5) / count, which) for which, count in enumerate(counts) for i in range(count)]
+    return [which for _, which in sorted(places)]

@@ -23,7 +23,7 @@ def values(policy) -> dict[str, torch.Tensor]:
 def start(models, world, kind="untied"):
     policy = model.load(models[kind], world, torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
-    loader = data.PromptLoader(data.load("arithmetic", "test", embedded.tokenizer(), 64), seed=0)
+    loader = data.PromptLoader(data.load("arithmetic", data.Source(), "test", embedded.tokenizer(), 64), seed=0)
     return policy, optimizer, loader
 
 

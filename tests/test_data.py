@@ -4,17 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from common import data, embedded
+from common import data, embedded, rendering
 from common.placement import BadInput
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 TOKENIZER = embedded.tokenizer()
-GOOD = b'{"question": "1+1=", "answer": "2"}'
+CHAT = embedded.tokenizer()
+CHAT.chat_template = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}="
+
+
+def load(dataset: str, split: str = "train", limit: int = 64, tokenizer=TOKENIZER, **source) -> list[data.Prompt]:
+    return data.load((dataset,), data.Source(**source), split, tokenizer, limit)
 
 
 def test_arithmetic_is_complete_and_held_out():
-    train, test = (data.load("arithmetic", split, TOKENIZER, 64) for split in ("train", "test"))
+    train, test = (load("arithmetic", split) for split in ("train", "test"))
     assert len(train) + len(test) == 90 * 90 and len(test) == embedded.HELD_OUT
     assert not {p.text for p in train} & {p.text for p in test}
     for prompt in test:
@@ -39,78 +46,129 @@ def test_tokenizer_round_trip():
     assert TOKENIZER.decode([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], skip_special_tokens=True) == text
 
 
-BAD = [
-    (b"", r"rows.jsonl: contains no rows"),
-    (b"\n\n", r"rows.jsonl: contains no rows"),
-    (GOOD + b'\n{"question": "1+1=", "answer', r"rows.jsonl:2: invalid JSON at column 22: "),
-    (GOOD + b"\n\n[1]", r"rows.jsonl:3: expected an object, got list"),
-    (b'{"id": 1, "question": "x"}', r'rows.jsonl:1: missing key "answer" \(found: id, question\)'),
-    (b'{"answer": "2"}', r'rows.jsonl:1: missing key "prompt" \(found: answer\)'),
-    (b'{"question": null, "answer": "2"}', r'rows.jsonl:1: "question" must be a non-empty string, got null'),
-    (b'{"question": " ", "answer": "2"}', r'rows.jsonl:1: "question" must be a non-empty string, got " "'),
-    (b'{"question": "x", "answer": null}', r'rows.jsonl:1: "answer" must be a string or a number, got null'),
-    (GOOD + b"\n" + b'{"question": "\xff"}', r"rows.jsonl:2: not valid UTF-8 at byte 15"),
-    (b"\n".join([b"["] * 8), r"(?s)rows.jsonl:1: .*rows.jsonl:5: .*\.\.\. and 3 more"),
-]
+OVERLONG = ['{"question": "12345678", "answer": "1"}', '{"question": "1+1=", "answer": "2"}'] * 7
 
 
-@pytest.mark.parametrize("content, message", BAD)
-def test_bad_jsonl_is_named_by_line(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=message):
-        data.load(str(path), "train", TOKENIZER, 64)
+@pytest.fixture
+def rows(tmp_path):
+    """Writes lines to a file; returns its name."""
+
+    def write(*lines: str, name: str = "rows.jsonl") -> str:
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return str(tmp_path / name)
+
+    return write
 
 
-def test_bom_crlf_blank_lines_and_unusual_separators_are_accepted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + '{"prompt": "a\u2028b", "answer": 3}'.encode() + b"\n")
-    prompts = data.load(str(path), "train", TOKENIZER, 64)
-    assert [p.id.rpartition(":")[2] for p in prompts] == ["1", "3"]
-    assert [p.answer for p in prompts] == ["2", "3"]
+def test_long_prompts_are_dropped_and_counted_never_cut(rows, capsys):
+    path = rows(*OVERLONG)
+    kept = load(path, limit=6)
+    assert [prompt.text for prompt in kept] == ["1+1="] * 7
+    named = ", ".join(f"{path}:{line}" for line in (1, 3, 5, 7, 9))
+    assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 6 tokens: {named} ...\n"
+    with pytest.raises(BadInput, match="all 14 prompts are longer than --max-prompt-tokens 2"):
+        load(path, limit=2)
 
 
-def test_missing_file_and_unknown_name(tmp_path):
-    with pytest.raises(BadInput, match="absent.jsonl: file not found"):
-        data.load(str(tmp_path / "absent.jsonl"), "train", TOKENIZER, 64)
-    with pytest.raises(BadInput, match='--dataset "arithmatic": expected arithmetic, gsm8k'):
-        data.load("arithmatic", "train", TOKENIZER, 64)
+def test_long_prompts_as_an_error_are_named_and_counted(rows):
+    path = rows(*OVERLONG)
+    lines = [f"{path}:{line}: 8 tokens, more than --max-prompt-tokens 6" for line in (1, 3, 5, 7, 9)]
+    with pytest.raises(BadInput) as error:
+        load(path, limit=6, overlong_prompts="error")
+    assert str(error.value).split("\n") == [*lines, "... and 2 more"]
 
 
-def test_long_prompts_are_dropped_and_counted_never_cut(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "12345678", "answer": "1"}\n' + GOOD.decode() + "\n")
-    (kept,) = data.load(str(path), "train", TOKENIZER, 6)
-    assert kept.text == "1+1=" and "dropped 1 of 2 prompts over 6 tokens: " in capsys.readouterr().out
-    with pytest.raises(BadInput, match="all 2 prompts are longer than --max-prompt-tokens 2"):
-        data.load(str(path), "train", TOKENIZER, 2)
+def test_long_prompts_cut_on_the_left_keep_their_end(rows, capsys):
+    path = rows(*OVERLONG)
+    prompts = load(path, limit=6, overlong_prompts="truncate-left")
+    assert [prompt.text for prompt in prompts] == ["345678", "1+1="] * 7
+    assert all(TOKENIZER(prompt.text)["input_ids"] == prompt.ids for prompt in prompts)
+    assert f"{path}: cut on the left 7 of 14 prompts over 6 tokens: {path}:1" in capsys.readouterr().out
 
 
-def test_raw_gsm8k(tmp_path):
-    row = {"question": "How many?", "answer": "9*2 = <<9*2=18>>18\n#### 1,018"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    (prompt,) = data.load(f"gsm8k:{tmp_path}", "train", TOKENIZER, 500)
+def test_a_cut_takes_nothing_of_the_templates(rows):
+    """Neither the system prompt nor the chat template's own marks; a single message is cut as a string is."""
+    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "q {prompt}."}]
+    template = rows(json.dumps(chat), name="chat.json")
+    path = rows('{"prompt": [{"role": "user", "content": "12345678"}], "answer": "1"}')
+    given = {"tokenizer": CHAT, "template": template, "overlong_prompts": "truncate-left"}
+    (prompt,) = load(path, limit=23, **given)
+    assert prompt.text == "(system)add(user)q 78.=" and len(prompt.ids) == 23
+    with pytest.raises(BadInput, match="rows.jsonl:1: nothing of its own text fits beside the template in --max-prom"):
+        load(path, limit=21, **given)
+    talk = '{"prompt": [{"role": "user", "content": "1"}, {"role": "user", "content": "2345678"}], "answer": "1"}'
+    with pytest.raises(BadInput, match="truncate-left cuts one text, and this prompt is a conversation of 2 messages"):
+        load(rows(talk), limit=16, tokenizer=CHAT, overlong_prompts="truncate-left")
+
+
+def test_raw_gsm8k(tmp_path, rows):
+    path = rows('{"question": "How many?", "answer": "9*2 = <<9*2=18>>18\\n#### 1,018"}', name="train.jsonl")
+    (prompt,) = load(f"gsm8k:{tmp_path}", limit=500)
     assert prompt.answer == "1,018" and prompt.solution == "9*2 = 18\n#### 1,018"
-    assert prompt.text.startswith("How many?") and "####" in prompt.text
-    (tmp_path / "train.jsonl").write_text('{"question": "How many?", "answer": "18"}\n')
+    assert prompt.text == "How many?" + data.INSTRUCTIONS["gsm8k"] and prompt.id == f"{path}:1"
+    assert prompt.meta["prompt"] == "How many?"
+    (prompt,) = load(f"gsm8k:{tmp_path}", limit=500, template=rows("q: {prompt} a:", name="shot.txt"))
+    assert prompt.text == "q: How many? a:"  # instead of the instruction
+    rows('{"question": "How many?", "answer": "18"}', name="train.jsonl")
     with pytest.raises(BadInput, match='train.jsonl:1: no "####" in "answer"'):
-        data.load(f"gsm8k:{tmp_path}", "train", TOKENIZER, 500)
+        load(f"gsm8k:{tmp_path}", limit=500)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_gsm8k_has_its_size():
-    assert len(data.load(f"gsm8k:{GSM8K}", "test", TOKENIZER, 100_000)) == 1319
+    assert len(load(f"gsm8k:{GSM8K}", "test", limit=100_000)) == 1319
 
 
-def test_chat_template_is_used_once():
-    tokenizer = embedded.tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<bos>{{ m.content }}{% endfor %}="
-    text, ids = data.render("1+1", tokenizer)
-    assert text == "<bos>1+1=" and ids.count(tokenizer.bos_token_id) == 1
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, after a BOS of its own accord."""
+    vocabulary = {token: i for i, token in enumerate(["<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>")
+
+
+def test_one_bos_whoever_writes_it():
+    tokenizer = bytes_tokenizer()
+    assert rendering.render("here", "1+1", tokenizer)[1].count(0) == 1
+    tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}{% endfor %}="
+    text, ids = rendering.render("here", "1+1", tokenizer)
+    assert text == "<bos>1+1=" and ids.count(0) == 1 and ids[0] == 0
+
+
+def test_a_cut_leaves_whole_characters_and_the_bos(rows):
+    path = rows('{"question": "1\u00e9\u00e9\u00e9", "answer": 2}')
+    (prompt,) = load(path, limit=6, tokenizer=bytes_tokenizer(), overlong_prompts="truncate-left")
+    assert prompt.text == "éé" and len(prompt.ids) == 5 and prompt.ids[0] == 0
+
+
+def test_what_the_chat_template_refuses_is_named(rows):
+    strict = embedded.tokenizer()
+    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}="
+    path = rows('{"prompt": [{"role": "system", "content": "1"}], "answer": 2}')
+    with pytest.raises(BadInput, match="rows.jsonl:1: refused by the chat template: no system role$"):
+        load(path, tokenizer=strict)
+
+
+def test_templates(rows):
+    """A system prompt and an example for a chat model; text around the prompt for any model. Braces are text."""
+    example = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    chat = [{"role": "system", "content": "{x}"}, *example, {"role": "user", "content": "{prompt}?"}]
+    path = rows('{"question": "1+{1}", "answer": "2"}')
+    chat, text = rows(json.dumps(chat), name="chat.json"), rows("\ufeffq: {prompt} {}", "a:", name="text.txt")
+    (prompt,) = load(path, tokenizer=CHAT, template=chat)
+    assert prompt.text == "(system){x}(user)2+2(assistant)4(user)1+{1}?=" and prompt.meta["prompt"] == "1+{1}"
+    (prompt,) = load(path, template=text)
+    assert prompt.text == "q: 1+{1} {}\na:"  # the file ends with a line end, the prompt does not
+    (prompt,) = load(path, tokenizer=CHAT, template=text)
+    assert prompt.text == "(user)q: 1+{1} {}\na:="
+    (single,) = load(rows('{"prompt": [{"role": "user", "content": "1+{1}"}], "answer": 2}'), template=text)
+    assert single.text == "q: 1+{1} {}\na:"
 
 
 def test_loader_order_is_a_function_of_seed_and_epoch():
-    prompts = data.load("arithmetic", "test", TOKENIZER, 64)
+    prompts = load("arithmetic", "test")
     whole = data.PromptLoader(prompts, seed=1)
     first_epoch = whole.take(len(prompts))
     assert sorted(p.id for p in first_epoch) == sorted(p.id for p in prompts)
@@ -120,6 +178,89 @@ def test_loader_order_is_a_function_of_seed_and_epoch():
     resumed.position = across.position
     assert across.take(20) == resumed.take(20)  # over the end of the epoch
     assert data.PromptLoader(prompts, seed=2).take(20) != first_epoch[:20]
+
+
+def test_the_order_of_a_single_data_set_is_pinned():
+    """Published results depend on it."""
+    loader = data.PromptLoader(load("arithmetic"), seed=0)
+    places = [int(prompt.id.partition(":")[2]) for prompt in loader.take(7845)]
+    assert places[:5] == [6729, 4719, 7704, 7394, 6383] and places[-2:] == [
+        2807,
+        1791,
+    ]  # the last one is epoch 1's first
+
+
+def mixture(rows, weights: dict[str, str], size: int = 10) -> list[data.Prompt]:
+    """Prompts "a0" ... "a9", "b0" ... of as many files as there are weights."""
+    files = {name: rows(*(f'{{"prompt": "{name}{i}", "answer": 1}}' for i in range(size)), name=f"{name}.jsonl")
+             for name in weights}  # fmt: skip
+    return data.load(tuple(files[name] + weight for name, weight in weights.items()), data.Source(), "", TOKENIZER, 9)
+
+
+@pytest.mark.parametrize(
+    "weights, counts",
+    [
+        ({"a": "=3", "b": "=1"}, {"a": 750, "b": 250}),
+        ({"a": "=0.7", "b": "=.2", "c": "=1e-1"}, {"a": 700, "b": 200, "c": 100}),
+        ({"a": "", "b": ""}, {"a": 500, "b": 500}),
+        ({"a": "=3.14159", "b": "=2.71828"}, {"a": 536, "b": 464}),
+        ({"a": "=1", "b": "=1e-12"}, {"a": 999, "b": 1}),
+    ],
+)
+def test_a_mixture_has_its_proportions_everywhere(rows, weights, counts):
+    drawn = [prompt.text[0] for prompt in data.PromptLoader(mixture(rows, weights), seed=1).take(1001)]
+    assert set(drawn) == set(counts)
+    for name, count in counts.items():
+        assert abs(drawn.count(name) - count) <= 1
+        for end in range(0, 1000, 50):  # evenly spread, not in blocks
+            assert abs(drawn[:end].count(name) - count * end / 1000) <= 1.1
+
+
+def test_each_data_set_of_a_mixture_is_walked_in_epochs(rows):
+    drawn = [prompt.text for prompt in data.PromptLoader(mixture(rows, {"a": "=3", "b": "=1"}), seed=1).take(80)]
+    for name, epochs in (("a", 6), ("b", 2)):
+        own = [text for text in drawn if text[0] == name]
+        orders = [own[10 * epoch : 10 * epoch + 10] for epoch in range(epochs)]
+        assert all(len(set(order)) == 10 for order in orders) and orders[0] != orders[1]
+    assert [t[1] for t in drawn if t[0] == "b"][:10] != [t[1] for t in drawn if t[0] == "a"][:10]  # orders of their own
+
+
+def test_a_mixture_resumes_from_its_position_alone(rows):
+    prompts = mixture(rows, {"a": "=0.61", "b": "=0.3", "c": "=0.09"})
+    whole = data.PromptLoader(prompts, seed=1).take(400)
+    stepwise = data.PromptLoader(prompts, seed=1)
+    assert stepwise.take(7) + stepwise.take(5) + stepwise.take(388) == whole
+    for position in (0, 7, 12, 100, 395):
+        resumed = data.PromptLoader(prompts, seed=1)
+        resumed.position = position
+        assert resumed.take(5) == whole[position : position + 5]
+    assert data.PromptLoader(prompts, seed=2).take(20) != whole[:20]
+
+
+def test_a_weight_is_what_follows_the_last_equals_sign():
+    assert data.parse(("gsm8k=2", "runs/lr=0.1/a.jsonl", "runs/lr=0.1/b.jsonl=.5")) == {
+        "gsm8k": 2.0, "runs/lr=0.1/a.jsonl": 1.0, "runs/lr=0.1/b.jsonl": 0.5,
+    }  # fmt: skip
+
+
+def test_held_out_prompts(tmp_path, rows):
+    """Of --eval-dataset, else a share of each test split there is; never more than asked, and none for 0."""
+    for split, letter in (("train", "t"), ("test", "e")):
+        rows(*[json.dumps({"question": letter, "answer": "#### 1"})] * 20, name=f"{split}.jsonl")
+    dataset, other = ("arithmetic=3", f"gsm8k:{tmp_path}", rows(OVERLONG[1])), rows(*[OVERLONG[1]] * 30, name="o.jsonl")
+
+    def held_out(dataset, **source) -> list[str]:
+        prompts = data.load_eval(dataset, data.TrainSource(**source), TOKENIZER, 200)
+        return [prompt.id.rpartition("/")[2].partition(":")[0] for prompt in prompts]
+
+    assert held_out(dataset, eval_prompts=9) == ["test"] * 5 + ["test.jsonl"] * 4
+    assert len(held_out(("arithmetic",))) == 256 and held_out(dataset, eval_prompts=0) == []
+    assert held_out(dataset, eval_dataset="absent.jsonl", eval_prompts=0) == []  # not even read
+    assert held_out(dataset[2:]) == [] and held_out(dataset, eval_dataset=other, eval_prompts=12) == ["o.jsonl"] * 12
+    with pytest.raises(BadInput, match="--eval-prompts -1: must be at least 0"):
+        held_out(dataset, eval_prompts=-1)
+    with pytest.raises(BadInput, match='--eval-dataset "arithmatic": expected arithmetic, gsm8k'):
+        held_out(dataset, eval_dataset="arithmatic")
 
 
 def test_the_embedded_tokenizer_survives_saving(tmp_path):
