@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from common import traces
 from common.placement import RunFailed, World
 from common.rollout import Rollout
 from common.run import describe
@@ -57,15 +58,18 @@ class Tracker:
         self.add(f"time/{phase}", (time.perf_counter() - began) / self.world.size, 0)
 
     def rollout(self, scores: torch.Tensor, group_size: int, batch: Rollout) -> None:
-        """reward/, group/ and response/ figures of N responses."""
-        groups = scores.view(-1, group_size)  # (B, G)
-        self.add("reward/mean", scores.sum(), len(scores))
+        """reward/, group/ and response/ figures of N responses; of those that were graded, the first two."""
+        graded = batch.response_mask.any(1).to(scores.device)  # (N,)
+        groups = scores[graded].view(-1, group_size)  # (B, G)
+        self.add("reward/mean", groups.sum(), groups.numel())
         if group_size > 1:
             self.add("reward/std", groups.std(dim=1).sum(), len(groups))
             self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
-        self.add("response/length_mean", batch.response_mask.sum(), len(batch))
+        self.add("reward/ungraded_frac", (~graded).sum(), len(batch))
+        tokens = sum(map(len, batch.response_ids))
+        self.add("response/length_mean", tokens, len(batch))
         self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
-        self.add("throughput/tokens_per_s", batch.response_mask.sum(), 0)  # per second: see write()
+        self.add("throughput/tokens_per_s", tokens, 0)  # per second: see write()
 
     def mismatch(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None = None) -> None:
         """mismatch/ figures: |trainer - engine| log-prob of the same weights, over the tokens of `rows` (N,) bool."""
@@ -120,35 +124,9 @@ class Tracker:
             self.bar.write(console_line(metrics))
         return metrics
 
-    def save_rollouts(self, step, prompts, responses, results, batch, advantages, old_logprobs, needed=None) -> None:
-        """rollouts/step_NNNNNN.jsonl: one object a response. Rank 0 writes its own share of the step.
-
-        advantages: (N,) or (N, T); needed: (N,) rows with old_logprobs, None if all have them.
-        """
-        if not self.world.is_main:
-            return
-        group_size = len(responses) // len(prompts)
-        with open(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
-            for i, (response, result) in enumerate(zip(responses, results)):
-                prompt, length = prompts[i // group_size], len(batch.response_ids[i])
-                row = {
-                    "id": prompt.id,
-                    "prompt": prompt.text,
-                    "response": response,
-                    "answer": prompt.answer,
-                    "prompt_ids": batch.prompt_ids[i],
-                    "response_ids": batch.response_ids[i],
-                    "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
-                    "old_logprobs": old_logprobs[i, :length].tolist() if needed is None or needed[i] else None,
-                    "score": result.score,
-                    "acc": result.acc,
-                    "extracted": result.extracted,
-                    "info": result.info,
-                    "advantage": advantages[i].item() if advantages.dim() == 1 else advantages[i, :length].tolist(),
-                    "finish_reason": "length" if batch.truncated[i] else "stop",
-                    "weight_version": batch.weight_version,
-                }
-                file.write(json.dumps(row) + "\n")
+    def save_rollouts(self, step: int, *given, **optional) -> None:
+        """rollouts/step_NNNNNN.jsonl, from what traces.write takes. Collective: every rank calls it."""
+        traces.write(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", self.world, *given, **optional)
 
     def close(self) -> None:
         """Write the report and say where it is."""

@@ -1,0 +1,267 @@
+"""Compute a saved step of a run again, from its rollout file and the checkpoint before it, and compare.
+
+    python scripts/replay.py runs/grpo --step 2                 (the run had --save-every 1 --rollouts-every 1)
+
+The algorithm's own main runs; only the engine answers from the file. Rewards are graded again: their code, and the
+services and weights files they use, must be there as they were. Responses that could not be graded stay so. Start it
+in the directory the run was started in, on any number of ranks. Another number than the run's packs other
+micro-batches: in float32 the figures still agree to 1e-6, in bfloat16 they do not.
+
+Exits with 1 if losses, gradient norms, scores, advantages, values or log-probs differ by more than --tolerance,
+relative to numbers above 1.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import typing
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import tyro
+
+from common import data, placement, reward_mixture, rollout, traces, tracking
+
+ALGORITHMS = Path(__file__).parents[1] / "algos"
+
+
+@dataclasses.dataclass
+class Args:
+    run_dir: tyro.conf.Positional[Path]
+    step: int
+    tolerance: float = 1e-6
+
+
+class Finished(Exception):
+    """The step is done: leaves the algorithm's main before it goes on to the next one."""
+
+
+@dataclasses.dataclass
+class Recorded(rollout.Rollout):
+    """A rollout that knows what became of its rows."""
+
+    rows: list[dict]
+
+
+class ReplayEngine:
+    """Answers each prompt with its responses in the file, in order."""
+
+    def __init__(self, rows: list[dict], device):
+        self.device = device
+        self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
+        self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines
+        for _, group in itertools.groupby(rows, lambda row: row["index"]):
+            group = list(group)
+            key = tuple(group[0]["prompt_ids"])
+            self.sampled.setdefault(key, []).append(group)
+            if "baseline_response_ids" in group[0]:
+                names = ("response_ids", "finish_reason")
+                greedy = {name: group[0][f"baseline_{name}"] for name in names}
+                self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
+
+    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int) -> Recorded:
+        waiting = self.sampled if temperature > 0 else self.greedy
+        groups = [waiting[tuple(ids)].pop(0) if waiting.get(tuple(ids)) else [] for ids in prompt_ids]
+        missing = next((ids for ids, group in zip(prompt_ids, groups) if len(group) != n), None)
+        if missing is not None:
+            raise placement.BadInput(f"the file does not hold {n} responses to the prompt {missing}")
+        rows = [row for group in groups for row in group]
+        batch = rollout.collate(
+            [row["prompt_ids"] for row in rows],
+            [row["response_ids"] for row in rows],
+            [row["rollout_logprobs"] for row in rows] if temperature > 0 else None,
+            [row["finish_reason"] == "length" for row in rows],
+            rows[0]["weight_version"],
+            self.device,
+        )
+        return Recorded(**vars(batch), rows=rows)
+
+    def load_weights(self, named_tensors) -> None:
+        """It samples nothing."""
+
+    def sleep(self) -> None:
+        """It holds nothing."""
+
+
+class ReplayLoader(data.PromptLoader):
+    """Gives out the prompts of the file, in its order: those that a filter dropped in the run are not drawn at all."""
+
+    def __init__(self, rows: list[dict], prompts: list[data.Prompt], *given):
+        super().__init__(prompts, *given)
+        by_id = {prompt.id: prompt for prompt in prompts}
+        self.waiting = []
+        for _, group in itertools.groupby(rows, lambda row: row["index"]):
+            row = next(group)
+            prompt = by_id.get(row["id"])
+            if prompt is None or prompt.ids != row["prompt_ids"]:
+                raise placement.BadInput(f"{row['id']}: the data set or the tokenizer is not the one of the run")
+            self.waiting.append(prompt)
+
+    def take(self, count: int) -> list[data.Prompt]:
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        if not taken:
+            raise placement.RunFailed(
+                "a filter dropped prompts that the run kept: the reward grades them otherwise now"
+            )
+        return taken
+
+
+def as_recorded(results: list, batch: Recorded) -> list:
+    """Rows that could not be graded in the run are what they were there, and no others may fail. Raises RunFailed."""
+    for i, (row, result) in enumerate(zip(batch.rows, results)):
+        if row["dropped"]:
+            batch.response_mask[i] = False
+        if "ungraded" in row["info"]:
+            results[i] = dataclasses.replace(result, score=row["score"], acc=row["acc"], info=row["info"])
+        elif "ungraded" in result.info and not row["dropped"]:
+            raise placement.RunFailed(f"{row['id']}: was graded in the run, now: {result.info['ungraded']}")
+    return results
+
+
+def rebuild(kind, value) -> Any:
+    """A value of run.json as the field's type: JSON knows neither dataclasses nor tuples. Raises BadInput."""
+    if dataclasses.is_dataclass(kind):
+        types = typing.get_type_hints(kind)
+        unknown = sorted(set(value) - set(types))
+        if unknown:
+            raise placement.BadInput(f"run.json: {unknown} are no flags of this version: check out the run's commit")
+        return kind(**{name: rebuild(types[name], part) for name, part in value.items()})
+    if isinstance(value, list) and typing.get_origin(kind) is not list:
+        return tuple(rebuild(None, part) for part in value)
+    return value
+
+
+def load_run(run_dir: Path, step: int) -> tuple[Any, dict, dict]:
+    """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput."""
+    for file in ("run.json", "metrics.jsonl"):
+        if not (run_dir / file).is_file():
+            raise placement.BadInput(f"{run_dir}: no {file}; is this the directory of a run?")
+    described = json.loads((run_dir / "run.json").read_text())
+    name = Path(described["argv"][0]).stem
+    if not (ALGORITHMS / f"{name}.py").is_file():
+        raise placement.BadInput(f"{run_dir / 'run.json'}: the run was made by {described['argv'][0]}, not in algos/")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    metrics = next((row for row in map(json.loads, lines) if row["step"] == step), None)
+    if metrics is None:
+        raise placement.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
+    return importlib.import_module(f"algos.{name}"), described["args"], metrics
+
+
+def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
+    """Folder of the state the step began with; "" is the start model. Raises BadInput."""
+    name = f"step_{step - 1:06d}"
+    for folder in (run_dir / "checkpoints" / name, Path(resumed)):
+        if folder.name == name and (folder / "state.json").is_file():
+            return str(folder)
+    if step == 1:
+        return ""
+    saved = [int(path.parent.name[5:]) + 1 for path in sorted(run_dir.glob("checkpoints/step_*/state.json"))]
+    raise placement.BadInput(
+        f"--step {step}: no checkpoint of step {step - 1} in {run_dir}; pick 1 or one of {saved}, if its rollouts are "
+        "saved, or run again with --save-every 1"
+    )
+
+
+def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
+    """(name, in the run, now, difference) of the step's figures, on rank 0. Collective. Raises BadInput, RunFailed."""
+    algorithm, flags, metrics = load_run(run_dir, step)
+    rows = traces.read(traces.find(run_dir, step))
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = {
+            **flags,
+            "run_dir": scratch,
+            "resume": checkpoint_before(run_dir, step, flags["resume"]),
+            "source": {**flags["source"], "eval_prompts": 0},
+            "reward_failure": "zero",  # as_recorded() decides
+            "rollout_tp": 1,
+            "rollouts_every": 1,
+            "track": "none",
+        }
+        now = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
+        if int(os.environ["RANK"]):
+            return []
+        again = traces.read(traces.find(Path(scratch), step))
+    names = [name for name in metrics if name.startswith("loss/") or name.endswith("grad_norm")]
+    table = [(name, metrics[name], now.get(name, math.nan)) for name in names]
+    table = [(*row, gap(*row[1:])) for row in table]
+    for name in ("score", "advantage", "old_logprobs", "values"):
+        before, after = flatten([row.get(name) for row in rows]), flatten([row.get(name) for row in again])
+        largest = max(map(gap, before, after), default=0.0) if len(before) == len(after) else math.inf
+        if before or after:
+            table.append((f"{name}, mean of {len(before)}", mean(before), mean(after), largest))
+    return table
+
+
+def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
+    """The metrics of the algorithm's main after this one step."""
+    write, grade = tracking.Tracker.write, reward_mixture.Rewards.score
+
+    def start(backend, model_path, stop_token_ids, world, *given, **sizes):
+        return ReplayEngine(rows, world.device)
+
+    def score(rewards, prompts, responses, batch, *given):
+        return as_recorded(grade(rewards, prompts, responses, batch, *given), batch)
+
+    def write_and_leave(tracker, written: int):
+        metrics = write(tracker, written)
+        if tracker.world.is_main:
+            tracker.bar.close()
+        raise Finished(metrics)
+
+    with (
+        mock.patch.object(rollout, "start", start),
+        mock.patch.object(data, "PromptLoader", partial(ReplayLoader, rows)),
+        mock.patch.object(reward_mixture.Rewards, "score", score),
+        mock.patch.object(tracking.Tracker, "write", write_and_leave),
+    ):
+        try:
+            algorithm.main(args)
+        except Finished as finished:
+            dist.barrier()  # no rank leaves while another still talks to it
+            return finished.args[0]
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    raise placement.BadInput(f"--step {step}: the run's --steps {args.steps} end before it")
+
+
+def gap(before: float, now: float) -> float:
+    """Absolute difference, relative to numbers above 1; infinite if only one is a number."""
+    if before == now or (math.isnan(before) and math.isnan(now)):
+        return 0.0
+    difference = abs(before - now) / max(1.0, abs(before))
+    return math.inf if math.isnan(difference) else difference
+
+
+def flatten(values: list) -> list[float]:
+    """Numbers, lists of numbers and None, as one list."""
+    lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
+    return [number for part in lists for number in part]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def main(args: Args) -> None:
+    if args.step < 1:
+        raise placement.BadInput(f"--step {args.step}: steps count from 1")
+    table = replay(args.run_dir, args.step)
+    placement.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
+    for name, before, now, difference in table:
+        mark = "  differs" if difference > args.tolerance else ""
+        placement.say(f"{name:<32}{before:>16.9g}{now:>16.9g}{difference:>14.1e}{mark}")
+    if any(row[-1] > args.tolerance for row in table):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    placement.launch(main, tyro.cli(Args, description=__doc__))

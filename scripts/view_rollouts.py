@@ -1,0 +1,192 @@
+"""The responses of a step, token by token: in the terminal, or as one HTML page that needs nothing else.
+
+    python scripts/view_rollouts.py runs/grpo --step 20 --sort score --limit 5
+    python scripts/view_rollouts.py runs/grpo --html step.html --color mismatch --limit 0
+    python scripts/view_rollouts.py runs/ppo/rollouts/step_000010.jsonl --color value --grep 85
+
+Green is above zero, red below, orange how far trainer and engine are apart, violet no number (NaN).
+"""
+
+import dataclasses
+import html
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from common import data, placement, traces
+
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
+pre.prompt{background:#f6f6f6;max-height:12em;overflow:auto;margin:0}i{opacity:.4;user-select:none}"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a second wall: the page runs nothing and fetches nothing
+GREEN, RED, ORANGE, VIOLET = (70, 190, 90), (240, 90, 80), (255, 160, 40), (190, 120, 255)
+# Control characters in a response would move the cursor or rename the window; they are shown, not sent.
+VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+VISIBLE |= {code: "\N{SYMBOL FOR DELETE}" for code in range(127, 160)}
+
+
+@dataclasses.dataclass
+class Args:
+    path: tyro.conf.Positional[Path]  # a run directory, or a file of its rollouts/
+    step: int = 0  # of the run directory; 0: the last one saved
+    html: str = ""  # write this page in place of the terminal
+    color: Literal["advantage", "value", "mismatch"] = "advantage"  # mismatch: |trainer - engine| log-prob
+    sort: Literal["prompt", "score", "length", "mismatch"] = "prompt"  # worst score, most tokens, largest mean first
+    limit: int = 20  # responses shown; 0: all
+    grep: str = ""  # only with this text in prompt or response
+
+
+def pieces(ids: list[int], tokenizer) -> list[str]:
+    """The text of each token. A token that ends inside a character has none; the next one has the whole character.
+
+    Each is decoded after the one before: alone, some tokenizers would take its leading space away.
+    """
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    texts, first, done = [], 0, 0  # ids[:done] are written, ids[first:done] go before as context
+    for end in range(1, len(ids) + 1):
+        before, text = decode(ids[first:done]), decode(ids[first:end])
+        if text.endswith("\ufffd") and end - done < 4 and end < len(ids):  # no character has more than four bytes
+            texts.append("")
+        else:
+            texts.append(text[len(before) :])
+            first, done = done, end
+    return texts
+
+
+def numbers(row: dict, color: str) -> list[float] | None:
+    """What colours each token; None if the row has no such numbers."""
+    if color == "advantage":
+        given = row["advantage"]
+        return given if isinstance(given, list) else [given] * len(row["response_ids"])
+    if color == "value":
+        return row.get("values")
+    if row["old_logprobs"] is None:  # it was not trained on
+        return None
+    return [abs(old - rollout) for old, rollout in zip(row["old_logprobs"], row["rollout_logprobs"])]
+
+
+def tint(number: float, scale: float, color: str) -> tuple[int, int, int] | None:
+    """Background of a token: white at 0, full at `scale`; None where it would be white."""
+    if math.isnan(number):
+        return VIOLET
+    strength = min(1.0, abs(number) / scale)
+    full = ORANGE if color == "mismatch" else GREEN if number > 0 else RED
+    return tuple(round(255 - strength * (255 - part)) for part in full) if strength > 0.01 else None
+
+
+def headline(row: dict) -> str:
+    """The figures of a response in one line."""
+    given, gap = row["advantage"], numbers(row, "mismatch")
+    shown = {
+        "score": "could not be graded" if row["score"] is None else f"{row['score']:g}",
+        "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
+        "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
+        "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
+        "gap": f"{mean(gap):.1e}" if gap else "not trained on",
+        "answer": f"{row['answer']} (found: {row['extracted']})",
+        "weights": f"version {row['weight_version']}",
+        **{name: value for name, value in (row["info"] or {}).items() if name != "parts"},
+        **((row["info"] or {}).get("parts") or {}),
+    }
+    return " | ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def choose(rows: list[dict], args: Args) -> list[dict]:
+    """--grep, --sort and --limit."""
+    rows = [row for row in rows if args.grep in row["prompt"] or args.grep in row["response"]]
+    keys = {
+        "prompt": lambda row: row["index"],
+        "score": lambda row: -math.inf if row["score"] is None else row["score"],
+        "length": lambda row: -len(row["response_ids"]),
+        "mismatch": lambda row: -mean(numbers(row, "mismatch") or []),
+    }
+    return sorted(rows, key=keys[args.sort])[: args.limit or None]
+
+
+def load_tokenizer(path: Path):
+    """The tokenizer of the run the file belongs to; None, and a line that says why, if there is none."""
+    try:
+        run = json.loads((path.resolve().parents[1] / "run.json").read_text())
+        return data.load_tokenizer(run["args"]["model"])[0]
+    except (OSError, placement.BadInput) as error:
+        print(f"whole responses without colours, the tokenizer cannot be loaded: {error}", file=sys.stderr)
+        return None
+
+
+def tokens(row: dict, tokenizer, scale: float, color: str) -> list[tuple[str, tuple | None, str]]:
+    """(text, background, all numbers) of each token, or of the whole response without a tokenizer."""
+    if tokenizer is None:
+        return [(row["response"].translate(VISIBLE), None, "")]
+    given = numbers(row, color)
+    out = []
+    for t, text in enumerate(pieces(row["response_ids"], tokenizer)):
+        said = f"token {row['response_ids'][t]}, engine {row['rollout_logprobs'][t]:.4f}"
+        said += f", trainer {row['old_logprobs'][t]:.4f}" if row["old_logprobs"] else ""
+        said += f", {color} {given[t]:+.4g}" if given else ""
+        out.append((text.translate(VISIBLE), tint(given[t], scale, color) if given else None, said))
+    return out
+
+
+def to_terminal(row: dict, marked: list, color: bool) -> str:
+    """The row as lines; color: with ANSI backgrounds."""
+    text = ""
+    for piece, background, _ in marked:
+        if background and color:
+            on, off = "\x1b[30;48;2;{};{};{}m".format(*background), "\x1b[0m"
+            piece = on + piece.replace("\n", f"↵{off}\n{on}") + off
+        text += piece
+    return f"{headline(row).translate(VISIBLE)}\n{text}\n"
+
+
+def to_html(row: dict, marked: list) -> str:
+    """The row as HTML; everything that a model or a data set wrote is escaped."""
+    text = ""
+    for piece, background, said in marked:
+        style = " style='background:rgb({},{},{})'".format(*background) if background else ""
+        shown = html.escape(piece).replace("\n", "<i>↵</i>\n")
+        text += f'<span title="{html.escape(said)}"{style}>{shown}</span>'
+    prompt = html.escape(f"{row['prompt']}".translate(VISIBLE))
+    about = html.escape(f"prompt {row['index']} ({row['id']}) | {headline(row)}".translate(VISIBLE))
+    return f"<p>{about}</p><pre class=prompt>{prompt}</pre><pre>{text}</pre>"
+
+
+def main(args: Args) -> None:
+    path = traces.find(args.path, args.step) if args.path.is_dir() else args.path
+    everything = traces.read(path)
+    rows = choose(everything, args)
+    found = [abs(number) for row in rows for number in numbers(row, args.color) or []]
+    if rows and args.color == "value" and not found:
+        raise placement.BadInput(f"--color value: {path} has no values; a run with a critic (PPO) saves them")
+    scale = max((number for number in found if math.isfinite(number)), default=0.0) or 1.0
+    tokenizer = load_tokenizer(path)
+    marked = [tokens(row, tokenizer, scale, args.color) for row in rows]
+    said = f"{path}: {len(rows)} of {len(everything)} responses, full colour at {args.color} {scale:.3g}"
+    if args.html:
+        page = [
+            f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>{html.escape(path.stem)}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
+            *map(to_html, rows, marked),
+        ]
+        Path(args.html).write_text("\n".join(page) + "\n", encoding="utf-8")
+        print(args.html)
+        return
+    last = None
+    for row, parts in zip(rows, marked):
+        if row["index"] != last:
+            print(f"--- prompt {row['index']} ({row['id']})\n{row['prompt']}\n".translate(VISIBLE))
+        print(to_terminal(row, parts, sys.stdout.isatty()))
+        last = row["index"]
+    print(said)
+
+
+if __name__ == "__main__":
+    placement.launch(main, tyro.cli(Args, description=__doc__))

@@ -1,0 +1,242 @@
+"""Rollout files: what is in them, the pages made of them, and that a saved step can be computed again from them."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import ROOT, launch
+from test_readme import load
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common import embedded, grading, placement, rollout, traces
+from common.data import Prompt
+
+view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
+EVIL = "<script>alert(1)</script>\x1b[2J\u00e9\U0001f600"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: a character beyond ASCII is several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    byte_level = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, world):
+    """A run directory with one step: two prompts, two responses each, the last of them not graded."""
+    folder, tokenizer = tmp_path_factory.mktemp("run"), byte_tokenizer()
+    config = embedded.config()
+    config.vocab_size = len(tokenizer)
+    config.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "run.json").write_text(json.dumps({"args": {"model": str(folder / "model")}}))
+    (folder / "rollouts").mkdir()
+    texts = [EVIL, "ab", "a\nb", "abc"]
+    ids = [[*tokenizer(text)["input_ids"], 1] for text in texts]
+    prompts = [Prompt("first", f"p {EVIL}", [5, 6], EVIL), Prompt("second", "q", [7], "2")]
+    rows = [ids for ids in ([5, 6], [7]) for _ in range(2)]
+    batch = rollout.collate(rows, ids, [[-1.0] * len(row) for row in ids], [False, True, False, False], 4, "cpu")
+    batch.response_mask[3] = False
+    greedy = rollout.collate([[5, 6], [7]], [[9, 1], [1]], None, [False, True], 4, "cpu")
+    results = [
+        grading.Result(1.0, 1.0, "box", {"parts": {"gsm8k": 1.0, EVIL: 0.5}}),
+        grading.Result(0.0, 0.0, None, {"tensor": torch.tensor(2)}),
+        grading.Result(0.25, 0.0),
+        grading.Result(None, None, None, {"ungraded": "timeout"}),
+    ]
+    advantages = torch.tensor([0.5, -2.0, torch.nan, 0.0])
+    old = batch.rollout_logprobs + torch.tensor([0.0, 0.0, 0.125, 0.0])[:, None]
+    needed = torch.tensor([True, False, True, True])
+    path = folder / "rollouts/step_000007.jsonl"
+    values = torch.arange(4.0)[:, None].expand_as(old)
+    given = (prompts, texts, results, batch, advantages, old, needed)
+    traces.write(path, world, *given, values=values, baseline=greedy)
+    return folder
+
+
+def test_a_file_has_everything(run):
+    rows = traces.read(traces.find(run, 7))
+    assert [row["index"] for row in rows] == [0, 0, 1, 1] and [row["id"] for row in rows][::2] == ["first", "second"]
+    first, second, third, last = rows
+    assert first["response"] == EVIL and first["prompt_ids"] == [5, 6] and first["weight_version"] == 4
+    assert len(first["response_ids"]) == len(first["rollout_logprobs"]) == len(first["old_logprobs"])
+    assert first["info"]["parts"]["gsm8k"] == 1.0 and first["score"] == 1.0 and first["advantage"] == 0.5
+    assert second["old_logprobs"] is None and second["finish_reason"] == "length" and third["values"][0] == 2.0
+    assert last["score"] is None and last["info"] == {"ungraded": "timeout"}
+    assert [row["dropped"] for row in rows] == [False, False, False, True]
+    assert (first["baseline_response_ids"], third["baseline_finish_reason"]) == ([9, 1], "length")
+    assert "baseline_response_ids" not in second
+
+
+def test_what_is_missing_is_named(run, tmp_path):
+    with pytest.raises(placement.BadInput, match=r"--step 3: .* has the steps 7; --rollouts-every 1 saves all"):
+        traces.find(run, 3)
+    with pytest.raises(placement.BadInput, match=r"no rollouts/step_\*.jsonl"):
+        traces.find(tmp_path)
+    (tmp_path / "half.jsonl").write_text('{"index": 0}\n{"ind')
+    with pytest.raises(placement.BadInput, match=r"half.jsonl:2: invalid JSON .* stopped while writing"):
+        traces.read(tmp_path / "half.jsonl")
+
+
+def test_text_of_tokens_that_are_parts_of_characters():
+    tokenizer = byte_tokenizer()
+    text = "a \u00e9\U0001f600\u4e2d b"
+    ids = tokenizer(text)["input_ids"]
+    assert view.pieces(ids, tokenizer) == ["a", " ", "", "\u00e9", "", "", "", "\U0001f600", "", "", "\u4e2d", " ", "b"]
+    cut = tokenizer("\U0001f600")["input_ids"][:2]  # the length limit cut a character in two
+    assert "".join(view.pieces([*cut, *ids], tokenizer)).endswith(text[2:])
+    assert len(view.pieces(cut, tokenizer)) == 2
+
+
+@pytest.mark.parametrize("color", ["advantage", "value", "mismatch"])
+def test_the_page_is_one_file_without_foreign_markup(run, tmp_path, color, capsys):
+    out = tmp_path / "page.html"
+    view.main(view.Args(run, html=str(out), color=color))
+    page = out.read_text()
+    assert "<script" not in page and "http:" not in page and "src=" not in page.replace("default-src=", "")
+    assert page.count("&lt;") == 16  # 2 each: response, a part's name, twice prompt and answer; four <eos>
+    assert "\x1b" not in page and page.count("could not be graded") == 1
+    assert page.count("<pre>") == 4 and str(out) in capsys.readouterr().out
+
+
+def test_tokens_are_coloured_by_what_was_asked_for(run):
+    rows = traces.read(traces.find(run))
+    tokenizer = byte_tokenizer()
+    shades = lambda row, color: {background for _, background, _ in view.tokens(row, tokenizer, 2.0, color)}
+    assert shades(rows[0], "advantage") == {view.tint(0.5, 2.0, "advantage")}
+    assert shades(rows[1], "advantage") == {view.RED} and shades(rows[2], "advantage") == {view.VIOLET}
+    assert shades(rows[2], "value") == {view.GREEN} and shades(rows[0], "value") == {None}
+    assert shades(rows[0], "mismatch") == {None} and shades(rows[1], "mismatch") == {None}
+    assert view.tint(0.125, 0.125, "mismatch") == view.ORANGE
+    assert shades(rows[2], "mismatch") == {view.tint(0.125, 2.0, "mismatch")}
+
+
+def test_the_terminal_gets_no_control_characters_of_a_response(run, capsys):
+    view.main(view.Args(run / "rollouts/step_000007.jsonl"))
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and "\u241b[2J" in said and "<script>" in said and "4 of 4 responses" in said
+    (row,) = view.choose(traces.read(traces.find(run)), view.Args(run, grep="a\nb"))
+    coloured = view.to_terminal(row, view.tokens(row, byte_tokenizer(), 1.0, "advantage"), True)
+    assert "\x1b[30;48;2;190;120;255ma\x1b[0m" in coloured and "↵\x1b[0m\n" in coloured
+
+
+def test_choice_and_order(run):
+    rows = traces.read(traces.find(run))
+    ids = lambda **flags: [rows.index(row) for row in view.choose(rows, view.Args(run, **flags))]
+    assert ids() == [0, 1, 2, 3] and ids(limit=1) == [0] and ids(grep="alert") == [0, 1] and ids(grep="nothing") == []
+    assert ids(sort="score") == [3, 1, 2, 0] and ids(sort="length")[0] == 0 and ids(sort="mismatch")[0] == 2
+
+
+def test_without_its_tokenizer_a_file_is_still_shown(run, tmp_path, capsys):
+    alone = tmp_path / "step.jsonl"
+    alone.write_text(traces.find(run).read_text())
+    view.main(view.Args(alone))
+    shown = capsys.readouterr()
+    assert "the tokenizer cannot be loaded" in shown.err and "abc" in shown.out
+    view.main(view.Args(alone, html=str(tmp_path / "page.html")))
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    rows = [{name: value for name, value in row.items() if name != "values"} for row in traces.read(alone)]
+    alone.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(placement.BadInput, match="--color value: .* has no values"):
+        view.main(view.Args(alone, color="value"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    columns: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Outer:
+    steps: int
+    dataset: tuple[str, ...] = ("a",)
+    inner: Inner = Inner()
+
+
+def test_flags_come_back_from_json():
+    args = Outer(3, ("b=1", "c=2"), Inner(("x=y",)))
+    assert replay.rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(args)))) == args
+    with pytest.raises(placement.BadInput, match=r"\['gone'\] are no flags of this version"):
+        replay.rebuild(Outer, {"steps": 1, "gone": 2})
+
+
+def test_rows_that_could_not_be_graded_stay_so(run):
+    rows = [{"id": "x", "dropped": False, "info": {}, "score": 1.0, "acc": 1.0} for _ in range(2)]
+    rows[1] |= {"dropped": True, "info": {"ungraded": "timeout"}, "score": 0.0, "acc": 0.0}
+    batch = rollout.collate([[1]] * 2, [[1]] * 2, None, [False] * 2, 0, "cpu")
+    batch = replay.Recorded(**vars(batch), rows=rows)
+    results = replay.as_recorded([grading.Result(0.0, 0.0), grading.Result(1.0, 1.0)], batch)
+    assert [result.score for result in results] == [0.0, 0.0] and results[1].info == {"ungraded": "timeout"}
+    assert batch.response_mask.tolist() == [[True], [False]]
+    with pytest.raises(placement.RunFailed, match="x: was graded in the run, now: busy"):
+        replay.as_recorded([grading.Result(0.0, 0.0, None, {"ungraded": "busy"})], batch)
+
+
+@pytest.fixture(scope="module")
+def replays(tmp_path_factory):
+    """Tables of the replays of tests/workers/traces.py, and the directory of its runs."""
+    folder = tmp_path_factory.mktemp("traces")
+    tables = {}
+    for ranks in (2, 1):
+        launch(ROOT / "tests/workers/traces.py", folder, ranks=ranks)
+        tables |= json.loads((folder / f"replays-{ranks}.json").read_text())
+    return folder, tables
+
+
+ALGORITHMS = ("grpo", "dr_grpo", "rloo", "remax", "ppo", "dapo", "prime")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ALGORITHMS, "2 ranks", "2 ranks on 1"])
+def test_a_replayed_step_is_the_step(replays, name):
+    table = {row[0].split(",")[0]: row[1:] for row in replays[1][name]}
+    assert {"loss/policy", "train/grad_norm", "score", "advantage", "old_logprobs"} <= set(table)
+    assert table["train/grad_norm"][0] > 1e-3  # there was something to compute
+    assert max(difference for *_, difference in table.values()) <= 1e-6
+    assert "values" in table or name != "ppo"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "damage, seen",
+    [
+        ("other_token", {"loss/policy", "loss/kl", "train/grad_norm", "old_logprobs"}),
+        ("other_advantage", {"advantage"}),  # computed again, it is what it was
+        ("no_baselines", {"loss/policy", "train/grad_norm", "advantage", "old_logprobs"}),
+    ],
+)
+def test_a_changed_file_is_noticed(replays, damage, seen):
+    assert {row[0].split(",")[0] for row in replays[1][damage] if not row[-1] <= 1e-6} == seen
+
+
+@pytest.mark.slow
+def test_a_file_of_two_ranks_holds_the_rows_of_both(replays):
+    rows = traces.read(replays[0] / "ranks/dapo/rollouts/step_000002.jsonl")
+    assert [row["index"] for row in rows] == [i for i in range(4) for _ in range(4)]
+    assert len({row["id"] for row in rows}) == 4
+
+
+@pytest.mark.slow
+def test_what_cannot_be_replayed_is_said(replays, monkeypatch):
+    run = replays[0] / "dapo"
+    with pytest.raises(placement.BadInput, match="--step 9: not in"):
+        replay.replay(run, 9)
+    assert replay.checkpoint_before(run, 1, "") == ""
+    with pytest.raises(placement.BadInput, match=r"no checkpoint of step 7 .*; pick 1 or one of \[2, 3\]"):
+        replay.checkpoint_before(run, 8, "")
+    elsewhere = str(run / "checkpoints/step_000002")
+    assert replay.checkpoint_before(run.parent / "none", 3, elsewhere) == elsewhere  # the run was resumed from there
+    for difference, code in ((1e-7, None), (2e-6, 1)):
+        monkeypatch.setattr(replay, "replay", lambda *given, d=difference: [("loss/policy", 1.0, 1.0 + d, d)])
+        if code:
+            with pytest.raises(SystemExit, match="1"):
+                replay.main(replay.Args(run, 2))
+        else:
+            replay.main(replay.Args(run, 2))

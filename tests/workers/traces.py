@@ -1,0 +1,88 @@
+"""Runs of the algorithms' own mains, and replays of their second step, some from a damaged file: traces.py RUNS_DIR
+
+One process for all, on one rank. With torchrun DAPO alone, whose ranks keep different numbers of prompts; its run is
+in RUNS_DIR/ranks, and is replayed on one rank, too. What the replays say goes to replays-RANKS.json.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common import data, embedded, placement, report
+
+ROOT = Path(__file__).parents[2]
+FLAGS = {
+    "rollout_backend": "hf", "dtype": "float32", "steps": 2, "save_every": 1, "rollouts_every": 1,
+    "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3,
+    "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0),
+}  # fmt: skip
+OWN = {
+    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {},
+    "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
+}  # fmt: skip
+
+
+def damage(run: Path, change) -> None:
+    """Change the rows of the second step's file."""
+    path = run / "rollouts/step_000002.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def other_token(rows: list[dict]) -> None:
+    """The first digit of a response that was trained on is another one; its answer is what it was."""
+    row = next(row for row in rows if row["old_logprobs"])
+    row["response_ids"][0] = 3 + (row["response_ids"][0] - 2) % 10
+
+
+def other_advantage(rows: list[dict]) -> None:
+    rows[0]["advantage"] = [x + 1e-3 for x in rows[0]["advantage"]]
+
+
+def no_baselines(rows: list[dict]) -> None:
+    """All greedy responses are empty, so none is right."""
+    for row in rows:
+        row["baseline_response_ids"] = [1]
+
+
+def train(runs: Path, names: list[str]) -> None:
+    """Two steps of each algorithm."""
+    runs.mkdir(exist_ok=True)
+    problems = embedded.problems("train")[:40]  # all of them would take a second to tokenize, twice a run
+    (runs / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    for name in names:
+        algorithm = importlib.import_module(f"algos.{name}")
+        sys.argv[0] = algorithm.__file__  # as if it had been started itself: replay reads it in run.json
+        flags = {**FLAGS, **OWN[name], "dataset": (str(runs / "problems.jsonl"),)}
+        algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
+
+
+def main(runs: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import replay
+
+    report.write = lambda *given: None  # tested elsewhere
+    world, finish, destroy = placement.init(seed=0), placement.finish, dist.destroy_process_group
+    placement.init = lambda *given: world  # one process group for all
+    placement.finish = dist.destroy_process_group = lambda *given: None
+    if world.size > 1:
+        train(runs / "ranks", ["dapo"])
+        tables = {"2 ranks": replay.replay(runs / "ranks/dapo", 2)}
+    else:
+        train(runs, list(OWN))
+        tables = {name: replay.replay(runs / name, 2) for name in OWN}
+        tables["2 ranks on 1"] = replay.replay(runs / "ranks/dapo", 2)
+        for name, change in (("grpo", other_token), ("ppo", other_advantage), ("remax", no_baselines)):
+            damage(runs / name, change)
+            tables[change.__name__] = replay.replay(runs / name, 2)
+    if world.is_main:
+        (runs / f"replays-{world.size}.json").write_text(json.dumps(tables))
+    dist.destroy_process_group = destroy
+    finish(world)
+
+
+main(Path(sys.argv[1]))
