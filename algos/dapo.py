@@ -26,7 +26,7 @@ Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -51,9 +51,10 @@ from common import (
 class Args:
     # what
     model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
-    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
-    eval_dataset: str = ""  # same forms; empty: the test split of a built-in data set
-    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function | model:FOLDER
+    dataset: tuple[str, ...] = ("arithmetic",)  # arithmetic | gsm8k | FILE | owner/name | ...; several: each =WEIGHT
+    source: Annotated[data.TrainSource, tyro.conf.OmitArgPrefixes] = data.TrainSource()  # columns, evaluation set, ...
+    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k | math | file.py:function | model:FOLDER | ...; several: each =WEIGHT
+    reward_failure: Literal["drop", "abort", "zero"] = "drop"  # a response that cannot be graded leaves with its prompt
     # rollout
     steps: int = 26  # one step: one rollout and its updates; fewer than elsewhere, each takes several draws
     prompts_per_step: int = 32  # B, all ranks together; here about two draws of gen_prompts
@@ -89,7 +90,6 @@ class Args:
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
     resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
     eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
-    eval_prompts: int = 256
     save_every: int = 0  # steps between checkpoints; 0: after the last step only
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
@@ -188,14 +188,15 @@ def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
     size = placement.check_world(args.rollout_tp)
     check_args(args, size)
-    reward = rewards.load(args.reward)
+    reward = rewards.load(args.reward, args.reward_failure)
     resume = run.check_directory(args.run_dir, args.resume, args.track)
     if args.model == "embedded":
         args.model = embedded.warm_start()
+    args.model = data.resolve_model(args.model, args.source.hub)
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
-    prompts = data.load(args.dataset, "train", tokenizer, args.max_prompt_tokens)
-    held_out = data.load_eval(args.dataset, args.eval_dataset, tokenizer, args.max_prompt_tokens)[: args.eval_prompts]
-    rewards.check_answers(args.reward, prompts + held_out)
+    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
+    held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
+    reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
@@ -237,7 +238,7 @@ def main(args: Args) -> None:
                 )
             with tracker.time("reward"):
                 texts = tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
-                graded = rewards.score(reward, prompts, texts, drawn)
+                graded = reward.score(prompts, texts, drawn, world, step, tracker.add)
             correct = torch.tensor([result.acc > 0 for result in graded]).view(-1, args.group_size)  # (B, G)
             for i in keep_groups(correct).nonzero().flatten().tolist():
                 rows = range(i * args.group_size, (i + 1) * args.group_size)

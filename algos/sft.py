@@ -13,7 +13,7 @@ Result: embedded model, seed 0: 52.7 % greedy accuracy on 256 held-out problems 
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -26,7 +26,8 @@ from common import batching, checkpoint, data, embedded, model, placement, rollo
 class Args:
     # what
     model: str = ""  # folder or Hub name; empty: a new embedded model
-    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name, with solutions
+    dataset: tuple[str, ...] = ("arithmetic",)  # arithmetic | gsm8k | FILE | owner/name | ..., with solutions
+    source: Annotated[data.Source, tyro.conf.OmitArgPrefixes] = data.Source()  # columns, template, hub
     max_prompt_tokens: int = 512
     # optimization
     steps: int = 260
@@ -53,10 +54,11 @@ def main(args: Args) -> None:
     if args.batch_size % size:
         raise placement.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:
+        args.model = data.resolve_model(args.model, args.source.hub)
         tokenizer, _ = data.load_tokenizer(args.model)
     else:
         tokenizer = embedded.tokenizer()
-    prompts = data.load(args.dataset, "train", tokenizer, args.max_prompt_tokens)
+    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise placement.BadInput(f'{unsolved}: no "solution" or "response" to learn from')

@@ -1,81 +1,83 @@
-"""Rewards by name: the one interface every reward has, and how the items of a rollout reach it.
+"""Rewards by name: what --reward takes.
 
-    reward(items, lengths, truncated) -> list[Result]      same order, same length
+reward(items, lengths, truncated) -> list[Result]      every reward; same order, same length
 
-`score` is what training uses, `acc` plain correctness (0 or 1).
+--reward gsm8k                            one reward
+--reward gsm8k=1.0 format=0.1             several, with weights
+--reward weights.json                     {"version": 1, "weights": {"gsm8k": 1.0, "format": 0.1}}, read again
+                                          before each step: replace the file by renaming a new one over it
 """
 
-import dataclasses
 import difflib
-import importlib.util
-import math
-import sys
+import re
 from functools import partial
 from pathlib import Path
 
-from common.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward, parse_gold
-from common.placement import BadInput, refuse_all
-from common.reward_model import RewardModel
+from common import text_rewards
+from common.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
+from common.placement import BadInput
+from common.reward_mixture import Rewards, check_weights, read_weights
+from common.reward_model import RewardModel, RewardModelOnCPU
+from common.reward_service import RewardService
+from common.workers import MathReward, UserReward
 
-__all__ = ["Item", "Result", "check_answers", "grade_gsm8k", "load", "score"]  # what user rewards import
+__all__ = ["Item", "Result", "grade_gsm8k"]  # what user rewards import
 
 BUILT_IN: dict[str, Reward] = {
     "gsm8k": partial(gsm8k_reward, mode="flexible"),
     "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
+    "dapo": text_rewards.dapo_reward,
+    "dapo-lenient": text_rewards.dapo_lenient_reward,
+    "format": text_rewards.format_reward,
+    "repetition": text_rewards.repetition_reward,
+    "missing-eos": text_rewards.missing_eos_reward,
 }
+OTHERS = "overlong:MAX:CACHE, math, math-flexible, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
 
-def load(spec: str) -> Reward:
-    """--reward: a built-in name, `file.py:function`, a function (items, lengths, truncated) -> Results or floats, or
-    `model:FOLDER`, a reward model.
-    """
+def load_one(spec: str) -> Reward:
+    """One reward of --reward, without its weight. Reads no weights of a model. Raises BadInput."""
     if spec in BUILT_IN:
         return BUILT_IN[spec]
-    if spec.startswith("model:"):
-        return RewardModel(spec.removeprefix("model:"))
+    if spec in ("math", "math-flexible"):
+        return MathReward(spec)
+    kind, _, rest = spec.partition(":")
+    if kind in ("model", "model-sharded"):
+        return RewardModel(rest, sharded=kind == "model-sharded")
+    if kind == "model-cpu":
+        return RewardModelOnCPU(rest)
+    if spec.startswith(("http://", "https://")):
+        return RewardService(spec)
+    if spec.startswith("overlong"):
+        limits = re.fullmatch(r"overlong:(\d+):(\d+)", spec)
+        if not limits or int(limits[2]) > int(limits[1]):
+            raise BadInput(f'--reward "{spec}": expected overlong:MAX:CACHE, tokens, with CACHE <= MAX')
+        return partial(text_rewards.overlong_reward, max_length=int(limits[1]), cache_length=int(limits[2]))
     path, _, function = spec.rpartition(":")
     if not path.endswith(".py"):
-        near = difflib.get_close_matches(spec, BUILT_IN, 1)
+        near = difflib.get_close_matches(spec, [*BUILT_IN, "math", "math-flexible", "overlong"], 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise BadInput(
-            f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(BUILT_IN)}, file.py:function, model:FOLDER'
-        )
-    if not Path(path).is_file():
-        raise BadInput(f"--reward: {path}: file not found")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    module_spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise BadInput(f'--reward: {path} has no function "{function}"')
-    return partial(call_user_reward, getattr(module, function))
+        raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(BUILT_IN)}, {OTHERS}')
+    return UserReward(path, function)
 
 
-def call_user_reward(function, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-    """Call a user's function; a plain number n becomes Result(score=n, acc=n > 0)."""
-    results = function(items, lengths, truncated)
-    return [r if isinstance(r, Result) else Result(float(r), float(r > 0)) for r in results]
-
-
-def score(reward: Reward, prompts: list, responses: list[str], rollout) -> list[Result]:
-    """Grade N responses, G to each of B prompts (group-major). Raises BadInput on a wrong count, NaN or infinity."""
-    group_size = len(responses) // len(prompts)
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    items = [
-        Item(prompt.text, response, prompt.answer, prompt.meta, ids)
-        for prompt, response, ids in zip(asked, responses, rollout.response_ids)
-    ]
-    results = reward(items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist())
-    if len(results) != len(items):
-        raise BadInput(f"the reward returned {len(results)} results for {len(items)} items")
-    results = [dataclasses.replace(result, score=float(result.score), acc=float(result.acc)) for result in results]
-    for row, result in enumerate(results):
-        if not math.isfinite(result.score):
-            raise BadInput(f"the reward of row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}")
-    return results
-
-
-def check_answers(spec: str, prompts: list) -> None:
-    """Refuse reference answers the reward cannot grade against, naming their lines. Raises BadInput."""
-    bad = [prompt for prompt in prompts if spec in BUILT_IN and parse_gold(prompt.answer) is None]
-    refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" is not a number' for prompt in bad])
+def load(specs: tuple[str, ...], failure: str = "drop") -> Rewards:
+    """--reward and --reward-failure. Asks a service whether it is there. Raises BadInput."""
+    file = Path(specs[0]) if len(specs) == 1 and specs[0].endswith(".json") else None
+    if file:
+        weights = read_weights(file, None)
+    else:
+        weights = {}
+        for spec in specs:
+            name, _, number = spec.rpartition("=")
+            weighted = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number) and name
+            name, weight = (name, float(number)) if weighted else (spec, 1.0)
+            if name in weights:
+                raise BadInput(f'--reward: "{name}" is named twice')
+            weights[name] = weight
+        check_weights("--reward", weights, None)
+    rewards = {name: load_one(name) for name in weights}
+    for reward in rewards.values():
+        if isinstance(reward, RewardService):
+            reward.check()
+    return Rewards(rewards, weights, file, failure)

@@ -11,6 +11,7 @@ pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) fr
 import dataclasses
 import json
 import math
+from typing import Annotated
 
 import tyro
 
@@ -20,9 +21,10 @@ from common import data, evaluation, placement, rewards, rollout
 @dataclasses.dataclass
 class Args:
     model: str  # folder or Hub name
-    dataset: str = "arithmetic"  # arithmetic | gsm8k | gsm8k:FOLDER | file.jsonl | owner/name
+    dataset: tuple[str, ...] = ("arithmetic",)  # arithmetic | gsm8k | math | FILE | owner/name | ...
+    source: Annotated[data.Source, tyro.conf.OmitArgPrefixes] = data.Source()  # columns, template, hub
     split: str = "test"
-    reward: str = "gsm8k"  # gsm8k | gsm8k-strict | file.py:function; its acc counts
+    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k | math | file.py:function | ...; the first one's acc counts
     prompts: int = 0  # how many; 0: all
     n: int = 0  # sampled responses per prompt; 0: greedy only
     temperature: float = 1.0
@@ -43,10 +45,12 @@ def main(args: Args) -> None:
     placement.check_world(args.rollout_tp)
     if args.n < 0 or args.temperature <= 0:
         raise placement.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
+    args.model = data.resolve_model(args.model, args.source.hub)
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
     reward = rewards.load(args.reward)
-    prompts = data.load(args.dataset, args.split, tokenizer, args.max_prompt_tokens)[: args.prompts or None]
-    rewards.check_answers(args.reward, prompts)
+    prompts = data.load(args.dataset, args.source, args.split, tokenizer, args.max_prompt_tokens)
+    prompts = prompts[: args.prompts or None]
+    reward.check_answers(prompts)
     max_model_len = data.total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
@@ -69,7 +73,7 @@ def main(args: Args) -> None:
         correct = [int(sum(row)) for row in rows]  # this rank's prompts
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"
-            result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / len(prompts)
+            result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / world.sum(len(correct))
     if world.is_main:
         print(json.dumps(result))
     placement.finish(world, engine)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
-from common import batching, data, embedded, model, placement, rollout
+from common import batching, data, embedded, model, placement, rollout, sources
 from common.reward_model import conversation
 
 
@@ -57,7 +57,7 @@ def load_pairs(dataset: str) -> list[dict]:
     """Rows with "prompt", "chosen" and "rejected". Raises BadInput, naming lines."""
     if dataset == "arithmetic":
         return embedded.pairs()
-    rows, errors = data.read_jsonl(Path(dataset)), []
+    rows, errors = sources.read_jsonl(Path(dataset)), []
     for where, row in rows:
         missing = [key for key in ("prompt", "chosen", "rejected") if not row.get(key)]
         if missing:

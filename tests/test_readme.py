@@ -3,12 +3,14 @@
 import importlib.util
 import re
 import shlex
+import sys
 
 import pytest
 import tyro
 from conftest import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "baselines/README.md", *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/*.py")]
+TEXTS = [ROOT / "README.md", ROOT / "baselines/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/*.py")]
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -26,6 +28,7 @@ def commands() -> list[tuple[str, list[str]]]:
 def load(script: str):
     spec = importlib.util.spec_from_file_location(script.replace("/", "_")[:-3], ROOT / script)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # tyro looks the comments of a nested dataclass up there
     spec.loader.exec_module(module)
     return module
 
@@ -45,7 +48,7 @@ def test_there_are_commands():
 
 
 def test_links_exist():
-    for page in (ROOT / "README.md", ROOT / "baselines/README.md"):
+    for page in TEXTS:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 

@@ -33,7 +33,7 @@ def score(model, items, truncated=False) -> list[float]:
 
 
 def test_a_score_is_the_classifiers_own_logit(folder):
-    model = rewards.load(f"model:{folder}")
+    model = rewards.load_one(f"model:{folder}")
     ids = conversation(model.tokenizer, ITEMS[1].prompt, ITEMS[1].response, ended=True)
     reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     expected = reference(torch.tensor([ids])).logits.item()
@@ -73,18 +73,18 @@ def test_correctness_is_the_graders(folder):
 
 def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
     with pytest.raises(BadInput, match="cannot be loaded"):
-        rewards.load("model:/nowhere")
+        rewards.load_one("model:/nowhere")
     two = AutoModelForSequenceClassification.from_config(embedded.config(), dtype=torch.float32)  # two outputs
     two.save_pretrained(tmp_path)
     embedded.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="has 2 outputs"):
-        rewards.load(f"model:{tmp_path}")
+        rewards.load_one(f"model:{tmp_path}")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "x"}, "label2id": {"x": 0}}))
     policy = AutoModelForSequenceClassification.from_pretrained(folder)
     policy.model.save_pretrained(tmp_path)  # a body without a head
     with pytest.raises(BadInput, match="not a reward model, has no score.weight"):
-        score(rewards.load(f"model:{tmp_path}"), ITEMS)
+        score(rewards.load_one(f"model:{tmp_path}"), ITEMS)
     model = RewardModel(folder)
     with pytest.raises(BadInput, match="it has 256 positions"):
         score(model, [Item("1+1=", "1" * 300, "2")])
@@ -111,5 +111,25 @@ def test_training_ranks_pairs(models, tmp_path, ranks):
     flags = ["--model", models["untied"], "--dataset", data, "--steps", 20, "--batch-size", 16, "--held-out", 16]
     result = launch(ROOT / "scripts/train_reward_model.py", *flags, "--output", out, ranks=ranks)
     assert json.loads(result.stdout.strip().splitlines()[-1])["accuracy"] == 1.0
-    good, bad = score(rewards.load(f"model:{out}"), [Item("3", "aa", ""), Item("3", "bb", "")])
+    good, bad = score(rewards.load_one(f"model:{out}"), [Item("3", "aa", ""), Item("3", "bb", "")])
     assert good > bad
+
+
+@pytest.mark.slow
+def test_sharded_over_two_ranks_gives_the_same_scores(folder):
+    """With five responses on one rank and one on the other; a conversation too long on one stops both."""
+    items = [Item(f"{a}+38=", embedded.solution(a, 38), str(a + 38)) for a in (11, 22, 47, 58, 99)]
+    expected = score(RewardModel(folder), items)
+    result = launch(ROOT / "tests/workers/sharded_reward.py", folder, ranks=2, timeout=120)
+    five, one = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
+    assert five["scores"] == pytest.approx(expected, abs=1e-5)
+    assert one["scores"] == pytest.approx(expected[:1], abs=1e-5)
+    assert all("it has 256 positions" in row["said"] and row["kind"].startswith("FSDP") for row in (one, five))
+
+
+@pytest.mark.slow
+def test_in_a_process_on_the_cpu_gives_the_same_scores(folder):
+    reward = rewards.load_one(f"model-cpu:{folder}")
+    assert score(reward, ITEMS) == pytest.approx(score(RewardModel(folder), ITEMS), abs=1e-5)
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        rewards.load_one("model-cpu:/nowhere")

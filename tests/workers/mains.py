@@ -1,19 +1,21 @@
-"""Two steps of each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR
+"""Each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR [ungraded]
 
 The stub engine answers a prompt the same on any rank: odd responses are right, even ones wrong, so that every group is
 mixed and dynamic sampling keeps the same prompts. Only what main does with them is at work: shares of the ranks,
-rewards, statistics over all ranks, denominators, collectives.
+rewards, statistics over all ranks, denominators, collectives. Two steps; "ungraded" is four, and from the fourth on the
+first response that is asked for cannot be graded.
 """
 
 import importlib
 import sys
 from pathlib import Path
 
-from common import checkpoint, embedded, placement, report, rollout
+from common import checkpoint, data, embedded, placement, report, rewards, rollout
+from common.grading import Result, gsm8k_reward
 
 FLAGS = {
-    "steps": 2, "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "eval_prompts": 0, "schedule": "constant",
-    "learning_rate": 1e-4, "token_budget": 200, "max_logprob_gap": 1e9,
+    "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
+    "schedule": "constant", "learning_rate": 1e-4, "token_budget": 200, "max_logprob_gap": 1e9, "rollouts_every": 1,
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1},
@@ -44,16 +46,31 @@ class StubEngine:
         pass
 
 
-def main(model_path: str, runs: Path) -> None:
+def fails_later(*specs) -> rewards.Rewards:
+    """A reward that cannot say anything about the first row, from the fourth batch of a whole step on."""
+    batches = []
+
+    def reward(items, lengths, truncated):
+        results = gsm8k_reward(items, lengths, truncated, "flexible")
+        batches.append(len(items) > 8)  # ReMax's greedy responses are fewer
+        return [Result(None, None, None, {"error": "down"}), *results[1:]] if sum(batches) > 3 else results
+
+    return rewards.Rewards({"reward": reward}, {"reward": 1.0}, None, "drop")
+
+
+def main(model_path: str, runs: Path, kind: str = "") -> None:
     world, finish = placement.init(seed=0), placement.finish
     placement.init = lambda *given: world  # one process group for all runs
     placement.finish = lambda *given: None
     rollout.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
     checkpoint.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
+    if kind == "ungraded":
+        rewards.load = fails_later
+    steps = 4 if kind == "ungraded" else 2
     for name, flags in OWN.items():
         algorithm = importlib.import_module(f"algos.{name}")
-        algorithm.main(algorithm.Args(model=model_path, **{**FLAGS, **flags}, run_dir=str(runs / name)))
+        algorithm.main(algorithm.Args(model=model_path, steps=steps, **{**FLAGS, **flags}, run_dir=str(runs / name)))
     finish(world)
 
 
-main(sys.argv[1], Path(sys.argv[2]))
+main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

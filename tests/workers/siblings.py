@@ -7,11 +7,11 @@ import importlib
 import sys
 from pathlib import Path
 
-from common import checkpoint, placement, report
+from common import checkpoint, data, placement, report
 
 FLAGS = {
-    "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "eval_prompts": 0, "schedule": "constant",
-    "learning_rate": 3e-4, "warmup_steps": 1,
+    "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
+    "schedule": "constant", "learning_rate": 3e-4, "warmup_steps": 1,
 }  # fmt: skip
 ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than they keep
     "dr_grpo": {"prompts_per_step": 16},

@@ -1,0 +1,254 @@
+"""Several rewards as one: weights, the weights file, rows that cannot be graded, and ranks that agree."""
+
+import json
+import math
+import os
+import re
+
+import pytest
+import torch
+from conftest import ROOT, launch
+
+from algos import dr_grpo, grpo
+from common import rewards, rollout
+from common.data import Prompt
+from common.grading import Item, Result
+from common.placement import BadInput, RunFailed
+from common.reward_mixture import Rewards
+
+
+def mixture(failure: str = "drop", file=None, **parts) -> Rewards:
+    """Rewards of name=(weight, function of an Item); a function returns a number, None or a Result."""
+
+    def as_reward(function):
+        def graded(items, lengths, truncated):
+            found = [function(item) for item in items]
+            return [
+                r if isinstance(r, Result) else Result(r, None if r is None else float(r > 0), None, {"why": "down"})
+                for r in found
+            ]
+
+        return graded
+
+    functions = {name: as_reward(function) for name, (_, function) in parts.items()}
+    return Rewards(functions, {name: weight for name, (weight, _) in parts.items()}, file, failure)
+
+
+def batch(texts: list[str], group_size: int):
+    """Prompts p0, p1, ... with their responses, and a rollout of two tokens a response."""
+    prompts = [Prompt(f"p:{i}", f"p{i}", [3], "1") for i in range(len(texts) // group_size)]
+    ids = [[4, 5]] * len(texts)
+    rows = rollout.collate([[3]] * len(texts), ids, [[0.0, 0.0]] * len(texts), [False] * len(texts), 0, "cpu")
+    return prompts, texts, rows
+
+
+def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
+    reward = mixture(right=(1.0, lambda item: float(item.response)), style=(-0.5, lambda item: 4.0))
+    logged = {}
+    results = reward.score(*batch(["1", "0"], 2), world, 1, lambda name, total, count=1: logged.update({name: total}))
+    assert [(r.score, r.acc) for r in results] == [(-1.0, 1.0), (-2.0, 0.0)]
+    assert results[0].info["parts"] == {"right": 1.0, "style": 4.0}
+    assert logged["reward/right/mean"] == 1.0 and logged["reward/style/contribution"] == -4.0
+    assert logged["reward/style/weight"] == -0.5 and logged["time/reward/right"] >= 0
+
+
+def test_a_weight_of_zero_computes_and_counts_for_nothing(world):
+    reward = mixture(right=(1.0, lambda item: 1.0), broken=(0.0, lambda item: None))
+    results = reward.score(*batch(["1", "0"], 2), world, 1)
+    assert [r.score for r in results] == [1.0, 1.0] and results[0].info["parts"]["broken"] is None
+
+
+def fails_on(word: str):
+    return lambda item: None if word in item.response else float(item.response == "yes")
+
+
+def test_an_ungraded_response_leaves_with_its_prompt(world):
+    reward = mixture(r=(1.0, fails_on("bad")))
+    assert reward.score(*batch(["yes", "no"], 2), world, 1)[0].score == 1.0  # the run has begun at step 1
+    prompts, texts, rows = batch(["yes", "bad", "yes", "no"] + ["yes", "no"] * 3, 2)
+    results = reward.score(prompts, texts, rows, world, 4)
+    assert [r.score for r in results] == [0, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert rows.response_mask.any(1).tolist() == [False] * 2 + [True] * 8
+    assert results[0].info["ungraded"] == {"why": "down"}
+
+
+@pytest.mark.parametrize(
+    "failure, step, texts, message",
+    [
+        ("drop", 3, ["bad"] + ["no"] * 9, "step 3: 1 of 10 responses could not be graded: .*first 3 steps"),
+        ("drop", 9, ["bad"] * 3 + ["no"] * 7, "leaves out at most 20%"),
+        ("abort", 9, ["bad"] + ["no"] * 9, "--reward-failure abort"),
+    ],
+)
+def test_when_ungraded_responses_stop_the_run(world, failure, step, texts, message):
+    reward = mixture(failure, r=(1.0, fails_on("bad")))
+    reward.score(*batch(["no", "no"], 2), world, 1)
+    with pytest.raises(RunFailed, match=message):
+        reward.score(*batch(texts, 2), world, step)
+
+
+def test_zero_counts_them_as_wrong(world):
+    reward = mixture("zero", r=(1.0, fails_on("bad")))
+    prompts, texts, rows = batch(["yes", "bad"], 2)
+    assert [r.score for r in reward.score(prompts, texts, rows, world, 1)] == [1.0, 0.0]
+    assert rows.response_mask.all()
+
+
+@pytest.mark.parametrize("algorithm", [grpo, dr_grpo])
+def test_the_loss_does_not_know_of_a_dropped_prompt(world, algorithm):
+    """The same loss as if the prompt had never been drawn, denominator included."""
+    reward = mixture(r=(1.0, fails_on("bad")))
+    reward.score(*batch(["no", "no"], 2), world, 1)
+    losses = []
+    for texts in (["yes", "bad", "yes", "no"] + ["no"] * 6, ["yes", "no"] + ["no"] * 6):
+        prompts, texts, rows = batch(texts, 2)
+        scores = torch.tensor([r.score for r in reward.score(prompts, texts, rows, world, 9)])
+        advantages = algorithm.compute_advantages(scores, 2)
+        denominator = float(rows.response_mask.any(1).sum())
+        old = torch.zeros(len(texts), 2)
+        given = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "denominator": denominator}
+        new = torch.full_like(old, 0.1) * torch.arange(len(texts) - 8, len(texts) - 8 + len(texts))[:, None].neg()
+        new[-8:] = torch.linspace(0, 0.1, 16).view(8, 2)  # the rows both batches have
+        losses.append(algorithm.policy_loss(new, old, None, advantages, rows.response_mask, **given).item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-7) and losses[0] != 0
+
+
+def bad_reward(results):
+    return Rewards({"mine": lambda items, lengths, truncated: results}, {"mine": 1.0}, None, "drop")
+
+
+@pytest.mark.parametrize(
+    "results, message",
+    [
+        ([Result(1.0, 1.0)], 'reward "mine" returned 1 results for 2 items'),
+        ([Result(1.0, 1.0), Result(math.nan, 0.0)], "reward \"mine\": row 1 is nan, for prompt 'p0'"),
+        ([Result(math.inf, 1.0), Result(1.0, 0.0)], 'reward "mine": row 0 is inf'),
+    ],
+)
+def test_bad_results_are_refused(world, results, message):
+    with pytest.raises(BadInput, match=message):
+        bad_reward(results).score(*batch(["a", "b"], 2), world, 1)
+
+
+@pytest.mark.parametrize(
+    "specs, weights",
+    [
+        (("gsm8k",), {"gsm8k": 1.0}),
+        (("gsm8k=1.0", "format=.1", "repetition"), {"gsm8k": 1.0, "format": 0.1, "repetition": 1.0}),
+        (("overlong:48:16=-1e-1",), {"overlong:48:16": -0.1}),
+    ],
+)
+def test_names_and_weights(specs, weights):
+    assert rewards.load(specs).weights == weights
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        (("gms8k",), 'unknown reward "gms8k" .did you mean gsm8k'),
+        (("gsm8k=1", "gsm8k=2"), '"gsm8k" is named twice'),
+        (("gsm8k=0", "format=0"), "no reward has a weight other than 0"),
+        (("overlong:16:48",), "expected overlong:MAX:CACHE"),
+        (("absent.json",), "absent.json: file not found"),
+        (("http://127.0.0.1:9",), "http://127.0.0.1:9"),
+    ],
+)
+def test_what_load_refuses(specs, message):
+    with pytest.raises(BadInput, match=message):
+        rewards.load(specs)
+
+
+BROKEN = [  # contents of a weights file -> what is said of it
+    ('{"version": 2, "weights": {"gsm8k": 1.0, "for', r"weights.json:1:42: invalid JSON"),
+    ('{"weights": {"gsm8k": 1.0}}', r"has weights of \['gsm8k'\], the run has the rewards \['format', 'gsm8k'\]"),
+    ('{"weights": {"gsm8k": 1.0, "format": NaN}}', 'the weight of "format" is NaN, expected a finite number'),
+    ('{"weights": {"gsm8k": 1.0, "format": true}}', 'the weight of "format" is true'),
+    ('{"weights": {"gsm8k": 0, "format": 0}}', "no reward has a weight other than 0"),
+    ('{"gsm8k": 1.0}', 'expected an object with "weights"'),
+    (None, "file not found"),
+]
+
+
+def write(file, weights: dict) -> None:
+    """As a user must: a new file, renamed over the old one."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"version": 1, "weights": weights}))
+    os.replace(new, file)
+
+
+@pytest.mark.parametrize("content, message", BROKEN)
+def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path, capsys, content, message):
+    file = tmp_path / "weights.json"
+    write(file, {"gsm8k": 1.0, "format": 0.25})
+    reward = rewards.load((str(file),))
+    file.write_text(content) if content is not None else file.unlink()
+    logged = {}
+    log = lambda name, total, count=1: logged.update({name: total})
+    for step in (1, 2):
+        reward.score(*batch(["1", "<think></think><answer></answer>"], 2), world, step, log)
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1  # once, not each step
+    assert re.search(message, said) and "the weights stay {'gsm8k': 1.0, 'format': 0.25}" in said
+    assert reward.weights == {"gsm8k": 1.0, "format": 0.25} and logged["reward/weights_stale"] == 1.0
+    write(file, {"gsm8k": 1.0, "format": 0.5})
+    reward.score(*batch(["1", "1"], 2), world, 3, log)
+    assert reward.weights["format"] == 0.5 and logged["reward/weights_stale"] == 0.0
+
+
+def test_a_broken_weights_file_at_the_start_is_fatal(tmp_path):
+    file = tmp_path / "weights.json"
+    for content in ('{"weights": {"gsm8k"', '{"weights": {"gsm9k": 1.0}}', '{"weights": {"gsm8k": "1"}}'):
+        file.write_text(content)
+        with pytest.raises(BadInput):
+            rewards.load((str(file),))
+
+
+def test_new_weights_wait_for_the_next_step(world, tmp_path):
+    """All draws of a step, and the evaluations after it, are weighed alike."""
+    file = tmp_path / "weights.json"
+    write(file, {"gsm8k": 1.0, "format": 0.0})
+    reward = rewards.load((str(file),))
+    score = lambda step: reward.score(*batch(["1", "1"], 2), world, step)[0].score
+    assert score(1) == 1.0
+    write(file, {"gsm8k": 3.0, "format": 0.0})
+    assert score(1) == 1.0 and score(None) == 1.0 and score(2) == 3.0
+
+
+@pytest.mark.slow
+def test_two_ranks_agree(tmp_path):
+    """Weights, dropped prompts and errors: what one rank sees, both do."""
+    result = launch(ROOT / "tests/workers/agree.py", tmp_path, ranks=2, timeout=120)
+    said = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
+    assert len(said) == 2 and said[0] == said[1]
+    assert said[0] == {
+        "weights": [1.0, 5.0],
+        "error": 'BadInput: reward "mine" returned 3 results for 4 items',
+        "dropped": "RunFailed: step 9: 2 of 8 responses could not be graded",
+    }
+
+
+def test_items_carry_ids_and_meta(world):
+    seen: list[Item] = []
+
+    def keep(items, lengths, truncated):
+        seen.extend(items)
+        return [Result(0.0, 0.0)] * len(items)
+
+    prompts, texts, rows = batch(["a", "b"], 2)
+    Rewards({"keep": keep}, {"keep": 1.0}, None, "drop").score(prompts, texts, rows, world)
+    assert [item.response_ids for item in seen] == [[4, 5], [4, 5]] and seen[1].response == "b"
+
+
+@pytest.mark.slow
+def test_every_algorithm_goes_on_without_a_prompt_that_was_not_graded(models, tmp_path):
+    launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded", timeout=300)
+    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["reward/ungraded_frac"] > 0 for row in rows] == [False, False, False, True], name
+        traces = (tmp_path / name / "rollouts/step_000004.jsonl").read_text().splitlines()
+        left = [row for row in map(json.loads, traces) if "ungraded" in row["info"]]
+        if name in ("dapo", "prime"):  # drawn again until enough prompts are left
+            assert not left and rows[3]["sampling/prompts_generated"] > rows[2]["sampling/prompts_generated"]
+        else:
+            assert len(left) == 4 and len({row["prompt"] for row in left}) == 1
+            assert all(row["score"] == 0 for row in left)

@@ -1,0 +1,58 @@
+"""Two ranks score; what goes wrong on one of them must happen on both. Prints a list, of what each rank saw."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common import placement, rollout
+from common.data import Prompt
+from common.grading import Result
+from common.placement import BadInput, RunFailed
+from common.reward_mixture import Rewards
+
+
+def attempt(reward: Rewards, world, step: int) -> str:
+    prompts = [Prompt("p", "p", [3], "1")] * 2
+    rows = rollout.collate([[3]] * 4, [[4]] * 4, [[0.0]] * 4, [False] * 4, 0, "cpu")
+    try:
+        reward.score(prompts, ["a"] * 4, rows, world, step)
+    except (BadInput, RunFailed) as error:
+        return f"{type(error).__name__}: {str(error).split(': {')[0]}"
+    return ""
+
+
+def main(folder: Path) -> None:
+    world = placement.init(seed=0)
+    last = world.rank == world.size - 1
+    file = folder / "weights.json"
+
+    def write(weight: float) -> None:
+        if world.is_main:
+            (folder / "new").write_text(json.dumps({"weights": {"mine": weight}}))
+            os.replace(folder / "new", file)
+
+    mine = lambda count, score: lambda items, lengths, truncated: [Result(score, 0.0, None, {"why": "x"})] * count
+    reward = Rewards({"mine": mine(4, 1.0)}, {"mine": 0.5}, file, "drop")
+    weights = []
+    for step, weight in ((1, 1.0), (2, 5.0)):
+        write(weight)
+        attempt(reward, world, step)
+        weights.append(reward.weights["mine"])
+    wrong_count = Rewards({"mine": mine(3 if last else 4, 1.0)}, {"mine": 1.0}, None, "drop")
+    half = lambda items, lengths, truncated: mine(2, 1.0)(0, 0, 0) + mine(2, None if last else 1.0)(0, 0, 0)
+    dropping = Rewards({"mine": half}, {"mine": 1.0}, None, "drop")
+    dropping.first_step = 1
+    said = {"weights": weights, "error": attempt(wrong_count, world, 9), "dropped": attempt(dropping, world, 9)}
+    said["dropped"] = said["dropped"].split(";")[0]
+    everyone = [None] * world.size
+    dist.all_gather_object(everyone, said)
+    if world.is_main:
+        print(json.dumps(everyone), flush=True)
+    placement.finish(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
