@@ -60,7 +60,7 @@ class Args:
     steps: int = 50  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 4  # G, responses per prompt; fewer than elsewhere, the critic doubles the work
-    max_prompt_tokens: int = 64  # longer prompts are dropped and counted
+    max_prompt_tokens: int = 64  # longer prompts: --overlong-prompts
     max_response_tokens: int = 48
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed

@@ -65,7 +65,7 @@ class Args:
     gen_prompts: int = 48  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
     max_gen_batches: int = 10  # draws per step before the run stops
     group_size: int = 8  # G, responses per prompt
-    max_prompt_tokens: int = 64  # longer prompts are dropped and counted
+    max_prompt_tokens: int = 64  # longer prompts: --overlong-prompts
     max_response_tokens: int = 48
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed

@@ -58,7 +58,7 @@ class Args:
     steps: int = 52  # one step: one rollout and its updates
     prompts_per_step: int = 64  # B, all ranks together
     group_size: int = 8  # G, sampled responses per prompt, which share its greedy one; 1 in the paper
-    max_prompt_tokens: int = 64  # longer prompts are dropped and counted
+    max_prompt_tokens: int = 64  # longer prompts: --overlong-prompts
     max_response_tokens: int = 48
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
