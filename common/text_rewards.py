@@ -12,9 +12,9 @@ from common.placement import BadInput
 DAPO_CLIP = 300  # characters at the end of a response, as in DAPO's code
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _WORDS = re.compile(
-    "dollars|cents|pounds|inches|feet|miles|meters|mph|km|cm|gm|degrees|seconds|minutes|hours|days|years|square|cubic"
+    "dollars|cents|pounds|inches|feet|meters|mph|km|cm|gm|degrees|minutes|hours|square"
     "|units|points|integers|digits|ways|edges|students|meals|multiples"
-    r"|\^\\circ|\^\{\\circ\}|\\text\{\}(?:\^[23])?|\\mathrm\{th\}|\\l?dots|\\[;!,]|\{,\}|\""
+    r"|\^\\circ|\^\{\\circ\}|\\text\{[ms.]?\}(?:\^[23])?|\\mathrm\{th\}|\\l?dots|\\;|,\\!|\{,\}|\""
 )
 _INTEGER = re.compile(r"([+-]?[0-9]{1,300})(?:\.0*)?")
 _FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
@@ -24,7 +24,7 @@ def normalize_dapo(answer: str) -> str:
     """What DAPO's grader compares: an answer without its left side, articles, units, spaces and LaTeX wrappers."""
     answer = answer.rpartition("=")[2].replace("an ", "").replace("a ", "").replace(".$", "$").replace(r"\$", "")
     answer = answer.replace(r"\ ", "").replace(" ", "").replace("mbox", "text")
-    answer = _WORDS.sub("", answer)
+    answer = _WORDS.sub("", re.sub(r",?\\text\{and\}", ",", answer))
     if answer.count("$") > 1:  # what stands outside of the first inline formula goes
         answer = answer.split("$")[1]
     answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", answer)

@@ -65,10 +65,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = int(headers["Content-Length"]) != len(body)
 
     def do_GET(self):
+        assert self.path == "/health"
         self.server.headers = self.headers
         self.send(*self.server.health, {})
 
     def do_POST(self):
+        assert self.path == "/score"
         raw = self.rfile.read(int(self.headers["Content-Length"]))
         asked = json.loads(raw)
         with self.server.lock:
@@ -157,6 +159,7 @@ def test_what_an_item_holds(fake):
     server = fake()
     meta = {"level": 3, "when": datetime.date(2024, 5, 1), "nan": float("nan"), 7: [1, ("a", None)]}
     service = RewardService(server.url + "/")
+    assert service.url == server.url
     assert service([Item("2+3", "5", None, meta)], [17], [True])[0].score == 5
     (item,) = server.posts[0]["asked"]["items"]
     meta = {"level": 3, "when": "2024-05-01", "nan": "nan", "7": [1, ["a", None]], "length": 17, "truncated": True}
@@ -523,12 +526,12 @@ def test_a_served_grader_sees_what_it_would_see_here(serve):
 
     def grader(*given):
         seen.append(given)
-        return [Result(1.0, None, "x", {"when": datetime.date(2024, 5, 1)})] * len(given[0])
+        return [Result(1.0, None, "x", {"when": datetime.date(2024, 5, 1), "text": "\ud800"})] * len(given[0])
 
     given = [Item("p", "r", None, {"level": [3]}), Item("q", "\udfff", "7")], [5, 6], [True, False]
     results = RewardService(serve(grader))(*given)
     assert seen == [given]
-    assert results == [Result(1.0, None, "x", {"when": "2024-05-01"})] * 2
+    assert results == [Result(1.0, None, "x", {"when": "2024-05-01", "text": "\ud800"})] * 2
 
 
 def test_a_result_without_a_score_is_that_rows_alone(serve):
