@@ -46,7 +46,7 @@ class RewardService:
     """One of the rewards of common/rewards.py. Making one does not touch the network; check() does."""
 
     url: str
-    tries: int = 5
+    tries: int = 10  # with a minute of pauses, on average: our own server takes ten seconds to restart
     backoff: float = 0.5  # seconds: the longest pause before the second try, twice that before the third ...
     cap: float = 30.0  # ... and never more than this
     connect_timeout: float = 5.0

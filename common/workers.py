@@ -96,22 +96,21 @@ class Worker:
             if not part:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(1.0)  # it closes its pipes first; killed now, it would lose its exit status
-                return Failure("died", f"exit status {self.stop()}")
+                return Failure("died", f"exit status {self.process.returncode}")
             line += part
         answer = json.loads(line)
         return Failure(**answer) if isinstance(answer, dict) else answer
 
-    def stop(self) -> int:
-        """Kill the process and its children; its exit status."""
+    def stop(self) -> None:
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
+        self.process.wait()
         self.selector.close()
         self.process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process = None
-        return status
 
 
 class WorkerPool:
