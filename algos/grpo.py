@@ -14,7 +14,7 @@ gap between the first two is measured every step and should be rounding error.
 Differs from the paper: a verifiable reward instead of a reward model; a fixed reference policy; one pass over
 each rollout (mu = 1), in `mini_batches` optimizer steps; kl_coef 0 by default, not 0.04.
 
-Run:    python algos/grpo.py                                            (embedded arithmetic, 3 minutes on two cores)
+Run:    python algos/grpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k
             --steps 200 --learning-rate 1e-6 --max-prompt-tokens 512 --max-response-tokens 1024
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. GSM8K on GPUs: not yet reproduced.

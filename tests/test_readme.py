@@ -53,6 +53,12 @@ def test_links_exist():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_readme_knows_how_long_the_files_are():
+    rows = re.findall(r"^\| \[`(algos/\w+\.py)`\].*\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 8
+    assert all(len((ROOT / path).read_text().splitlines()) == int(lines) for path, lines in rows), rows
+
+
 @pytest.mark.parametrize("script", ["sibling_diffs", "parity"])
 def test_generated_tables_are_up_to_date(script):
     module = load(f"scripts/{script}.py")
