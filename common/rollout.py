@@ -101,18 +101,18 @@ def start(
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinning would put two ranks on one core
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs 4-14 s at start and gains nothing here
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # vLLM's imports, about torch's
+        warnings.simplefilter("ignore", FutureWarning)  # vLLM's, about torch's
         from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
 
-    engine = VLLMEngine(
-        model_path,
-        stop_token_ids,
-        world,
-        dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        memory_fraction=memory_fraction,
-    )
+        engine = VLLMEngine(
+            model_path,
+            stop_token_ids,
+            world,
+            dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            memory_fraction=memory_fraction,
+        )
     use_cores()  # vLLM sets the thread count for itself
     return engine
 

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 import uvicorn
-from conftest import ROOT
+from conftest import ROOT, launch
 from test_readme import load
 
 from common.grading import Item, Result, grade_gsm8k, gsm8k_reward
@@ -670,3 +670,36 @@ def test_a_service_killed_and_restarted_in_mid_call_loses_nothing(tmp_path):
 def test_bad_flags_of_the_server(flags, says):
     with pytest.raises(BadInput, match=says):
         serve_reward.main(serve_reward.Args(**flags))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_service_is_killed_and_restarted(models, tmp_path):
+    """On two ranks, and bit for bit as if the grader had been in the process: no row lost, none with a wrong score."""
+    flags = ["--model", models["untied"], "--rollout-backend", "hf", "--steps", 6, "--prompts-per-step", 8]
+    flags += ["--mini-batches", 2, "--eval-prompts", 0, "--run-dir"]
+    (tmp_path / "mine.py").write_text("def grade(items, lengths, truncated):\n    return [n % 3 for n in lengths]\n")
+    mine, port, run = f"{tmp_path}/mine.py:grade", free_port(), tmp_path / "served/metrics.jsonl"
+    launch(ROOT / "algos/grpo.py", *flags, tmp_path / "inside", "--reward", mine, ranks=2)
+    server = start(port, "--reward", mine)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            url = ["--reward", f"http://127.0.0.1:{port}"]
+            ask(RewardService(url[1], tries=300, cap=0.5), 1)  # refused until the server is up
+            running = pool.submit(launch, ROOT / "algos/grpo.py", *flags, tmp_path / "served", *url, ranks=2)
+            while not run.is_file() or len(run.read_text().splitlines()) < 2:
+                assert not running.done(), running.result().stderr[-2000:]
+                time.sleep(0.02)
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            assert not running.done(), "killed too late"
+            server = start(port, "--reward", mine)
+            running.result()
+    finally:
+        server.kill()
+        server.wait()
+    clock = lambda row: {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/"))}
+    inside, served = (
+        [clock(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("inside", "served")
+    )
+    assert inside == served and len(served) == 6 and any(row["train/grad_norm"] > 0 for row in served)
