@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from common import rendering, sources
-from common.placement import BadInput, say
+from common.placement import BadInput, say, split_weight
 
 INSTRUCTIONS = {  # what follows a question of a built-in data set, unless --template says it another way
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
@@ -122,14 +122,12 @@ def parse(dataset: tuple[str, ...] | str) -> dict[str, float]:
     """SPEC -> WEIGHT of --dataset: SPEC=WEIGHT each, or SPEC, which weighs 1. Raises BadInput."""
     weights: dict[str, float] = {}
     for entry in [dataset] if isinstance(dataset, str) else dataset:
-        spec, _, number = entry.rpartition("=")
-        if not spec or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
-            spec, number = entry, "1"  # a folder's name may hold a "="
-        if not 0 < float(number) < math.inf:
+        spec, weight = split_weight(entry)
+        if not 0 < weight < math.inf:
             raise BadInput(f'--dataset "{entry}": expected a weight > 0')
         if spec in weights:
             raise BadInput(f'--dataset: "{spec}" is named twice')
-        weights[spec] = float(number)
+        weights[spec] = weight
     if not weights:
         raise BadInput("--dataset: names no data set")
     return weights

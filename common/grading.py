@@ -49,8 +49,13 @@ def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
     `####` line, whichever starts later; only without either, the last number in the text. The answer may be
     a number or a GSM8K solution ending in `#### number`. Numbers are exact fractions: 0.333 is not 1/3.
     """
-    found, _ = extract(response, mode)
-    return float(found is not None and found == parse_gold(answer))
+    return _grade(response, answer, mode)[0]
+
+
+def _grade(response: str, answer: str, mode: str) -> tuple[float, str | None]:
+    """(1.0 or 0.0, how the response's number was found)."""
+    found, how = extract(response, mode)
+    return float(found is not None and found == parse_gold(answer)), how
 
 
 def parse_gold(answer: str) -> Fraction | None:
@@ -145,7 +150,6 @@ def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], m
     """grade_gsm8k as a reward: score = acc."""
     results = []
     for item in items:
-        found, how = extract(item.response, mode)
-        acc = float(found is not None and found == parse_gold(item.answer))
+        acc, how = _grade(item.response, item.answer, mode)
         results.append(Result(acc, acc, how))
     return results

@@ -7,6 +7,7 @@ consecutive ranks hold one engine together.
 """
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -27,6 +28,14 @@ def refuse_all(errors: list[str]) -> None:
     if errors:
         more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
         raise BadInput("\n".join(errors[:5] + more))
+
+
+def split_weight(entry: str) -> tuple[str, float]:
+    """SPEC=WEIGHT as (SPEC, WEIGHT); anything else weighs 1, as it is: a folder's name or a URL may hold a "="."""
+    spec, _, number = entry.rpartition("=")
+    if spec and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
+        return spec, float(number)
+    return entry, 1.0
 
 
 class RunFailed(RuntimeError):

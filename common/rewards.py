@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import text_rewards
 from common.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
-from common.placement import BadInput
+from common.placement import BadInput, split_weight
 from common.reward_mixture import Rewards, check_weights, read_weights
 from common.reward_model import RewardModel, RewardModelOnCPU
 from common.reward_service import RewardService
@@ -69,9 +69,7 @@ def load(specs: tuple[str, ...], failure: str = "drop") -> Rewards:
     else:
         weights = {}
         for spec in specs:
-            name, _, number = spec.rpartition("=")
-            weighted = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number) and name
-            name, weight = (name, float(number)) if weighted else (spec, 1.0)
+            name, weight = split_weight(spec)
             if name in weights:
                 raise BadInput(f'--reward: "{name}" is named twice')
             weights[name] = weight
