@@ -14,7 +14,7 @@ What is ranked right on held-out pairs may still be gamed. Trained without pairs
 ranked 97.7 % right; PPO then raised its score from 2.3 to 5.1 and lost the task, 52.7 to 0.4 % greedy: it solved
 easier problems than the one asked. With them (embedded.pairs), 89.1 % are ranked right, and
 `python algos/ppo.py --reward model:runs/reward-model --kl-coef 0.02` goes from 52.7 to 64.5 % greedy in 30 steps, then
-back to 56.3 % at 50: the score still rises, and what it rewards is no longer the task. Watch eval/accuracy, and stop.
+back to 56.3 % at 50: the score is no longer the task. Watch eval/accuracy, and stop at its best.
 """
 
 import dataclasses
