@@ -3,15 +3,28 @@
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import embedded, placement
 
 ROOT = Path(__file__).parents[1]
+CORES = os.sched_getaffinity(0)
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+def pytest_configure(config) -> None:
+    """Under pytest -n N each worker, and what it launches, keeps to its share of the cores: sharing them is slower."""
+    if hasattr(config, "workerinput") and len(CORES) >= WORKERS:
+        mine = int(config.workerinput["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, sorted(CORES)[mine::WORKERS])
 
 
 def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
@@ -48,7 +61,10 @@ def world():
 
 
 def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None) -> subprocess.CompletedProcess:
-    """Run a script as a user would: plain python, or torchrun with more than one rank."""
+    """Run a script as a user would: plain python, or torchrun with more than one rank, on all cores.
+
+    Several ranks run one launch at a time: two engines of tensor parallelism would meet in vLLM's shared memory.
+    """
     launcher = [sys.executable]
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} ranks need as many GPUs")
@@ -56,9 +72,13 @@ def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     inherited = {name: value for name, value in os.environ.items() if name not in embedded.TORCHRUN_VARIABLES}
-    result = subprocess.run(
-        [*launcher, *map(str, command)], env=inherited, cwd=cwd, timeout=timeout, capture_output=True, text=True
-    )
+    one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if ranks > 1 else nullcontext()
+    spread = partial(os.sched_setaffinity, 0, CORES) if ranks > 1 else None
+    with one_at_a_time:
+        result = subprocess.run(
+            [*launcher, *map(str, command)],
+            env=inherited, cwd=cwd, timeout=timeout, capture_output=True, text=True, preexec_fn=spread,
+        )  # fmt: skip
     if check:
         assert result.returncode == 0, f"{command} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result
