@@ -46,8 +46,8 @@ def main(model_path: str, budget: int, output: str) -> None:
         trained.zero_grad()
         return out
 
-    policy = model.load(model_path, world, torch.float32)
-    critic = model.load(model_path, world, torch.float32, value_head=True)
+    policy = model.load(model_path, world, torch.float64)
+    critic = model.load(model_path, world, torch.float64, value_head=True)
     with torch.no_grad():  # a head of zeros would hide the layers below it
         critic.score.weight.fill_(0.1)
 
