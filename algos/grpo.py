@@ -61,7 +61,7 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    limits: Annotated[rollout.Limits, tyro.conf.OmitArgPrefixes] = rollout.Limits()  # of the engine: memory, ...
     # algorithm
     clip_low: float = 0.2  # epsilon, below
     clip_high: float = 0.2  # epsilon, above
@@ -74,9 +74,8 @@ class Args:
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, sharing, ...
     offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
     # bookkeeping
     seed: int = 0
@@ -86,6 +85,7 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: after the last step only
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
+    profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
     track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
 
 
@@ -154,7 +154,7 @@ def check_args(args: Args, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:
@@ -175,20 +175,22 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
-    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
+    policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = model.load(args.model, world, dtype, offload=args.offload != "none").requires_grad_(False)
+        ref_policy = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none")
+        ref_policy.requires_grad_(False)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
-        memory_fraction=args.rollout_memory,
+        sequences=args.prompts_per_step * args.group_size // size * args.rollout_tp,
+        limits=args.limits,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer)}
@@ -201,7 +203,10 @@ def main(args: Args) -> None:
         tracker.first(greedy_accuracy(args.max_response_tokens))
 
     clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
+    single_update = args.mini_batches * args.epochs == 1
     for step in range(start + 1, args.steps + 1):
+        tracker.begin(step, args.profile)
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
         with tracker.time("rollout"):
@@ -223,11 +228,12 @@ def main(args: Args) -> None:
         needed = advantages != 0 if ref_policy is None else batch.response_mask.any(1)  # (N,)
 
         with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
-            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.token_budget, world)
-            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T); of a single update: its own, below
+            if not single_update:
+                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
-        tracker.mismatch(old_logprobs, batch, needed)
 
         with tracker.time("update"):
             for group in optimizer.param_groups:
@@ -235,9 +241,12 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
             for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
                 denominator = world.sum(batch.response_mask[rows].any(1).sum())  # responses of all ranks, skipped too
-                micro_batches = batching.pack(batch, rows[needed[rows]], args.token_budget, world)
+                micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
                 for micro in micro_batches:
+                    model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    if single_update:
+                        old_logprobs[micro.rows] = logprobs.detach()
                     old = old_logprobs[micro.rows]  # (n, T)
                     ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)
                     given = (advantages[micro.rows], micro.response_mask)
@@ -255,6 +264,8 @@ def main(args: Args) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
 
+        tracker.mismatch(old_logprobs, batch, needed)
+
         with tracker.time("sync"):
             weight_sync.push(policy, engine)
 
@@ -262,11 +273,13 @@ def main(args: Args) -> None:
         if step % args.rollouts_every == 0 or step in (1, args.steps):
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
         if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
+            with tracker.time("eval"):
+                tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
         if step == args.steps or (args.save_every and step % args.save_every == 0):
-            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+            with tracker.time("save"):  # counts in the next step
+                checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 
     tracker.close()
     placement.finish(world, engine)

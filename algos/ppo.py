@@ -65,7 +65,7 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    limits: Annotated[rollout.Limits, tyro.conf.OmitArgPrefixes] = rollout.Limits()  # of the engine: memory, ...
     # algorithm
     clip: float = 0.2  # epsilon in eq. 7
     value_clip: float = 0.2  # the same for values, in units of reward
@@ -82,9 +82,8 @@ class Args:
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, sharing, ...
     offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
     # bookkeeping
     seed: int = 0
@@ -94,6 +93,7 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: after the last step only
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
+    profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
     track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
 
 
@@ -228,7 +228,6 @@ def check_args(args: Args, size: int) -> None:
         "group_size",
         "max_prompt_tokens",
         "max_response_tokens",
-        "token_budget",
         "rollouts_every",
     ):
         if getattr(args, name) < 1:
@@ -257,26 +256,26 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
-    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
+    policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = model.load(args.model, world, dtype, offload=args.offload != "none").requires_grad_(False)
+        ref_policy = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none")
+        ref_policy.requires_grad_(False)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    critic = model.load(
-        args.model, world, dtype, args.activation_checkpointing, offload=args.offload != "none", value_head=True
-    )
+    critic = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none", value_head=True)
     critic_optimizer = torch.optim.AdamW(
         critic.parameters(), lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(512, args.prompts_per_step * args.group_size // size * args.rollout_tp),
-        memory_fraction=args.rollout_memory,
+        sequences=args.prompts_per_step * args.group_size // size * args.rollout_tp,
+        limits=args.limits,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
@@ -290,6 +289,7 @@ def main(args: Args) -> None:
 
     clip = {"clip_low": args.clip, "clip_high": args.clip}
     for step in range(start + 1, args.steps + 1):
+        tracker.begin(step, args.profile)
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
         with tracker.time("rollout"):
@@ -308,7 +308,7 @@ def main(args: Args) -> None:
             scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
 
         with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
-            micro_batches = batching.pack(batch, torch.arange(len(batch)), args.token_budget, world)
+            micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             old_values = model.frozen_values(critic, batch, micro_batches)  # (N, T)
             ref_logprobs = None
@@ -335,8 +335,9 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, own_step / max(1, args.warmup_steps))
             for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
                 denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks
-                micro_batches = batching.pack(batch, rows, args.token_budget, world)
+                micro_batches = batching.pack(batch, rows, args.compute, world)
                 for micro in micro_batches:
+                    model.accumulate(critic, last=micro is micro_batches[-1])
                     values = model.response_values(critic, micro)  # (n, T)
                     given = (old_values[micro.rows], returns[micro.rows], micro.response_mask)
                     loss = value_loss(values, *given, clip=args.value_clip, denominator=denominator)
@@ -348,6 +349,7 @@ def main(args: Args) -> None:
                 critic_optimizer.zero_grad()
 
                 for micro in [] if warming_up else micro_batches:
+                    model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     old = old_logprobs[micro.rows]  # (n, T)
                     given = (advantages[micro.rows], micro.response_mask)
@@ -367,11 +369,13 @@ def main(args: Args) -> None:
         if step % args.rollouts_every == 0 or step in (1, args.steps):
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, values=old_values)
         if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
+            with tracker.time("eval"):
+                tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
         if step == args.steps or (args.save_every and step % args.save_every == 0):
-            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+            with tracker.time("save"):  # counts in the next step
+                checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 
     tracker.close()
     placement.finish(world, engine)

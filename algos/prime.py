@@ -70,7 +70,7 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    limits: Annotated[rollout.Limits, tyro.conf.OmitArgPrefixes] = rollout.Limits()  # of the engine: memory, ...
     # algorithm
     clip: float = 0.2  # epsilon
     min_accuracy: float = 0.1  # of a prompt's responses, for the prompt to be trained on; 0.2 and 0.8 in the paper,
@@ -85,9 +85,8 @@ class Args:
     warmup_steps: int = 2  # steps of linear warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    token_budget: int = 8192  # tokens per forward and rank; memory only, never the gradient
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, sharing, ...
     offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
     # bookkeeping
     seed: int = 0
@@ -97,6 +96,7 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: after the last step only
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
+    profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
     track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
 
 
@@ -229,7 +229,7 @@ def check_args(args: Args, size: int) -> None:
         raise placement.BadInput(
             f"--min-accuracy {args.min_accuracy} and --max-accuracy {args.max_accuracy}: 0 <= min <= max <= 1"
         )
-    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "token_budget", "rollouts_every"):
+    for name in ("steps", "max_prompt_tokens", "max_response_tokens", "rollouts_every"):
         if getattr(args, name) < 1:
             raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.beta <= 0 or not 0 < args.clip < 1:
@@ -250,11 +250,13 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
-    policy = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload == "all")
-    ref_policy = model.load(args.model, world, dtype, offload=args.offload != "none").requires_grad_(False)
-    prm = model.load(args.model, world, dtype, args.activation_checkpointing, offload=args.offload != "none")
+    policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
+    ref_policy = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none")
+    ref_policy.requires_grad_(False)
+    prm = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
@@ -265,8 +267,8 @@ def main(args: Args) -> None:
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(512, gen_prompts * args.group_size // size * args.rollout_tp),
-        memory_fraction=args.rollout_memory,
+        sequences=gen_prompts * args.group_size // size * args.rollout_tp,
+        limits=args.limits,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer), "prm": (prm, prm_optimizer)}
@@ -280,7 +282,10 @@ def main(args: Args) -> None:
 
     clip = {"clip_low": args.clip, "clip_high": args.clip}
     share = args.prompts_per_step // world.size  # groups this rank trains on
+    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
+    single_update = args.mini_batches == 1
     for step in range(start + 1, args.steps + 1):
+        tracker.begin(step, args.profile)
         # Dynamic sampling. All ranks make the same number of draws, until each has its share of groups.
         mine, parts, responses, results = [], [], [], []
         for draw in range(args.max_gen_batches):
@@ -322,10 +327,11 @@ def main(args: Args) -> None:
         correct = torch.tensor([float(result.acc > 0) for result in results], device=world.device)  # (N,)
         everything = torch.arange(len(batch), device=world.device)  # (N,)
         with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
-            micro_batches = batching.pack(batch, everything, args.token_budget, world)
-            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            micro_batches = batching.pack(batch, everything, args.compute, world)
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T); of a single update: its own, below
+            if not single_update:
+                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
-        tracker.mismatch(old_logprobs, batch)
 
         with tracker.time("prm"):
             scores = model.frozen_logprobs(prm, batch, micro_batches, 1.0) - ref_logprobs  # before it sees this batch
@@ -333,7 +339,9 @@ def main(args: Args) -> None:
             tracker.add("prm/pair_accuracy", *ranked_pairs(scores, correct, args.group_size))
             for rows in everything.chunk(args.mini_batches):
                 denominator = world.sum(len(rows))  # responses on all ranks
-                for micro in batching.pack(batch, rows, args.token_budget, world):
+                micro_batches = batching.pack(batch, rows, args.compute, world)
+                for micro in micro_batches:
+                    model.accumulate(prm, last=micro is micro_batches[-1])
                     prm_logprobs, _ = model.response_logprobs(prm, micro, 1.0)
                     given = (ref_logprobs[micro.rows], micro.response_mask, args.beta, correct[micro.rows])
                     loss = prm_loss(prm_logprobs, *given).sum() / denominator
@@ -355,9 +363,12 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
             for rows in everything.chunk(args.mini_batches):
                 denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks
-                micro_batches = batching.pack(batch, rows, args.token_budget, world)
+                micro_batches = batching.pack(batch, rows, args.compute, world)
                 for micro in micro_batches:
+                    model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    if single_update:
+                        old_logprobs[micro.rows] = logprobs.detach()
                     old = old_logprobs[micro.rows]  # (n, T)
                     given = (advantages[micro.rows], micro.response_mask)
                     loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator)
@@ -368,17 +379,21 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
+        tracker.mismatch(old_logprobs, batch)
+
         with tracker.time("sync"):
             weight_sync.push(policy, engine)
 
         if step % args.rollouts_every == 0 or step in (1, args.steps):
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs)
         if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
+            with tracker.time("eval"):
+                tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
         if step == args.steps or (args.save_every and step % args.save_every == 0):
-            checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+            with tracker.time("save"):  # counts in the next step
+                checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 
     tracker.close()
     placement.finish(world, engine)

@@ -36,9 +36,8 @@ class Args:
     warmup_steps: int = 20
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    token_budget: int = 16384  # tokens per forward and rank; memory only, never the gradient
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, ...
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
     # bookkeeping
     seed: int = 0
     output: str = "runs/sft"  # the trained model, as a Hugging Face folder
@@ -64,7 +63,8 @@ def main(args: Args) -> None:
         raise placement.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype)
     start = args.model or embedded.new_model(Path(args.output), args.seed, world)
-    policy = model.load(start, world, dtype, args.activation_checkpointing)
+    args.compute = batching.plan(args.compute, start, dtype)
+    policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
@@ -78,7 +78,9 @@ def main(args: Args) -> None:
         tokens = world.sum(batch.response_mask.sum())  # all ranks, the whole mini-batch
 
         total = 0.0
-        for micro in batching.pack(batch, torch.arange(len(batch)), args.token_budget, world):
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
+        for micro in micro_batches:
+            model.accumulate(policy, last=micro is micro_batches[-1])
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)  # (n, T)
             loss = sft_loss(logprobs, micro.response_mask, tokens)
             (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted

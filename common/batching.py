@@ -4,70 +4,141 @@ A micro-batch is a matter of memory only. The loss is divided by a denominator t
 optimizer mini-batch and all ranks, so any cut gives the same gradient.
 """
 
+import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
+from transformers import AutoConfig
 
-from common.placement import World
+from common.attention import Spans, spans
+from common.placement import BadInput, World, say
 from common.rollout import Rollout
+
+SHORT_PROMPT = 32  # tokens; the attention of a shared prompt is a call of its own, which costs more than so few tokens
+SHARE = 0.2  # of a rank's memory that the activations of one micro-batch may take
+MOST = 16384  # tokens: beyond it a larger micro-batch is no faster
+
+
+@dataclass(frozen=True)
+class Compute:
+    token_budget: int = 0  # tokens per forward and rank; 0: as many as memory allows
+    shared_prompts: bool = True  # compute a prompt once for all its responses in a micro-batch
+    activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
 
 
 @dataclass
 class MicroBatch:
-    """n sequences (prompt + response) in one row of L tokens, R of which are response tokens."""
+    """n responses and their prompts in one row of L tokens, R of which are response tokens."""
 
     rows: torch.Tensor  # (n,) which rows of the rollout
     input_ids: torch.Tensor  # (1, L)
-    position_ids: torch.Tensor  # (1, L), starting again at 0 for each sequence
-    seqlens: list[int]  # n lengths, sum L
+    position_ids: torch.Tensor  # (1, L), starting again at 0 for each prompt, at the prompt's length for each response
+    spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) place in the row whose logits predict each response token: one before it
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) where they stand in a flattened (n, T)
     response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps ranks in step
 
 
-def pack(rollout: Rollout, rows: torch.Tensor, token_budget: int, world: World) -> list[MicroBatch]:
+def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -> list[MicroBatch]:
     """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens (at least one sequence each).
 
-    Rows are taken in order of length, so that neighbours have similar lengths. Every forward and backward
-    of an FSDP model is a collective, so ranks with fewer micro-batches than the fullest one run dummies
+    With shared prompts, responses to one prompt that meet in a micro-batch have it computed once for all of them.
+    Groups are taken in order of their longest row, so that neighbours have similar lengths. Every forward and
+    backward of an FSDP model is a collective, so ranks with fewer micro-batches than the fullest one run dummies
     (one real row, mask all False). Collective: every rank calls it.
     """
-    lengths = [len(rollout.prompt_ids[row]) + len(rollout.response_ids[row]) for row in rows.tolist()]
-    bins: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not bins or sum(lengths[j] for j in bins[-1]) + lengths[i] > token_budget:
-            bins.append([])
-        bins[-1].append(i)
-    micro_batches = [pack_rows(rollout, rows[indices]) for indices in bins]
+    units: dict[tuple, list[int]] = {}  # rows that may share a prompt
+    for row in rows.tolist():
+        prompt = tuple(rollout.prompt_ids[row])
+        units.setdefault(prompt if compute.shared_prompts and len(prompt) >= SHORT_PROMPT else (row,), []).append(row)
+    length = lambda row: len(rollout.prompt_ids[row]) + len(rollout.response_ids[row])
+    bins, room = [], 0
+    for unit in sorted(units.values(), key=lambda unit: max(map(length, unit))):
+        joined = False  # whether the newest micro-batch has this prompt already
+        for row in sorted(unit, key=length):
+            if (len(rollout.response_ids[row]) if joined else length(row)) > room:
+                bins.append([])
+                room, joined = compute.token_budget, False
+            if not joined:
+                bins[-1].append([])
+                room -= len(rollout.prompt_ids[row])
+                joined = True
+            bins[-1][-1].append(row)
+            room -= len(rollout.response_ids[row])
+    micro_batches = [pack_groups(rollout, groups) for groups in bins]
     for _ in range(int(world.max(len(bins))) - len(bins)):
-        dummy = pack_rows(rollout, rows[:1] if len(rows) else torch.zeros(1, dtype=torch.long))
+        dummy = pack_groups(rollout, [rows[:1].tolist() or [0]])
         dummy.response_mask = torch.zeros_like(dummy.response_mask)
         micro_batches.append(dummy)
     return micro_batches
 
 
-def pack_rows(rollout: Rollout, rows: torch.Tensor) -> MicroBatch:
-    """Lay the given rows (n,) of the rollout end to end. The one shift of the whole repository is here."""
+def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
+    """Lay rows of the rollout end to end, those of one group behind one prompt.
+
+    The one shift of the whole repository is here: the last prompt token predicts response token 0.
+    """
     device, width = rollout.response_mask.device, rollout.response_mask.shape[1]
-    tokens, positions, seqlens, predictors, targets, scatter = [], [], [], [], [], []
-    for i, row in enumerate(rows.tolist()):
-        prompt, response = rollout.prompt_ids[row], rollout.response_ids[row]
-        first = len(tokens) + len(prompt) - 1  # the logits at the last prompt token predict response token 0
-        predictors += range(first, first + len(response))
-        targets += response
-        scatter += range(i * width, i * width + len(response))
-        tokens += prompt + response
-        positions += range(len(prompt) + len(response))
-        seqlens.append(len(prompt) + len(response))
+    rows = [row for group in groups for row in group]
+    tokens, positions, predictors, targets, scatter = [], [], [], [], []
+    for group in groups:
+        prompt = rollout.prompt_ids[group[0]]
+        tokens += prompt
+        positions += range(len(prompt))
+        last_of_prompt = len(tokens) - 1
+        for row in group:
+            response = rollout.response_ids[row]
+            predictors += [last_of_prompt, *range(len(tokens), len(tokens) + len(response) - 1)][: len(response)]
+            targets += response
+            tokens += response
+            positions += range(len(prompt), len(prompt) + len(response))
+    for i, row in enumerate(rows):
+        scatter += range(i * width, i * width + len(rollout.response_ids[row]))
     as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)
+    lengths = [(len(rollout.prompt_ids[g[0]]), [len(rollout.response_ids[row]) for row in g]) for g in groups]
     return MicroBatch(
-        rows=rows.to(device),
+        rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
         position_ids=as_tensor([positions]),
-        seqlens=seqlens,
+        spans=spans(lengths, device),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),
         scatter=as_tensor(scatter),
-        response_mask=rollout.response_mask[rows.to(device)],
+        response_mask=rollout.response_mask[as_tensor(rows)],
     )
+
+
+def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
+    """The same with a token budget, printed. From the machine's whole memory, not from what is free: the same command
+    cuts the same micro-batches each time. Raises BadInput.
+    """
+    if compute.token_budget < 0:
+        raise BadInput(f"--token-budget {compute.token_budget}: must be at least 1, or 0 to choose it from memory")
+    if compute.token_budget:
+        return compute
+    config = AutoConfig.from_pretrained(model_path)
+    per_token = activation_bytes(config, dtype, compute.activation_checkpointing)
+    budget = 1024
+    while budget < MOST and 2 * budget * per_token <= SHARE * rank_memory():
+        budget *= 2
+    say(f"token budget: {budget} a forward and rank ({per_token * budget / 2**30:.2g} GiB of activations)")
+    return dataclasses.replace(compute, token_budget=budget)
+
+
+def activation_bytes(config, dtype: torch.dtype, checkpointing: bool) -> int:
+    """What a backward keeps of one token, about: of each layer two norms and residuals in float32, queries to output,
+    and four of the width of the feed-forward; with checkpointing the input of each layer, and all of one layer.
+    """
+    layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
+    layers = config.num_hidden_layers
+    return layers * config.hidden_size * dtype.itemsize + layer if checkpointing else layers * layer
+
+
+def rank_memory() -> float:
+    """Bytes of this rank's GPU, or its share of the machine's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size

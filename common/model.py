@@ -11,9 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -23,7 +27,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from common.batching import MicroBatch
+from common.attention import packed_attention
+from common.batching import Compute, MicroBatch
 from common.placement import BadInput, World
 from common.rollout import Rollout
 
@@ -34,7 +39,7 @@ def load(
     model_path: str,
     world: World,
     dtype: torch.dtype,
-    activation_checkpointing: bool = False,
+    compute: Compute = Compute(),
     *,
     offload: bool = False,
     value_head: bool = False,
@@ -66,9 +71,11 @@ def load(
         state, buffers = source.state_dict(), dict(source.named_buffers())
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
-    if activation_checkpointing:
+    if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    if world.size == 1:
+        settings["reshard_after_forward"] = False  # nothing is saved by gathering from oneself twice
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in model.base_model.layers:
@@ -82,6 +89,7 @@ def load(
         whole = buffers[name].to(world.device) if world.is_main else buffer.to(world.device)
         dist.broadcast(whole, src=0)
         setattr(model.get_submodule(path), last, whole)  # on the GPU even where parameters are offloaded
+    model.offloaded = offload
     setattr(model, forward.__name__, MethodType(forward, model))
     register_fsdp_forward_method(model, forward.__name__)
     return model.train()
@@ -100,61 +108,83 @@ def check_architecture(config, model_path: str) -> None:
 
 
 def token_logprobs(
-    self, input_ids, position_ids, seqlens, predictors, targets, temperature: float, with_entropy: bool
+    self, input_ids, position_ids, spans, predictors, targets, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropies, (R,) float32, of R target tokens predicted at R places of one packed row.
-
-    Logits are computed at those places alone, in chunks, and again in the backward:
-    no (tokens, vocabulary) float32 matrix of the whole row ever exists.
-    """
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, seqlens=seqlens)
-    hidden = hidden.last_hidden_state[0, predictors]  # (R, hidden size)
-    head = self.get_output_embeddings()
-
-    def logprobs_of(hidden: torch.Tensor, targets: torch.Tensor):
-        logits = Float32Linear.apply(hidden, head.weight) / temperature  # (r, V)
-        log_z = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_z
-        if not with_entropy:
-            return logprobs, None
-        with torch.no_grad():
-            return logprobs, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-
-    chunk = max(1, LOGITS_PER_CHUNK // self.config.vocab_size)
-    if len(targets) <= chunk:
-        return logprobs_of(hidden, targets)
-    parts = [
-        checkpoint(logprobs_of, h, t, use_reentrant=False) for h, t in zip(hidden.split(chunk), targets.split(chunk))
-    ]
-    logprobs = torch.cat([part[0] for part in parts])
-    return logprobs, torch.cat([part[1] for part in parts]) if with_entropy else None
+    """Log-probs and entropies, (R,) float32, of R target tokens predicted at R places of one packed row."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    hidden = hidden.last_hidden_state[0].index_select(0, predictors)  # (R, hidden size)
+    head = self.get_output_embeddings().weight
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, temperature, with_entropy)
+    return logprobs, entropy if with_entropy else None
 
 
-class Float32Linear(torch.autograd.Function):
-    """hidden (R, d), weight (V, d) -> hidden weight^T (R, V) in float32, whatever they are; the engine does the same.
+class ChunkedLogprobs(torch.autograd.Function):
+    """hidden (R, d), head (V, d), targets (R,) -> log-softmax(hidden head^T / temperature) at the targets; entropies.
 
-    A logit of 20 rounded to bfloat16 is up to 0.06 off: the largest part of the gap between trainer and engine.
+    Logits exist a chunk of rows at a time, in the backward once more: never (R, V). They are float32 whatever the
+    weights are, as in the engine: a logit of 20 rounded to bfloat16 is up to 0.06 off, which would be the largest
+    part of the gap between trainer and engine. Entropies (R,) carry no gradient; zeros unless asked for.
     """
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden.float(), weight.float())
+    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool):
+        logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))
+        for rows in chunks(len(targets), len(head)):
+            z = float32_logits(hidden[rows], head).div_(temperature)  # (r, V)
+            top = z.amax(1, keepdim=True)
+            z -= top
+            p = z.exp()
+            total = p.sum(1)
+            log_z[rows] = total.log() + top[:, 0]
+            logprobs[rows] = z.gather(1, targets[rows, None])[:, 0] - total.log()
+            if with_entropy:
+                entropy[rows] = total.log() - torch.linalg.vecdot(p, z) / total
+        ctx.save_for_backward(hidden, head, targets, log_z)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)
-        return grad @ weight, grad.t() @ hidden
+    def backward(ctx, grad, _):
+        hidden, head, targets, log_z = ctx.saved_tensors
+        grad = grad / ctx.temperature
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        for rows in chunks(len(targets), len(head)):
+            z = float32_logits(hidden[rows], head).div_(ctx.temperature).sub_(log_z[rows, None])
+            grad_z = z.exp_().mul_(-grad[rows, None])  # d logprob / d logits = one-hot - softmax
+            grad_z.scatter_add_(1, targets[rows, None], grad[rows, None])
+            grad_z = grad_z.to(hidden.dtype)
+            torch.mm(grad_z, head, out=grad_hidden[rows])
+            grad_head.addmm_(grad_z.t(), hidden[rows])
+        return grad_hidden, grad_head, None, None, None
 
 
-def token_values(self, input_ids, position_ids, seqlens, predictors) -> torch.Tensor:
+def chunks(rows: int, vocabulary: int) -> list[slice]:
+    """Cut rows into slices of at most LOGITS_PER_CHUNK logits."""
+    size = max(1, LOGITS_PER_CHUNK // vocabulary)
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def float32_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    return F.linear(hidden.float(), head.float())
+
+
+def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
     """Values, (R,) float32, at R places of one packed row: of the response so far, before the next token."""
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, seqlens=seqlens)
-    hidden = hidden.last_hidden_state[0, predictors].float()
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    hidden = hidden.last_hidden_state[0].index_select(0, predictors).float()
     return F.linear(hidden, self.score.weight.float(), self.score.bias.float()).squeeze(-1)
+
+
+def accumulate(model: nn.Module, *, last: bool) -> None:
+    """Before each backward of an optimizer step: only the last reduces gradients over the ranks, layer by layer.
+
+    Until then each rank keeps whole gradients in float32. With offload it has no room for them, and each backward
+    reduces its own. The sums are the same but for rounding.
+    """
+    model.set_requires_gradient_sync(last or model.offloaded)
 
 
 def response_logprobs(
@@ -165,14 +195,14 @@ def response_logprobs(
     temperature: the one the responses were sampled with. Collective: every rank runs the same number of these.
     """
     logprobs, entropy = policy.token_logprobs(
-        micro.input_ids, micro.position_ids, micro.seqlens, micro.predictors, micro.targets, temperature, with_entropy
+        micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, with_entropy
     )
     return place(logprobs, micro), place(entropy, micro) if with_entropy else None
 
 
 def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, as above."""
-    return place(critic.token_values(micro.input_ids, micro.position_ids, micro.seqlens, micro.predictors), micro)
+    return place(critic.token_values(micro.input_ids, micro.position_ids, micro.spans, micro.predictors), micro)
 
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -199,51 +229,7 @@ def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], 
     out = torch.zeros_like(rollout.rollout_logprobs)
     for micro in micro_batches:
         out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
-    model.reshard()  # no backward will: the embeddings would stay whole on every rank
+    for module in model.modules():  # no backward will: whole weights would take memory, and outlive the next update
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return out
-
-
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, seqlens=None, **kwargs):
-    """Causal attention inside each of the packed sequences: (1, heads, L, d) -> (1, L, heads, d).
-
-    On CUDA one variable-length kernel; elsewhere neighbours of similar length share one padded call. Padding
-    stands on the right, so a causal mask alone keeps it out: no token sees a later one.
-    """
-    grouped = query.shape[1] != key.shape[1]  # grouped-query attention
-    if query.is_cuda and query.dtype != torch.float32:
-        ends = torch.tensor([0, *seqlens], device=query.device).cumsum(0, dtype=torch.int32)
-        flat = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
-        longest = max(seqlens)
-        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
-        return out[None], None
-    outputs, first = [], 0
-    for lengths in similar_lengths(seqlens):
-        last = first + sum(lengths)
-        if min(lengths) == max(lengths):  # no padding: a view
-            rows = [x[0, :, first:last].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value)]
-            out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        else:
-            lengths = torch.tensor(lengths, device=query.device)
-            real = torch.arange(int(lengths.max()), device=query.device)[None] < lengths[:, None]  # (n, longest)
-            rows = []
-            for x in (query, key, value):
-                padded = x.new_zeros(*real.shape, x.shape[1], x.shape[3])  # (n, longest, heads, d)
-                padded[real] = x[0, :, first:last].transpose(0, 1)
-                rows.append(padded.transpose(1, 2))
-            out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
-            outputs.append(out.transpose(1, 2)[real])
-        first = last
-    return torch.cat(outputs)[None], None
-
-
-def similar_lengths(seqlens: list[int], waste: float = 0.15) -> list[list[int]]:
-    """Cut a list of lengths into runs whose padded size exceeds the real one by at most `waste`."""
-    runs: list[list[int]] = []
-    for length in seqlens:
-        run = [*runs[-1], length] if runs else []
-        if runs and max(run) * len(run) <= (1 + waste) * sum(run):
-            runs[-1] = run
-        else:
-            runs.append([length])
-    return runs

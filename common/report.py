@@ -9,7 +9,16 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-PHASES = ("rollout", "reward", "logprobs", "update", "sync")
+PHASES = {  # of a step, and what to try where one dominates
+    "rollout": "more responses at once (--rollout-max-seqs), shorter ones (--max-response-tokens)",
+    "reward": "more workers or a service of its own (docs/rewards.md)",
+    "logprobs": "--mini-batches 1 needs no pass of its own; else as for the update",
+    "prm": "as for the update",
+    "update": "--shared-prompts, a larger --token-budget, no --activation-checkpointing or --offload it can do without",
+    "sync": "more updates a step (--prompts-per-step)",
+    "eval": "--eval-every less often, fewer --eval-prompts",
+    "save": "--save-every less often",
+}
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 svg{width:100%;height:auto}table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;
 text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;padding:.5em;margin:0}
@@ -52,8 +61,10 @@ def summary(metrics: list[dict]) -> str:
     totals = {phase: sum(row.get(f"time/{phase}", 0.0) for row in metrics) for phase in PHASES}
     whole = sum(row.get("time/step", 0.0) for row in metrics)
     if whole:
-        shares = ", ".join(f"{phase} {seconds / whole:.0%}" for phase, seconds in totals.items())
+        shares = ", ".join(f"{phase} {seconds / whole:.0%}" for phase, seconds in totals.items() if seconds)
+        slowest = max(totals, key=totals.get)
         lines.append(f"{whole:.0f} s in {sum('time/step' in row for row in metrics)} steps: {shares}.")
+        lines.append(f"Most of it is {slowest}; faster: {PHASES[slowest]}.")
     return "<p>" + " ".join(lines) + "</p>"
 
 
@@ -77,7 +88,7 @@ def draw(steps: list[dict], metrics: list[dict]) -> str:
     axes[1].set_title("greedy accuracy, held out")
     axes[1].set_xlabel("step")
     curve(axes[2], "response length, tokens", "response/length_mean")
-    axes[3].stackplot(x, *[[row.get(f"time/{phase}", 0.0) for row in steps] for phase in PHASES], labels=PHASES)
+    axes[3].stackplot(x, *[[row.get(f"time/{phase}", 0.0) for row in steps] for phase in PHASES], labels=[*PHASES])
     axes[3].set_title("seconds a step")
     axes[3].set_xlabel("step")
     axes[3].legend(fontsize="small", loc="lower left")

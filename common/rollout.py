@@ -26,7 +26,16 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from common.placement import World, use_cores
+from common.placement import World, say, use_cores
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the vLLM engine may take. A CPU's KV cache follows from the job, or VLLM_CPU_KVCACHE_SPACE (GiB)."""
+
+    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
+    rollout_max_seqs: int = 0  # responses it works on at once; 0: all of a step's, at most 512
+    rollout_batched_tokens: int = 0  # tokens of one forward of it; 0: vLLM's own choice
 
 
 @dataclass
@@ -81,17 +90,18 @@ def start(
     dtype: torch.dtype,
     *,
     max_model_len: int,
-    max_num_seqs: int,
-    memory_fraction: float,
+    sequences: int,
+    limits: Limits,
 ):
     """Load an engine on this rank (with rollout_tp > 1: on these ranks together). Collective: every rank calls it.
 
     model_path: local folder or Hub name; stop_token_ids: sampling one of them ends a response and is part
-    of it; max_model_len: prompt + response, tokens; memory_fraction: share of the GPU's memory for weights
-    and KV cache, given back while the trainer works.
+    of it; max_model_len: prompt + response, tokens; sequences: responses asked for in one call. A GPU's memory is
+    given back while the trainer works.
     """
     if backend == "hf":
         return HFEngine(model_path, stop_token_ids, world, dtype)
+    max_num_seqs = limits.rollout_max_seqs or min(512, sequences)
     # All of vLLM's environment, in one place, before its first import.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process: weights go by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -111,8 +121,9 @@ def start(
             dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            memory_fraction=memory_fraction,
+            limits=limits,
         )
+    say(f"engine: {engine.settings()}")
     use_cores()  # vLLM sets the thread count for itself
     return engine
 

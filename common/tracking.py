@@ -29,6 +29,7 @@ class Tracker:
         self.sums: dict[str, list] = {}
         self.peaks: dict[str, list] = {}
         self.step_began = time.perf_counter()
+        self.profiler = None
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -39,6 +40,12 @@ class Tracker:
         self.metrics_file.write_text("".join(line + "\n" for line in kept))
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
         self.sink = open_sink(track, self.run_dir, args)
+
+    def begin(self, step: int, profiled: tuple[int, ...]) -> None:
+        """Start a step. Of a profiled one write() leaves profile/step_NNNNNN.rankR.json.gz, for ui.perfetto.dev."""
+        if step in profiled:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
 
     def add(self, name: str, total, count=1) -> None:
         """Add to a mean: `total` over `count` items (numbers or tensors), summed over micro-batches and ranks."""
@@ -100,6 +107,12 @@ class Tracker:
 
     def write(self, step: int) -> dict[str, float]:
         """Reduce over ranks, write this step's line to file and console, return it on every rank. Collective."""
+        if self.profiler:
+            self.profiler.stop()
+            folder = self.run_dir / "profile"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(folder / f"step_{step:06d}.rank{self.world.rank}.json.gz"))
+            self.profiler = None
         now = time.perf_counter()
         if step:
             self.add("time/step", now - self.step_began)

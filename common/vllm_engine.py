@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from common.placement import World
-from common.rollout import Rollout, collate, gather_prompts
+from common.rollout import Limits, Rollout, collate, gather_prompts
 
 
 @dataclass
@@ -72,7 +72,7 @@ class VLLMEngine:
         *,
         max_model_len: int,
         max_num_seqs: int,
-        memory_fraction: float,
+        limits: Limits,
     ):
         if "in_process" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine("in_process", InProcessTransfer)
@@ -94,7 +94,19 @@ class VLLMEngine:
             weight_transfer_config=WeightTransferConfig(backend="in_process"),
             use_tqdm_on_load=False,
             enforce_eager=not cuda,  # CUDA graphs on a GPU; nothing to capture on a CPU
-            **(dict(enable_sleep_mode=True, gpu_memory_utilization=memory_fraction) if cuda else {}),
+            max_num_batched_tokens=limits.rollout_batched_tokens or None,
+            **(dict(enable_sleep_mode=True, gpu_memory_utilization=limits.rollout_memory) if cuda else {}),
+            # The responses to one prompt share its keys and values in whole blocks, else of 128 tokens.
+            **(dict(block_size=32) if not cuda and max_model_len > 128 else {}),
+        )
+
+    def settings(self) -> str:
+        """What was derived from the job, in a line."""
+        config = self.llm.llm_engine.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return (
+            f"{scheduler.max_num_seqs} responses at once, {scheduler.max_num_batched_tokens} tokens a forward, "
+            f"KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
         )
 
     def generate(self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:

@@ -61,8 +61,8 @@ def main(args: Args) -> None:
         world,
         dtype,
         max_model_len=max_model_len,
-        max_num_seqs=256,
-        memory_fraction=0.9,
+        sequences=256,
+        limits=rollout.Limits(rollout_memory=0.9),
     )
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
     result["greedy"] = evaluation.greedy_accuracy(engine, prompts, reward, tokenizer, world, args.max_response_tokens)

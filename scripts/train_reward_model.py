@@ -84,7 +84,8 @@ def main(args: Args) -> None:
     tokenizer, _ = data.load_tokenizer(args.model)
     random.Random(args.seed).shuffle(pairs)
     world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype)
-    reward_model = model.load(args.model, world, dtype, args.activation_checkpointing, value_head=True)
+    compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)
+    reward_model = model.load(args.model, world, dtype, compute, value_head=True)
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def scores(pairs: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:

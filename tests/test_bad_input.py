@@ -11,13 +11,14 @@ from pyarrow import parquet
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
 from common import data, model, placement
+from common.batching import Compute
 
 CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"group_size": 1}, "--group-size 1: a group of one"),
     ({"temperature": 0.0}, "--temperature 0.0: training samples at a temperature > 0"),
     ({"prompts_per_step": 10}, "--prompts-per-step 10 is not a multiple of --mini-batches 4 x 1 ranks = 4"),
     ({"mini_batches": 0}, "--prompts-per-step 64 is not a multiple of --mini-batches 0"),
-    ({"token_budget": 0}, "--token-budget 0: must be at least 1"),
+    ({"compute": Compute(-1)}, "--token-budget -1: must be at least 1, or 0 to choose it from memory"),
     ({"steps": 0}, "--steps 0: must be at least 1"),
     ({"kl_coef": -1.0}, "--kl-coef must be >= 0"),
     ({"rollout_tp": 3}, "--rollout-tp 3 does not divide the 1 ranks"),

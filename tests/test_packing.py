@@ -1,5 +1,7 @@
 """The packed forward: equal to transformers' own, blind to neighbours, and to how rows are cut into micro-batches."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import relative_difference
@@ -7,7 +9,8 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from common import batching, model
-from common.model import similar_lengths
+from common.attention import Sequence, similar_lengths
+from common.batching import Compute
 from common.placement import BadInput
 from common.rollout import collate
 
@@ -39,31 +42,33 @@ def by_transformers(folder: str, rollout):
 @pytest.mark.parametrize("kind", ["untied", "tied", "grouped"])
 def test_packed_equals_transformers(models, world, kind):
     policy, rollout = model.load(models[kind], world, torch.float32), random_rollout(12)
-    (micro,) = batching.pack(rollout, torch.arange(12), 10_000, world)
+    (micro,) = batching.pack(rollout, torch.arange(12), Compute(10_000), world)
     logprobs, entropy = model.response_logprobs(policy, micro, TEMPERATURE, with_entropy=True)
     expected, expected_entropy = by_transformers(models[kind], rollout)
     assert torch.allclose(logprobs, expected[micro.rows], atol=1e-5)
     assert torch.allclose(entropy, expected_entropy[micro.rows], atol=1e-5)
-    frozen = model.frozen_logprobs(policy, rollout, batching.pack(rollout, torch.arange(12), 60, world), TEMPERATURE)
+    frozen = model.frozen_logprobs(
+        policy, rollout, batching.pack(rollout, torch.arange(12), Compute(60), world), TEMPERATURE
+    )
     assert torch.allclose(frozen, expected, atol=1e-5) and not frozen.requires_grad
 
 
 def test_neighbours_change_nothing(models, world):
     policy, rollout = model.load(models["grouped"], world, torch.float32), random_rollout(8)
     rows = torch.arange(8)
-    before, _ = model.response_logprobs(policy, batching.pack_rows(rollout, rows), TEMPERATURE)
+    before, _ = model.response_logprobs(policy, batching.pack_groups(rollout, [[i] for i in range(8)]), TEMPERATURE)
     rollout.prompt_ids[3] = [7] * len(rollout.prompt_ids[3])
     rollout.response_ids[3] = [9] * len(rollout.response_ids[3])
-    after, _ = model.response_logprobs(policy, batching.pack_rows(rollout, rows), TEMPERATURE)
+    after, _ = model.response_logprobs(policy, batching.pack_groups(rollout, [[i] for i in range(8)]), TEMPERATURE)
     others = rows != 3
     assert torch.equal(before[others], after[others])  # bit for bit
     assert not torch.equal(before[3], after[3])
 
 
-def gradient(policy, rollout, budget, world) -> dict[str, torch.Tensor]:
-    """Gradient of a token-weighted loss over all rows, cut to a budget."""
+def gradient(policy, rollout, compute, world) -> dict[str, torch.Tensor]:
+    """Gradient of a token-weighted loss over all rows, cut as `compute` says."""
     weights = torch.linspace(-1, 1, rollout.response_mask.numel()).view_as(rollout.response_mask)
-    for micro in batching.pack(rollout, torch.arange(len(rollout)), budget, world):
+    for micro in batching.pack(rollout, torch.arange(len(rollout)), compute, world):
         logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
         ((logprobs * weights[micro.rows] * micro.response_mask).sum() / 100).backward()
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.named_parameters()}
@@ -74,30 +79,89 @@ def gradient(policy, rollout, budget, world) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("budget", [1, 40, 100])
 def test_gradient_is_the_same_for_any_budget(models, world, budget):
     policy, rollout = model.load(models["grouped"], world, torch.float32), random_rollout(16)
-    whole, cut = gradient(policy, rollout, 10_000, world), gradient(policy, rollout, budget, world)
+    whole, cut = gradient(policy, rollout, Compute(10_000), world), gradient(policy, rollout, Compute(budget), world)
     assert relative_difference(whole, cut) <= 1e-6
 
 
 def test_gradient_is_the_same_with_checkpointed_chunks_and_layers(models, world, monkeypatch):
     rollout = random_rollout(16)
-    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, 10_000, world)
+    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, Compute(10_000), world)
     monkeypatch.setattr(model, "LOGITS_PER_CHUNK", 7 * 50)  # 7 tokens at a time
-    policy = model.load(models["tied"], world, torch.float32, activation_checkpointing=True)
-    chunked = gradient(policy, rollout, 10_000, world)
+    policy = model.load(models["tied"], world, torch.float32, Compute(activation_checkpointing=True))
+    chunked = gradient(policy, rollout, Compute(10_000), world)
     assert relative_difference(whole, chunked) <= 1e-6
 
 
 def test_gradient_is_the_same_with_offload(models, world):
     rollout = random_rollout(16)
-    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, 10_000, world)
-    offloaded = gradient(model.load(models["tied"], world, torch.float32, offload=True), rollout, 100, world)
+    whole = gradient(model.load(models["tied"], world, torch.float32), rollout, Compute(10_000), world)
+    offloaded = gradient(model.load(models["tied"], world, torch.float32, offload=True), rollout, Compute(100), world)
     assert relative_difference(whole, offloaded) <= 1e-6
+
+
+def groups_of(rollout, size: int, prompt_length: int):
+    """The same responses, `size` to each prompt of about prompt_length tokens."""
+    generator = torch.Generator().manual_seed(5)
+    count = len(rollout) // size
+    prompts = [torch.randint(3, 50, (prompt_length + i,), generator=generator).tolist() for i in range(count)]
+    return dataclasses.replace(rollout, prompt_ids=[prompt for prompt in prompts for _ in range(size)])
+
+
+@pytest.mark.parametrize("budget", [60, 150, 10_000])
+@pytest.mark.parametrize("kind", ["tied", "grouped"])
+def test_shared_prompts_change_nothing_but_the_work(models, world, kind, budget):
+    """Log-probs, entropies and gradients against plain packing; a budget of 60 splits groups, one of 150 does not."""
+    policy, rollout = model.load(models[kind], world, torch.float32), groups_of(random_rollout(12), 4, 40)
+    plain, shared = Compute(budget, shared_prompts=False), Compute(budget)
+    tokens = {}
+    for compute in (plain, shared):
+        micro_batches = batching.pack(rollout, torch.arange(12), compute, world)
+        tokens[compute] = sum(micro.input_ids.numel() for micro in micro_batches)
+        assert all(micro.input_ids.shape[1] <= budget for micro in micro_batches)
+        logprobs = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
+        assert torch.allclose(logprobs, by_transformers(models[kind], rollout)[0], atol=1e-5)
+    assert tokens[shared] < tokens[plain] * (0.5 if budget > 60 else 1)
+    assert (
+        relative_difference(gradient(policy, rollout, plain, world), gradient(policy, rollout, shared, world)) <= 1e-5
+    )
+
+
+def test_values_do_not_change_with_shared_prompts(models, world):
+    critic, rollout = (
+        model.load(models["grouped"], world, torch.float32, value_head=True),
+        groups_of(random_rollout(8), 4, 40),
+    )
+    with torch.no_grad():
+        critic.score.weight.fill_(0.3)
+    values = [
+        model.frozen_values(critic, rollout, batching.pack(rollout, torch.arange(8), compute, world))
+        for compute in (Compute(10_000, shared_prompts=False), Compute(10_000))
+    ]
+    assert torch.allclose(*values, atol=1e-5) and values[0].abs().max() > 0.1
+
+
+def test_a_neighbour_of_the_same_prompt_changes_nothing(models, world):
+    policy, rollout = model.load(models["grouped"], world, torch.float32), groups_of(random_rollout(8), 4, 40)
+    (micro,) = batching.pack(rollout, torch.arange(8), Compute(10_000), world)
+    before, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    rollout.response_ids[3] = [9] * len(rollout.response_ids[3])
+    (micro,) = batching.pack(rollout, torch.arange(8), Compute(10_000), world)
+    after, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    others = micro.rows != 3
+    assert torch.equal(before[others], after[others])  # bit for bit
+    assert not torch.equal(before[~others], after[~others])
+
+
+def test_short_prompts_are_not_shared(world):
+    rollout = groups_of(random_rollout(8), 4, batching.SHORT_PROMPT - 2)  # 30 and 31 tokens
+    shared, plain = [batching.pack(rollout, torch.arange(8), Compute(999, which), world) for which in (True, False)]
+    assert torch.equal(shared[0].input_ids, plain[0].input_ids)
 
 
 def test_a_value_head_starts_at_zero_and_reads_before_each_token(models, world):
     """Value of token t: the head on the hidden state one place before it, as transformers computes it."""
     critic, rollout = model.load(models["grouped"], world, torch.float32, value_head=True), random_rollout(6)
-    micro_batches = batching.pack(rollout, torch.arange(6), 40, world)
+    micro_batches = batching.pack(rollout, torch.arange(6), Compute(40), world)
     assert (model.frozen_values(critic, rollout, micro_batches) == 0).all()
     weights = torch.linspace(-1, 1, 128)
     with torch.no_grad():
@@ -114,18 +178,18 @@ def test_a_value_head_starts_at_zero_and_reads_before_each_token(models, world):
 def test_pack_keeps_the_budget_and_every_row(world):
     rollout = random_rollout(30)
     rows = torch.arange(30)[torch.arange(30) % 3 != 0]
-    micro_batches = batching.pack(rollout, rows, 60, world)
+    micro_batches = batching.pack(rollout, rows, Compute(60), world)
     assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == rows.tolist()
-    assert all(sum(micro.seqlens) <= 60 or len(micro.seqlens) == 1 for micro in micro_batches)
-    assert batching.pack(rollout, rows[:0], 60, world) == []
+    assert all(micro.input_ids.shape[1] <= 60 or len(micro.rows) == 1 for micro in micro_batches)
+    assert batching.pack(rollout, rows[:0], Compute(60), world) == []
 
 
 def test_similar_lengths_bounds_the_padding():
     lengths = sorted(random_rollout(200, longest=90).response_mask.sum(1).tolist())
-    runs = similar_lengths(lengths)
+    runs = [[s.length for s in run] for run in similar_lengths([Sequence(0, length) for length in lengths])]
     assert [x for run in runs for x in run] == lengths
     assert all(max(run) * len(run) <= 1.15 * sum(run) for run in runs)
-    assert similar_lengths([5, 5, 5]) == [[5, 5, 5]]
+    assert len(similar_lengths([Sequence(0, 5)] * 3)) == 1
 
 
 def test_mask_comes_from_lengths_not_from_token_ids():

@@ -34,7 +34,7 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
     batches = []
     for path in (models["untied"], str(folder)):
         engine = rollout.start(
-            "hf", path, [1], world, torch.float32, max_model_len=64, max_num_seqs=8, memory_fraction=0.4
+            "hf", path, [1], world, torch.float32, max_model_len=64, sequences=8, limits=rollout.Limits()
         )
         batches.append(engine.generate([[5, 6, 7]], n=8, temperature=1.0, max_tokens=16, seed=1))
     assert batches[0].response_ids == batches[1].response_ids

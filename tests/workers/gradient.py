@@ -40,7 +40,7 @@ def main(model_path: str, budget: int, output: str) -> None:
 
     def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
         """loss_of(micro) -> scalar, over all micro-batches of this rank."""
-        for micro in batching.pack(batch, torch.arange(len(batch)), budget, world):
+        for micro in batching.pack(batch, torch.arange(len(batch)), batching.Compute(budget), world):
             (loss_of(micro) * world.size).backward()
         out = {name: parameter.grad.full_tensor().clone() for name, parameter in trained.named_parameters()}
         trained.zero_grad()

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from common import checkpoint, data, embedded, placement, report, rewards, rollout
+from common.batching import Compute
 from common.grading import Result, gsm8k_reward
 
 FLAGS = {
     "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
-    "schedule": "constant", "learning_rate": 1e-4, "token_budget": 200, "max_logprob_gap": 1e9, "rollouts_every": 1,
+    "schedule": "constant", "learning_rate": 1e-4, "compute": Compute(200), "max_logprob_gap": 1e9, "rollouts_every": 1,
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1},

@@ -11,7 +11,7 @@ def main(model_path: str, tp: int, backend: str) -> None:
     world = placement.init(seed=0, rollout_tp=tp)
     policy = model.load(model_path, world, torch.float32)
     engine = rollout.start(
-        backend, model_path, [1], world, torch.float32, max_model_len=64, max_num_seqs=32, memory_fraction=0.4
+        backend, model_path, [1], world, torch.float32, max_model_len=64, sequences=32, limits=rollout.Limits()
     )
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # each rank its own: TP must sort them out
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
@@ -19,7 +19,7 @@ def main(model_path: str, tp: int, backend: str) -> None:
         batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update)
         assert batch.weight_version == update
         assert batch.prompt_ids == [ids for ids in prompts for _ in range(2)]
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), 300, world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(300), world)
         trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
         gap = world.max((trainer - batch.rollout_logprobs)[batch.response_mask].abs().max())
         if world.is_main:

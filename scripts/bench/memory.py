@@ -1,0 +1,74 @@
+"""Peak memory of log-probs and their gradients, with the whole (tokens, vocabulary) matrix and in chunks.
+
+python scripts/bench/memory.py
+
+4,096 tokens; each case runs in a process of its own. Peak: beyond hidden states, head and their gradients. The last
+column is the largest relative difference of the gradients to the whole matrix's.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from common.model import ChunkedLogprobs
+
+TOKENS, WIDTH, VOCABULARIES = 4096, 576, (50_000, 150_000)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def whole(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    table = (hidden @ head.t()).float().log_softmax(-1)  # (R, V)
+    with torch.no_grad():
+        entropy = -(table.exp() * table).sum(-1)
+    return table.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def chunked(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
+
+
+def used() -> float:
+    """MiB: the most so far."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def one(path: str, vocabulary: int, output: str) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, device=DEVICE)
+    head = torch.randn(vocabulary, WIDTH, device=DEVICE) / WIDTH**0.5
+    targets = torch.randint(vocabulary, (TOKENS,), device=DEVICE)
+    weights = torch.linspace(-1, 1, TOKENS, device=DEVICE)
+    for tensor in (hidden, head):
+        tensor.requires_grad_()
+    before = used()
+    logprobs, _ = {"whole": whole, "chunked": chunked}[path](hidden, head, targets)
+    gradients = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
+    peak = used() - before - sum(x.numel() * x.element_size() for x in gradients) / 2**20
+    torch.save([x.cpu() for x in gradients], output)
+    print(json.dumps(peak))
+
+
+def main() -> None:
+    print("| vocabulary | whole, MiB | chunked, MiB | times less | gradient differs by |", "|---" * 5 + "|", sep="\n")
+    for vocabulary in VOCABULARIES:
+        with tempfile.TemporaryDirectory() as scratch:
+            peaks, gradients = [], []
+            for path in ("whole", "chunked"):
+                command = [sys.executable, __file__, path, str(vocabulary), f"{scratch}/{path}"]
+                peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+                gradients.append(torch.load(Path(scratch) / path))
+            worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*gradients))
+        print(
+            f"| {vocabulary} | {peaks[0]:.0f} | {peaks[1]:.0f} | {peaks[0] / peaks[1]:.1f} | {worst:.1e} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    one(sys.argv[1], int(sys.argv[2]), sys.argv[3]) if len(sys.argv) > 1 else main()

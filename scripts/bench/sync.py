@@ -1,0 +1,102 @@
+"""Trainer -> engine: seconds of a push and the memory it takes beyond what was there, against the model's size.
+
+python scripts/bench/sync.py
+
+Random weights, float32 masters, tied embeddings; each size in a process of its own. The floor is one copy of all
+weights in memory; the peak is the resident set's (a GPU's: allocated memory) during a push. Medians of five.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from common import model, placement, rollout, weight_sync
+
+SIZES = {  # width, layers, vocabulary
+    "6 M": (256, 4, 8_192),
+    "27 M": (512, 8, 16_384),
+    "135 M": (576, 30, 49_152),
+    "300 M": (1024, 20, 49_152),
+}
+
+
+def resident(what: str) -> float:
+    """MiB: VmRSS, what is resident; VmHWM, the most since the last reset."""
+    if torch.cuda.is_available():
+        return {"VmRSS": torch.cuda.memory_allocated, "VmHWM": torch.cuda.max_memory_allocated}[what]() / 2**20
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) / 2**10
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: starts VmHWM again at VmRSS
+
+
+def one(name: str) -> None:
+    width, layers, vocabulary = SIZES[name]
+    heads = width // 64
+    config = Qwen2Config(
+        hidden_size=width, intermediate_size=8 * width // 3 // 64 * 64, num_hidden_layers=layers, vocab_size=vocabulary,
+        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=2048,
+    )  # fmt: skip
+    world = placement.init(seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        policy = model.load(folder, world, torch.float32)
+        engine = rollout.start(
+            "vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8, limits=rollout.Limits()
+        )
+    weight_sync.push(policy, engine)  # the first also makes what later ones reuse
+    times, extras = [], []
+    for _ in range(5):
+        engine.sleep()
+        before = resident("VmRSS")
+        reset_peak()
+        began = time.perf_counter()
+        weight_sync.push(policy, engine)
+        times.append(time.perf_counter() - began)
+        extras.append(resident("VmHWM") - before)
+    sizes = {name: parameter.numel() * 4 / 2**20 for name, parameter in policy.named_parameters()}
+    whole = torch.empty(round(sum(sizes.values()) * 2**18))
+    copy = []
+    for _ in range(5):
+        began = time.perf_counter()
+        whole.clone()
+        copy.append(time.perf_counter() - began)
+    figures = {
+        "parameters": sum(sizes.values()) / 4 * 2**20,
+        "seconds": statistics.median(times),
+        "copy": statistics.median(copy),
+        "extra": statistics.median(extras),
+        "layer": sum(size for name, size in sizes.items() if ".layers.0." in name),
+        "embedding": max(sizes.values()),
+    }
+    os.write(1, b"FIGURES" + json.dumps(figures).encode() + b"\n")
+    placement.finish(world, engine)
+
+
+def main() -> None:
+    print("| parameters | push, s | one copy, s | extra memory, MiB | a layer, MiB | the embedding, MiB |")
+    print("|---" * 6 + "|", flush=True)
+    for name in SIZES:
+        output = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True).stdout
+        (line,) = [line for line in output.splitlines() if line.startswith("FIGURES")]
+        row = json.loads(line.removeprefix("FIGURES"))
+        figures = " | ".join(f"{row[key]:.2f}" for key in ("seconds", "copy"))
+        sizes = " | ".join(f"{row[key]:.1f}" for key in ("extra", "layer", "embedding"))
+        print(f"| {row['parameters'] / 1e6:.0f} M | {figures} | {sizes} |", flush=True)
+
+
+if __name__ == "__main__":
+    one(sys.argv[1]) if len(sys.argv) > 1 else main()

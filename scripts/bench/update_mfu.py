@@ -1,0 +1,123 @@
+"""Update phase: FLOP/s of forwards and backwards against the machine's matrix-product peak.
+
+python scripts/bench/update_mfu.py [--dtype bfloat16] [--sizes qwen2.5-0.5b --budgets 4096]
+
+Random weights of a known architecture, prompts and responses of GSM8K's lengths, 8 responses a prompt. Counted are
+6 x parameters x tokens that were computed (a shared prompt once; attention's own products and recomputed logits not),
+and the optimizer step is in the time. The peak is that of one large product in the same precision, taken before and
+after each update: a shared machine's speed changes by the minute. Medians.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from typing import Literal
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from common import batching, model, placement, rollout
+
+SIZES = {
+    "smollm2-135m": LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
+    "qwen2.5-0.5b": Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen2.5-1.5b": Qwen2Config(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Args:
+    size: Literal["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b"] = "smollm2-135m"
+    prompts: int = 4
+    budgets: tuple[int, ...] = (1024, 2048, 4096)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    steps: int = 3  # measured, after one of warm-up
+
+
+def random_rollout(prompts: int, vocabulary: int, device: torch.device) -> rollout.Rollout:
+    """Prompts of 60 to 160 tokens, 8 responses of 60 to 192 tokens to each."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda low, high: torch.randint(low, high, (), generator=generator).item()
+    tokens = lambda count: torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+    asked = [tokens(draw(60, 161)) for _ in range(prompts)]
+    responses = [tokens(draw(60, 193)) for _ in range(8 * prompts)]
+    return rollout.collate(
+        [ids for ids in asked for _ in range(8)], responses, None, [False] * len(responses), 0, device
+    )
+
+
+def peak(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a large matrix product, the median of nine."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / statistics.median(seconds(lambda: a @ b, device) for _ in range(9))
+
+
+def seconds(work, device: torch.device) -> float:
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main(args: Args) -> None:
+    world, dtype = placement.init(seed=0), placement.compute_dtype(args.dtype)
+    config = SIZES[args.size]
+    batch = random_rollout(args.prompts, config.vocab_size, world.device)
+    rows = torch.arange(len(batch))
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        policy = model.load(folder, world, dtype)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+
+    def update(compute: batching.Compute) -> int:
+        """One optimizer step over all rows. Returns the tokens computed."""
+        micro_batches = batching.pack(batch, rows, compute, world)
+        for micro in micro_batches:
+            model.accumulate(policy, last=micro is micro_batches[-1])
+            logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
+            (logprobs * micro.response_mask).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(micro.input_ids.numel() for micro in micro_batches)
+
+    peaks = {dtype: [] for dtype in (torch.float32, torch.bfloat16)}
+    cases = {(share, budget): [] for share in (False, True) for budget in args.budgets}
+    for step in range(args.steps + 1):
+        for (share, budget), results in cases.items():
+            compute, tokens = batching.Compute(budget, share), []
+            before = peak(dtype, world.device)
+            spent = seconds(lambda compute=compute, tokens=tokens: tokens.append(update(compute)), world.device)
+            around = (before + peak(dtype, world.device)) / 2
+            if step:
+                results.append((spent, tokens[0], 6 * parameters * tokens[0] / spent, around))
+        for other, values in peaks.items():
+            values.append(peak(other, world.device))
+    table = ["| prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |", "|---" * 7 + "|"]
+    for (share, budget), results in cases.items():
+        spent, tokens, rate, around = (statistics.median(column) for column in zip(*results))
+        ratio = statistics.median(result[2] / result[3] for result in results)
+        name = "shared" if share else "repeated"
+        figures = f"{tokens:.0f} | {spent:.2f} | {rate / 1e9:.0f} | {around / 1e9:.0f} | {ratio:.0%}"
+        table.append(f"| {name} | {budget} | {figures} |")
+    print(f"{args.size}, {parameters / 1e6:.0f} M parameters, {str(dtype).removeprefix('torch.')}")
+    print("\n".join(table))
+    print("matrix product:", ", ".join(f"{d} {statistics.median(v) / 1e9:.0f} GFLOP/s" for d, v in peaks.items()))
+    placement.finish(world)
+
+
+if __name__ == "__main__":
+    placement.launch(main, tyro.cli(Args, description=__doc__))
