@@ -76,14 +76,19 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         ends = (spans.query_ends, spans.key_ends, *spans.longest)
         out = varlen_attn(*flat, *ends, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
         return out[None], None
-    outputs = []
-    for run in spans.runs:
-        rows = [padded(x[0], run) for x in (query, key, value)]  # (n, heads, longest, d)
+    outputs, prompts, prompts_start = [], (), 0  # the newest run without a context: prompts of those that have one
+    # One split in place of a slice a run, each of whose backwards would be as long as the whole row.
+    sizes = [sum(s.length for s in run) for run in spans.runs]
+    pieces = zip(*(x.squeeze(0).split(sizes, dim=1) for x in (query, key, value)))
+    for run, piece in zip(spans.runs, pieces):
+        rows = [padded(x, run) for x in piece]  # (n, heads, longest, d)
         context = run[0].context
-        if context:
-            before = slice(run[0].context_start, run[0].context_start + context)
-            contexts = [x[:, :, before].expand(len(run), -1, -1, -1) for x in (key, value)]
+        if context:  # it stands in the run before all those that share it
+            first = run[0].context_start - prompts_start
+            contexts = [x[None, :, first : first + context].expand(len(run), -1, -1, -1) for x in prompts]
             rows[1:] = [torch.cat(pair, dim=2) for pair in zip(contexts, rows[1:])]
+        else:
+            prompts, prompts_start = piece[1:], run[0].start
         if rows[1].shape[2] <= SHORT:
             out = two_products(*rows, context, scaling)
         else:
@@ -115,9 +120,8 @@ def causal_mask(queries: int, context: int, device: torch.device) -> torch.Tenso
 
 
 def padded(x: torch.Tensor, run: list[Sequence]) -> torch.Tensor:
-    """(heads, L, d) -> (n, heads, longest, d): a run's sequences, zeros on the right. Of equal lengths: a view."""
+    """(heads, sum of lengths, d) -> (n, heads, longest, d): zeros on the right. Of equal lengths: a view."""
     lengths = [s.length for s in run]
-    x = x[:, run[0].start : run[0].start + sum(lengths)]
     if min(lengths) == max(lengths):
         return x.unflatten(1, (len(run), -1)).transpose(0, 1)
     out = x.new_zeros(len(run), max(lengths), x.shape[0], x.shape[2])

@@ -1,6 +1,6 @@
 """Our advantages, losses and gradients beside those of verl 0.9.1 and TRL 1.16, on the same random batch.
 
-python scripts/parity.py             # the table from what was recorded (tests/parity.json), written into README.md
+python scripts/parity.py             # the table from what was recorded (tests/parity.json), written into docs/parity.md
 python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
 
 Their packages are imported from wheels without dependencies: of verl, trainer/ppo/core_algos.py; of TRL, the methods
@@ -338,7 +338,7 @@ def table() -> str:
 def main(args: Args) -> None:
     if args.record:
         record()
-    page = ROOT / "README.md"
+    page = ROOT / "docs/parity.md"
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
     print(table())

@@ -99,7 +99,9 @@ def main(args: Args) -> None:
         rows = rollout.collate(
             sides, [[tokenizer.eos_token_id]] * len(sides), None, [False] * len(sides), 0, world.device
         )
-        values = model.response_values(reward_model, batching.pack_rows(rows, torch.arange(len(sides))))  # (2 n, 1)
+        values = model.response_values(
+            reward_model, batching.pack_groups(rows, [[i] for i in range(len(sides))])
+        )  # (2 n, 1)
         return values.squeeze(1).chunk(2)
 
     train, held_out = pairs[: len(pairs) - args.held_out], pairs[len(pairs) - args.held_out :]

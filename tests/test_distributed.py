@@ -20,14 +20,14 @@ def whole(models, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, budget", [(1, 1), (2, 1000), (2, 12)])
-def test_gradient_does_not_depend_on_ranks_or_budget(models, whole, tmp_path, ranks, budget):
-    """All seven algorithms; 6 rows on one rank, 2 on the other: with a budget of 12, micro-batches against dummies.
+@pytest.mark.parametrize("ranks, budget, shared", [(1, 1, ""), (2, 1000, "shared"), (2, 12, ""), (2, 20, "shared")])
+def test_gradient_does_not_depend_on_ranks_budget_or_sharing(models, whole, tmp_path, ranks, budget, shared):
+    """All seven algorithms; 6 rows on one rank, 2 on the other: with a small budget, micro-batches against dummies.
 
     The layers compute in float64: in float32 rounding alone is up to 1.5e-6 where advantages of opposite sign cancel.
     A wrong denominator is over 1e-2.
     """
-    launch(GRADIENT, models["tied"], budget, tmp_path / "cut", ranks=ranks)
+    launch(GRADIENT, models["tied"], budget, tmp_path / "cut", *filter(None, [shared]), ranks=ranks)
     cut = torch.load(tmp_path / "cut")
     differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
     assert len(cut) == 9 and max(differences.values()) <= 1e-6, differences
@@ -86,3 +86,15 @@ def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
             for key in filter(same.fullmatch, one):
                 assert two[key] == pytest.approx(one[key], rel=1e-3 if step else 1e-4, abs=1e-5), (name, step, key)
         assert len(lines[0]) == 2 and one["train/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_single_update_needs_no_pass_of_its_own(models, tmp_path):
+    """One mini-batch and no KL: each run beside one in which the old log-probs come from a pass before the update."""
+    launch(MAINS, models["untied"], tmp_path, "single")
+    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "prime"):
+        runs = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in (name, f"{name}-pass")]
+        for one, other in zip(*[map(json.loads, run) for run in runs]):
+            assert one["train/clip_frac"] == 0 and one["train/grad_norm"] > 0
+            for key in filter(re.compile("reward/.*|loss/.*|mismatch/.*|.*grad_norm|train/entropy").fullmatch, one):
+                assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (name, key)

@@ -1,5 +1,6 @@
 """Whole runs of algos/grpo.py: it learns, on one rank and two; the same command gives the same run; resume; guards."""
 
+import gzip
 import json
 import shutil
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, launch
 from transformers import AutoModelForCausalLM
+
+from common.report import PHASES
 
 GRPO, PATCHED = ROOT / "algos/grpo.py", ROOT / "tests/workers/patched.py"
 SMALL = ["--prompts-per-step", "8", "--mini-batches", "2", "--eval-prompts", "32"]
@@ -17,6 +20,11 @@ def metrics(run_dir) -> list[dict]:
     """The lines of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
+
+
+def times(run_dir) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k.startswith("time/")} for row in rows]
 
 
 def weights(run_dir, step: int) -> dict[str, torch.Tensor]:
@@ -41,6 +49,9 @@ def test_it_learns_on_any_layout(tmp_path, ranks, tp):
     assert rise(rows) > 0.05, rows
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05
     assert max(row["mismatch/logprob_abs_max"] for row in rows[1:]) <= 1e-4  # float32 on both sides
+    for row in times(tmp_path / "run")[2:]:  # the phases are all of a step
+        parts = sum(seconds for name, seconds in row.items() if name.removeprefix("time/") in PHASES)
+        assert parts == pytest.approx(row["time/step"], rel=0.05)
     assert "report: " in result.stdout and (tmp_path / "run/report.html").is_file()
     assert "Error" not in result.stderr and "Traceback" not in result.stderr
 
@@ -64,7 +75,9 @@ def test_the_same_command_gives_the_same_run_and_so_does_resuming(tmp_path):
 def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
     flags = [*SMALL, "--steps", 2, "--rollout-backend", "hf", "--kl-coef", "0.05", "--epochs", 2]
     flags += ["--track", "tensorboard"]
-    launch(PATCHED, "none", tmp_path / "right", *flags)
+    launch(PATCHED, "none", tmp_path / "right", *flags, "--profile", 2)
+    trace = tmp_path / "right/profile/step_000002.rank0.json.gz"
+    assert "aten::mm" in gzip.decompress(trace.read_bytes()).decode() and len(list(trace.parent.iterdir())) == 1
     launch(PATCHED, "wrong_rollout", tmp_path / "wrong", *flags)
     assert same(weights(tmp_path / "right", 2), weights(tmp_path / "wrong", 2))
     row = metrics(tmp_path / "wrong")[1]
@@ -81,5 +94,7 @@ def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
 )
 def test_a_run_that_cannot_be_right_stops_with_one_line(tmp_path, broken, message):
     flags = [*SMALL, "--steps", 30, "--learning-rate", "1e-3", "--max-logprob-gap", "0.02"]
+    flags += ["--rollout-max-seqs", 40, "--rollout-batched-tokens", 512, "--token-budget", 2048]
     result = launch(PATCHED, broken, tmp_path / "run", *flags, check=False)
+    assert "engine: 40 responses at once, 512 tokens a forward" in result.stdout
     assert result.returncode == 3 and message in result.stderr and "Traceback" not in result.stderr

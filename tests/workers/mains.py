@@ -1,16 +1,18 @@
-"""Each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR [ungraded]
+"""Each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR [ungraded|single]
 
 The stub engine answers a prompt the same on any rank: odd responses are right, even ones wrong, so that every group is
 mixed and dynamic sampling keeps the same prompts. Only what main does with them is at work: shares of the ranks,
 rewards, statistics over all ranks, denominators, collectives. Two steps; "ungraded" is four, and from the fourth on the
-first response that is asked for cannot be graded.
+first response that is asked for cannot be graded. "single" makes one update a rollout, without KL, and once more with a
+pass for the old log-probs before it, in NAME-pass; the first may not make one.
 """
 
 import importlib
 import sys
+import types
 from pathlib import Path
 
-from common import checkpoint, data, embedded, placement, report, rewards, rollout
+from common import checkpoint, data, embedded, model, placement, report, rewards, rollout
 from common.batching import Compute
 from common.grading import Result, gsm8k_reward
 
@@ -67,11 +69,33 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     checkpoint.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
     if kind == "ungraded":
         rewards.load = fails_later
+    if kind == "single":
+        single(model_path, runs)
+        return finish(world)
     steps = 4 if kind == "ungraded" else 2
     for name, flags in OWN.items():
         algorithm = importlib.import_module(f"algos.{name}")
         algorithm.main(algorithm.Args(model=model_path, steps=steps, **{**FLAGS, **flags}, run_dir=str(runs / name)))
     finish(world)
+
+
+def single(model_path: str, runs: Path) -> None:
+    frozen_logprobs = model.frozen_logprobs
+    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "prime"):
+        own = {"gen_prompts": 8} if name in ("dapo", "prime") else {}
+        flags = {**FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}
+        algorithm = importlib.import_module(f"algos.{name}")
+        if name != "prime":  # its reference and its process reward model make such passes
+            model.frozen_logprobs = None
+        algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
+        model.frozen_logprobs = frozen_logprobs
+        source = Path(algorithm.__file__).read_text()
+        assert source.count("    single_update = ") == 1
+        with_a_pass = types.ModuleType(name)
+        with_a_pass.__file__ = f"{name}.py"
+        sys.modules[name] = with_a_pass  # where dataclasses look
+        exec(source.replace("    single_update = ", "    single_update = False and "), vars(with_a_pass))
+        with_a_pass.main(with_a_pass.Args(**flags, run_dir=str(runs / f"{name}-pass")))
 
 
 main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
