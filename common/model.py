@@ -28,11 +28,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from common.attention import packed_attention
-from common.batching import Compute, MicroBatch
+from common.batching import Compute, MicroBatch, pack_groups, rank_memory
+from common.logits import ChunkedLogprobs
 from common.placement import BadInput, World
-from common.rollout import Rollout
+from common.rollout import Rollout, collate
 
-LOGITS_PER_CHUNK = 2**25  # float32 elements: (tokens, vocabulary) logits exist 128 MiB at a time
+WHOLE_GRADIENTS = 0.1  # of a rank's memory that unreduced gradients may take between micro-batches
 
 
 def load(
@@ -89,10 +90,30 @@ def load(
         whole = buffers[name].to(world.device) if world.is_main else buffer.to(world.device)
         dist.broadcast(whole, src=0)
         setattr(model.get_submodule(path), last, whole)  # on the GPU even where parameters are offloaded
-    model.offloaded = offload
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    model.whole_gradients = not offload and size <= WHOLE_GRADIENTS * rank_memory()
     setattr(model, forward.__name__, MethodType(forward, model))
     register_fsdp_forward_method(model, forward.__name__)
+    if not value_head:
+        check_packing(model, model_path, world, 0.1 if dtype.itemsize < 4 else 1e-3)
     return model.train()
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module, model_path: str, world: World, tolerance: float) -> None:
+    """Refuse an architecture whose tokens see more of a packed row than their own sequence, by trying it.
+
+    Four responses to two prompts, with the prompts computed once, against each sequence alone: convolutions and
+    recurrent states run on into the neighbour. Collective. Raises BadInput.
+    """
+    ids = torch.arange(3, 3 + 40).view(4, 10) % model.config.vocab_size
+    prompts, responses = [ids[i // 2, :6].tolist() for i in range(4)], [row[6:].tolist() for row in ids]
+    rollout = collate(prompts, responses, None, [False] * 4, 0, world.device)
+    alone = [response_logprobs(model, pack_groups(rollout, [[i]]), 1.0)[0] for i in range(4)]
+    alone, together = torch.cat(alone), response_logprobs(model, pack_groups(rollout, [[0, 1], [2, 3]]), 1.0)[0]
+    reshard(model)
+    if (together - alone).norm() > tolerance * (alone - alone.mean()).norm():
+        raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
 
 
 def check_architecture(config, model_path: str) -> None:
@@ -118,59 +139,6 @@ def token_logprobs(
     return logprobs, entropy if with_entropy else None
 
 
-class ChunkedLogprobs(torch.autograd.Function):
-    """hidden (R, d), head (V, d), targets (R,) -> log-softmax(hidden head^T / temperature) at the targets; entropies.
-
-    Logits exist a chunk of rows at a time, in the backward once more: never (R, V). They are float32 whatever the
-    weights are, as in the engine: a logit of 20 rounded to bfloat16 is up to 0.06 off, which would be the largest
-    part of the gap between trainer and engine. Entropies (R,) carry no gradient; zeros unless asked for.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool):
-        logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))
-        for rows in chunks(len(targets), len(head)):
-            z = float32_logits(hidden[rows], head).div_(temperature)  # (r, V)
-            top = z.amax(1, keepdim=True)
-            z -= top
-            p = z.exp()
-            total = p.sum(1)
-            log_z[rows] = total.log() + top[:, 0]
-            logprobs[rows] = z.gather(1, targets[rows, None])[:, 0] - total.log()
-            if with_entropy:
-                entropy[rows] = total.log() - torch.linalg.vecdot(p, z) / total
-        ctx.save_for_backward(hidden, head, targets, log_z)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        hidden, head, targets, log_z = ctx.saved_tensors
-        grad = grad / ctx.temperature
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        for rows in chunks(len(targets), len(head)):
-            z = float32_logits(hidden[rows], head).div_(ctx.temperature).sub_(log_z[rows, None])
-            grad_z = z.exp_().mul_(-grad[rows, None])  # d logprob / d logits = one-hot - softmax
-            grad_z.scatter_add_(1, targets[rows, None], grad[rows, None])
-            grad_z = grad_z.to(hidden.dtype)
-            torch.mm(grad_z, head, out=grad_hidden[rows])
-            grad_head.addmm_(grad_z.t(), hidden[rows])
-        return grad_hidden, grad_head, None, None, None
-
-
-def chunks(rows: int, vocabulary: int) -> list[slice]:
-    """Cut rows into slices of at most LOGITS_PER_CHUNK logits."""
-    size = max(1, LOGITS_PER_CHUNK // vocabulary)
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
-def float32_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), head.float())
-
-
 def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
     """Values, (R,) float32, at R places of one packed row: of the response so far, before the next token."""
     hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
@@ -181,10 +149,10 @@ def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tens
 def accumulate(model: nn.Module, *, last: bool) -> None:
     """Before each backward of an optimizer step: only the last reduces gradients over the ranks, layer by layer.
 
-    Until then each rank keeps whole gradients in float32. With offload it has no room for them, and each backward
-    reduces its own. The sums are the same but for rounding.
+    Until then each rank keeps whole gradients in float32. Where they would take too much of its memory, or with
+    offload, each backward reduces its own. The sums are the same but for rounding.
     """
-    model.set_requires_gradient_sync(last or model.offloaded)
+    model.set_requires_gradient_sync(last or not model.whole_gradients)
 
 
 def response_logprobs(
@@ -229,7 +197,12 @@ def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], 
     out = torch.zeros_like(rollout.rollout_logprobs)
     for micro in micro_batches:
         out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
-    for module in model.modules():  # no backward will: whole weights would take memory, and outlive the next update
+    reshard(model)
+    return out
+
+
+def reshard(model: nn.Module) -> None:
+    """After forwards without a backward, which would have done it: whole weights would outlive the next update."""
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return out

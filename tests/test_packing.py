@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import relative_difference
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config
 
-from common import attention, batching, embedded, model
+from common import attention, batching, embedded, logits, model
 from common.attention import Sequence, similar_lengths
 from common.batching import Compute
 from common.placement import BadInput
@@ -68,7 +68,9 @@ def test_neighbours_change_nothing(models, world):
 def gradient(policy, rollout, compute, world) -> dict[str, torch.Tensor]:
     """Gradient of a token-weighted loss over all rows, cut as `compute` says."""
     weights = torch.linspace(-1, 1, rollout.response_mask.numel()).view_as(rollout.response_mask)
-    for micro in batching.pack(rollout, torch.arange(len(rollout)), compute, world):
+    micro_batches = batching.pack(rollout, torch.arange(len(rollout)), compute, world)
+    for micro in micro_batches:
+        model.accumulate(policy, last=micro is micro_batches[-1])
         logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
         ((logprobs * weights[micro.rows] * micro.response_mask).sum() / 100).backward()
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.named_parameters()}
@@ -86,7 +88,7 @@ def test_gradient_is_the_same_for_any_budget(models, world, budget):
 def test_gradient_is_the_same_with_checkpointed_chunks_and_layers(models, world, monkeypatch):
     rollout = random_rollout(16)
     whole = gradient(model.load(models["tied"], world, torch.float32), rollout, Compute(10_000), world)
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", 7 * 50)  # 7 tokens at a time
+    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", 7 * 50)  # 7 tokens at a time
     policy = model.load(models["tied"], world, torch.float32, Compute(activation_checkpointing=True))
     chunked = gradient(policy, rollout, Compute(10_000), world)
     assert relative_difference(whole, chunked) <= 1e-6
@@ -158,6 +160,27 @@ def test_short_prompts_are_not_shared(world):
     assert torch.equal(shared[0].input_ids, plain[0].input_ids)
 
 
+def test_gradient_is_the_same_where_whole_ones_have_no_room(models, world, monkeypatch):
+    rollout = random_rollout(16)
+    roomy = model.load(models["tied"], world, torch.float32)
+    monkeypatch.setattr(model, "rank_memory", lambda: 1e6)
+    tight = model.load(models["tied"], world, torch.float32)
+    assert roomy.whole_gradients and not tight.whole_gradients
+    both = [gradient(policy, rollout, Compute(60), world) for policy in (roomy, tight)]
+    assert relative_difference(*both) <= 1e-6
+
+
+def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path):
+    """Short convolutions run over the borders of packed sequences."""
+    config = Lfm2Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=50, layer_types=["conv", "full_attention"], initializer_range=0.5,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="layers of lfm2 let packed sequences see each other"):
+        model.load(str(tmp_path), world, torch.float32)
+
+
 def test_a_value_head_starts_at_zero_and_reads_before_each_token(models, world):
     """Value of token t: the head on the hidden state one place before it, as transformers computes it."""
     critic, rollout = model.load(models["grouped"], world, torch.float32, value_head=True), random_rollout(6)
@@ -187,13 +210,13 @@ def test_pack_keeps_the_budget_and_every_row(world):
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
 def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk):
     """Values, entropies, and both gradients; targets may repeat, and temperature counts."""
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows_per_chunk * 50 + 1)
+    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", rows_per_chunk * 50 + 1)
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 50))
     targets, weights = torch.arange(20) % 6, torch.linspace(-1, 1, 20)
     table = (3 * hidden @ head.t() / TEMPERATURE).log_softmax(-1)
     expected = table[range(20), targets]
-    logprobs, entropy = model.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True)
     assert torch.allclose(logprobs, expected, atol=1e-5) and not entropy.requires_grad
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
     ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))

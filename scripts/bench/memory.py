@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.model import ChunkedLogprobs
+from common.logits import ChunkedLogprobs
 
 TOKENS, WIDTH, VOCABULARIES = 4096, 576, (50_000, 150_000)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
