@@ -35,6 +35,8 @@ def commands() -> list[tuple[str, list[str]]]:
 def load(script: str):
     spec = importlib.util.spec_from_file_location(script.replace("/", "_")[:-3], ROOT / script)
     module = importlib.util.module_from_spec(spec)
+    if str((ROOT / script).parent) not in sys.path:
+        sys.path.append(str((ROOT / script).parent))  # as python has it, for scripts/bench/measure.py
     sys.modules[spec.name] = module  # tyro looks the comments of a nested dataclass up there
     spec.loader.exec_module(module)
     return module

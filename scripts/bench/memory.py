@@ -2,18 +2,18 @@
 
 python scripts/bench/memory.py
 
-4,096 tokens; each case runs in a process of its own. Peak: beyond hidden states, head and their gradients. The last
+4,096 tokens; each case runs in a process of its own. Peak: beyond hidden states and head, gradients included. The last
 column is the largest relative difference of the gradients to the whole matrix's.
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from measure import reset_peak, resident
 
 from common.logits import ChunkedLogprobs
 
@@ -32,13 +32,6 @@ def chunked(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> 
     return ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
 
 
-def used() -> float:
-    """MiB: the most so far."""
-    if DEVICE == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
 def one(path: str, vocabulary: int, output: str) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, device=DEVICE)
@@ -47,10 +40,11 @@ def one(path: str, vocabulary: int, output: str) -> None:
     weights = torch.linspace(-1, 1, TOKENS, device=DEVICE)
     for tensor in (hidden, head):
         tensor.requires_grad_()
-    before = used()
+    before = resident("VmRSS")
+    reset_peak()
     logprobs, _ = {"whole": whole, "chunked": chunked}[path](hidden, head, targets)
     gradients = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
-    peak = used() - before - sum(x.numel() * x.element_size() for x in gradients) / 2**20
+    peak = resident("VmHWM") - before
     torch.save([x.cpu() for x in gradients], output)
     print(json.dumps(peak))
 
