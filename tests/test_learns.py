@@ -80,6 +80,10 @@ def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
     assert "aten::mm" in gzip.decompress(trace.read_bytes()).decode() and len(list(trace.parent.iterdir())) == 1
     launch(PATCHED, "wrong_rollout", tmp_path / "wrong", *flags)
     assert same(weights(tmp_path / "right", 2), weights(tmp_path / "wrong", 2))
+    launch(PATCHED, "share", tmp_path / "share", *flags)  # a whole step with shared prompts
+    for key in ("loss/kl", "loss/policy", "train/grad_norm", "train/entropy"):
+        values = [metrics(tmp_path / name)[1][key] for name in ("right", "share")]
+        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-6) and values[0] != values[1], key
     row = metrics(tmp_path / "wrong")[1]
     assert row["mismatch/logprob_abs_mean"] == pytest.approx(0.01, rel=1e-2)
     assert row["loss/kl"] > 0 and list((tmp_path / "wrong/tensorboard").iterdir())

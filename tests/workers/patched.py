@@ -3,6 +3,7 @@
 none            nothing
 flip            advantages with the opposite sign
 wrong_rollout   the engine reports wrong log-probs: they are measured, never trained on, so nothing may change
+share           nothing: even short prompts are computed once for all their responses
 stale           the engine never gets new weights
 nan             an advantage is NaN
 """
@@ -13,7 +14,7 @@ import torch
 import tyro
 
 from algos import grpo
-from common import placement, rollout, weight_sync
+from common import batching, placement, rollout, weight_sync
 
 broken, run_dir, *flags = sys.argv[1:]
 compute_advantages, collate = grpo.compute_advantages, rollout.collate
@@ -27,6 +28,8 @@ if broken == "flip":
     grpo.compute_advantages = lambda *args: -compute_advantages(*args)
 if broken == "wrong_rollout":
     rollout.collate = wrong_logprobs
+if broken == "share":
+    batching.SHORT_PROMPT = 1
 if broken == "stale":
     weight_sync.push = lambda policy, engine: None
 if broken == "nan":
