@@ -36,8 +36,10 @@ from common import (
     embedded,
     evaluation,
     model,
+    overlap,
     placement,
     rewards,
+    roles,
     rollout,
     run,
     tracking,
@@ -62,10 +64,11 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    limits: Annotated[rollout.Limits, tyro.conf.OmitArgPrefixes] = rollout.Limits()  # of the engine: memory, ...
+    layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()  # colocate | split, ...
     # algorithm
     clip_low: float = 0.2  # epsilon, below
     clip_high: float = 0.2  # epsilon, above
+    tis_cap: float = 0.0  # C of truncated importance sampling, 2 is usual; 0: every weight is 1
     kl_coef: float = 0.0  # beta; 0 never loads the reference policy
     # optimization
     mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
@@ -112,18 +115,30 @@ def policy_loss(
     clip_high: float,
     kl_coef: float,
     denominator: float,
+    weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All (n, T) but advantages (n,). Values outside the mask, NaN included, change nothing.
     denominator: responses of the whole mini-batch on all ranks, times max_response_tokens.
+    weights: (n, T), see rollout_weights.
     """
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
     advantages = advantages[:, None]  # (n, 1)
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = weights * per_token
     if ref_logprobs is not None:
         per_token = per_token + kl_coef * kl_to_reference(logprobs, ref_logprobs, response_mask)
     return (per_token * response_mask).sum() / denominator
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
+    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+
+    Responses were sampled by the engine's policy: another rounding of the trainer's, or with batches in flight an
+    older one. Weighs the policy loss alone, without a gradient (Ionides, 2008).
+    """
+    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
 
 def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -145,6 +160,8 @@ def check_args(args: Args, size: int) -> None:
     """Numbers that cannot work together. Raises BadInput naming both."""
     if args.group_size < 2:
         raise placement.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+    if args.tis_cap < 0:
+        raise placement.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
     if args.temperature <= 0:
         raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
     share = args.mini_batches * size
@@ -162,7 +179,7 @@ def check_args(args: Args, size: int) -> None:
 
 def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = placement.check_world(args.rollout_tp)
+    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
     resume = run.check_directory(args.run_dir, args.resume, args.track)
@@ -174,9 +191,15 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
+    dtype = placement.compute_dtype(args.dtype)
+    args.compute = batching.plan(args.compute, args.model, dtype)
+    roles.show(
+        args.model, ["policy"], ["reference"] if args.kl_coef > 0 else [], reward.rewards,
+        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
+        offload=args.offload,
+    )  # fmt: skip
 
-    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    world = placement.init(args.seed, args.rollout_tp, args.layout)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     ref_policy = None
     if args.kl_coef > 0:
@@ -188,24 +211,22 @@ def main(args: Args) -> None:
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        sequences=args.prompts_per_step * args.group_size // size * args.rollout_tp,
-        limits=args.limits,
+        sequences=args.prompts_per_step * args.group_size // placement.engines(size, args.rollout_tp, args.layout),
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer)}
     start = checkpoint.load(resume, trained, loader)
     tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
     greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
-    if resume:
+    if resume or args.layout.split:  # else the engine has just read these weights
         weight_sync.push(policy, engine)
-    elif held_out:
+    if held_out and not resume:
         tracker.first(greedy_accuracy(args.max_response_tokens))
 
-    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
-    single_update = args.mini_batches * args.epochs == 1
-    for step in range(start + 1, args.steps + 1):
-        tracker.begin(step, args.profile)
+    def sample(step: int, world: placement.World, tracker: tracking.Figures):
+        """What this rank needs of a step before it trains: a step ahead, in a thread, with --max-inflight-batches 2."""
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
         with tracker.time("rollout"):
@@ -221,7 +242,17 @@ def main(args: Args) -> None:
         with tracker.time("reward"):
             responses = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
             results = reward.score(mine, responses, batch, world, step, tracker.add)
-            scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
+        return mine, batch, responses, results
+
+    rollouts = overlap.Prefetcher(sample, world, tracker, args.layout)
+    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
+    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
+    single_update = args.mini_batches * args.epochs == 1
+    for step in range(start + 1, args.steps + 1):
+        tracker.begin(step, args.profile)
+        saves = step == args.steps or (args.save_every > 0 and step % args.save_every == 0)
+        mine, batch, responses, results = rollouts.get(step, last=saves)
+        scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
         advantages = compute_advantages(scores, args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
         needed = advantages != 0 if ref_policy is None else batch.response_mask.any(1)  # (N,)
@@ -248,10 +279,13 @@ def main(args: Args) -> None:
                     if single_update:
                         old_logprobs[micro.rows] = logprobs.detach()
                     old = old_logprobs[micro.rows]  # (n, T)
+                    w = 1.0  # (n, T) with --tis-cap
+                    if args.tis_cap:
+                        w = rollout_weights(old, batch.rollout_logprobs[micro.rows], micro.response_mask, args.tis_cap)
                     ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)
                     given = (advantages[micro.rows], micro.response_mask)
                     loss = policy_loss(
-                        logprobs, old, ref, *given, **clip, kl_coef=args.kl_coef, denominator=denominator
+                        logprobs, old, ref, *given, **clip, kl_coef=args.kl_coef, denominator=denominator, weights=w
                     )
                     (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
                     tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
@@ -264,7 +298,7 @@ def main(args: Args) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        tracker.mismatch(old_logprobs, batch, needed)
+        tracker.mismatch(old_logprobs, batch, engine.weight_version, needed)
 
         with tracker.time("sync"):
             weight_sync.push(policy, engine)
@@ -274,10 +308,11 @@ def main(args: Args) -> None:
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
         if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
             with tracker.time("eval"):
+                rollouts.wait()
                 tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
+        if saves:
             with tracker.time("save"):  # counts in the next step
                 checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 

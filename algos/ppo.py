@@ -39,8 +39,10 @@ from common import (
     embedded,
     evaluation,
     model,
+    overlap,
     placement,
     rewards,
+    roles,
     rollout,
     run,
     tracking,
@@ -65,9 +67,10 @@ class Args:
     temperature: float = 1.0  # of sampling and of every log-prob
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
     rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    limits: Annotated[rollout.Limits, tyro.conf.OmitArgPrefixes] = rollout.Limits()  # of the engine: memory, ...
+    layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()  # colocate | split, ...
     # algorithm
     clip: float = 0.2  # epsilon in eq. 7
+    tis_cap: float = 0.0  # C of truncated importance sampling, 2 is usual; 0: every weight is 1
     value_clip: float = 0.2  # the same for values, in units of reward
     lam_actor: float = 1.0  # lambda in GAE's eq. 16, for the advantages
     lam_critic: float = 1.0  # the same, for the returns the critic learns; 1: Monte Carlo
@@ -163,15 +166,27 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     denominator: float,
+    weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All (n, T). Values outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
+    weights: (n, T), see rollout_weights.
     """
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = weights * per_token
     return (per_token * response_mask).sum() / denominator
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
+    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+
+    Responses were sampled by the engine's policy: another rounding of the trainer's, or with batches in flight an
+    older one. Weighs the policy loss alone, without a gradient (Ionides, 2008).
+    """
+    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
 
 def value_loss(
@@ -214,6 +229,8 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 
 def check_args(args: Args, size: int) -> None:
     """Numbers that cannot work together. Raises BadInput naming both."""
+    if args.tis_cap < 0:
+        raise placement.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
     if args.temperature <= 0:
         raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
     share = args.mini_batches * size
@@ -244,7 +261,7 @@ def check_args(args: Args, size: int) -> None:
 
 def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = placement.check_world(args.rollout_tp)
+    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
     resume = run.check_directory(args.run_dir, args.resume, args.track)
@@ -256,9 +273,15 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
+    dtype = placement.compute_dtype(args.dtype)
+    args.compute = batching.plan(args.compute, args.model, dtype)
+    roles.show(
+        args.model, ["policy", "critic"], ["reference"] if args.kl_coef > 0 else [], reward.rewards,
+        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
+        offload=args.offload,
+    )  # fmt: skip
 
-    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    world = placement.init(args.seed, args.rollout_tp, args.layout)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     ref_policy = None
     if args.kl_coef > 0:
@@ -274,22 +297,22 @@ def main(args: Args) -> None:
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        sequences=args.prompts_per_step * args.group_size // size * args.rollout_tp,
-        limits=args.limits,
+        sequences=args.prompts_per_step * args.group_size // placement.engines(size, args.rollout_tp, args.layout),
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
     start = checkpoint.load(resume, trained, loader)
     tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
     greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
-    if resume:
+    if resume or args.layout.split:  # else the engine has just read these weights
         weight_sync.push(policy, engine)
-    elif held_out:
+    if held_out and not resume:
         tracker.first(greedy_accuracy(args.max_response_tokens))
 
-    clip = {"clip_low": args.clip, "clip_high": args.clip}
-    for step in range(start + 1, args.steps + 1):
-        tracker.begin(step, args.profile)
+    def sample(step: int, world: placement.World, tracker: tracking.Figures):
+        """What this rank needs of a step before it trains: a step ahead, in a thread, with --max-inflight-batches 2."""
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
         with tracker.time("rollout"):
@@ -305,7 +328,15 @@ def main(args: Args) -> None:
         with tracker.time("reward"):
             responses = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
             results = reward.score(mine, responses, batch, world, step, tracker.add)
-            scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
+        return mine, batch, responses, results
+
+    rollouts = overlap.Prefetcher(sample, world, tracker, args.layout)
+    clip = {"clip_low": args.clip, "clip_high": args.clip}
+    for step in range(start + 1, args.steps + 1):
+        tracker.begin(step, args.profile)
+        saves = step == args.steps or (args.save_every > 0 and step % args.save_every == 0)
+        mine, batch, responses, results = rollouts.get(step, last=saves)
+        scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
 
         with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
             micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
@@ -324,7 +355,7 @@ def main(args: Args) -> None:
         advantages = whiten(advantages, batch.response_mask, world.sum)
         explained = explained_variance(old_values, returns, batch.response_mask, world.sum)
         tracker.add("critic/explained_variance", explained)
-        tracker.mismatch(old_logprobs, batch)
+        tracker.mismatch(old_logprobs, batch, engine.weight_version)
 
         with tracker.time("update"):
             own_step = step - args.critic_warmup_steps  # the policy's
@@ -352,8 +383,11 @@ def main(args: Args) -> None:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     old = old_logprobs[micro.rows]  # (n, T)
+                    w = 1.0  # (n, T) with --tis-cap
+                    if args.tis_cap:
+                        w = rollout_weights(old, batch.rollout_logprobs[micro.rows], micro.response_mask, args.tis_cap)
                     given = (advantages[micro.rows], micro.response_mask)
-                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator)
+                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator, weights=w)
                     (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
                     tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
                 if not warming_up:  # else Adam would move on its momentum alone
@@ -370,10 +404,11 @@ def main(args: Args) -> None:
             tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, values=old_values)
         if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
             with tracker.time("eval"):
+                rollouts.wait()
                 tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
+        if saves:
             with tracker.time("save"):  # counts in the next step
                 checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
 

@@ -17,20 +17,11 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from common.placement import World
+from common.placement import TORCHRUN_VARIABLES, World
 
 ROOT = Path(__file__).parents[1]
 WARM_START = ROOT / "runs" / "warm-start"
 
-TORCHRUN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"
 HELD_OUT = 256  # of the 90 * 90 problems
 FORGETS_CARRY = 0.6  # how often the teacher does, where there is one

@@ -3,7 +3,7 @@
 Single program, multiple data: each rank runs the same script from top to bottom, on its own share of
 the prompts. Plain `python algos/X.py` is a world of one; `torchrun --nproc-per-node N` a world of N.
 Layout "colocate": a rank holds its shard of the trainer *and* an engine; with rollout_tp = k, each k
-consecutive ranks hold one engine together.
+consecutive ranks hold one engine together. "split": the engines are vLLM servers on devices of their own.
 """
 
 import os
@@ -11,12 +11,23 @@ import re
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# What a process that torchrun started must not hand on to one that is no rank.
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 
 
 class BadInput(ValueError):
@@ -42,6 +53,15 @@ class RunFailed(RuntimeError):
     """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
 
 
+def raise_together(error: BadInput | RunFailed | None, group: dist.ProcessGroup | None = None) -> None:
+    """If any rank has an error, raise the first rank's on all of them. Collective: every rank calls it."""
+    errors: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error and (type(error) is BadInput, str(error)), group=group)
+    for found in errors:
+        if found:
+            raise (BadInput if found[0] else RunFailed)(found[1])
+
+
 def say(line: str, file=None) -> None:
     """Print on rank 0 alone; works before init, too."""
     if os.environ.get("RANK", "0") == "0":
@@ -60,6 +80,24 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where responses are generated, and what the engine may take."""
+
+    rollout_placement: Literal["colocate", "split"] = "colocate"  # split: by vLLM servers, beside the trainer
+    rollout_devices: tuple[int, ...] = ()  # split: GPUs of this node, or cores of a CPU, for servers this run starts
+    rollout_urls: tuple[str, ...] = ()  # split: servers that are running, scripts/serve_rollout.sh
+    max_inflight_batches: int = 1  # 2: the next step's responses are sampled while this one trains; split alone
+    inflight_updates: bool = False  # new weights reach responses half done; their tokens are of two versions
+    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0: 0.4, or 0.9 of one of its own
+    rollout_max_seqs: int = 0  # responses it works on at once; 0: all of a step's, at most 512
+    rollout_batched_tokens: int = 0  # tokens of one forward of it; 0: vLLM's own choice
+
+    @property
+    def split(self) -> bool:
+        return self.rollout_placement == "split"
+
+
+@dataclass(frozen=True)
 class World:
     rank: int
     size: int
@@ -67,6 +105,7 @@ class World:
     mesh: DeviceMesh  # 1-D over all ranks: parameters are sharded and gradients averaged over it
     rollout_tp: int  # ranks that share one engine
     tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
+    group: dist.ProcessGroup | None = None  # all ranks, for numbers; None: torch's default group
 
     @property
     def is_main(self) -> bool:
@@ -76,6 +115,10 @@ class World:
     def engine_index(self) -> int:
         """Which engine this rank belongs to, 0 ... size / rollout_tp - 1."""
         return self.rank // self.rollout_tp
+
+    def beside(self) -> "World":
+        """The same world for a second thread: its collectives do not mix with the first's. Collective."""
+        return replace(self, group=dist.new_group(backend="gloo"))
 
     def sum(self, value: float) -> float:
         """Sum of a number over the ranks. Collective: every rank calls it."""
@@ -91,7 +134,7 @@ class World:
 
     def _reduce(self, value: float, op) -> float:
         tensor = torch.tensor(float(value), dtype=torch.float64)  # on CPU: gloo, exact for counts
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor, op, group=self.group)
         return tensor.item()
 
 
@@ -104,20 +147,61 @@ def finish(world: World, engine=None) -> None:
         dist.destroy_process_group()
 
 
-def check_world(rollout_tp: int) -> int:
+def check_world(rollout_tp: int, layout: Layout = Layout(), backend: str = "vllm") -> int:
     """Number of ranks torchrun started (1 without it), before any of them is joined. Raises BadInput."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if rollout_tp < 1 or size % rollout_tp:
+    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if rollout_tp < 1 or (not layout.split and size % rollout_tp):
         raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {size} ranks")
-    if torch.cuda.is_available():
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local_size > torch.cuda.device_count():
-            raise BadInput(f"{local_size} ranks on this node but {torch.cuda.device_count()} GPUs")
+    if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
+        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
+        raise BadInput(f"{local_size} ranks{servers} on this node but {torch.cuda.device_count()} GPUs")
+    check_layout(layout, rollout_tp, backend)
     return size
 
 
-def init(seed: int, rollout_tp: int = 1) -> World:
-    """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it."""
+def engines(size: int, rollout_tp: int, layout: Layout) -> int:
+    """How many engines share a step's prompts."""
+    return (
+        (len(layout.rollout_devices) // rollout_tp or len(layout.rollout_urls)) if layout.split else size // rollout_tp
+    )
+
+
+def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
+    """Flags that do not go together. Raises BadInput."""
+    devices, urls = layout.rollout_devices, layout.rollout_urls
+    if layout.max_inflight_batches not in (1, 2):
+        raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: 1, or 2 for one batch ahead")
+    if not layout.split:
+        if devices or urls or layout.max_inflight_batches > 1 or layout.inflight_updates:
+            raise BadInput(
+                "--rollout-devices, --rollout-urls, --max-inflight-batches 2 and --inflight-updates need "
+                "--rollout-placement split: a colocated engine sleeps while its rank trains"
+            )
+        return
+    if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
+        raise BadInput(f"--rollout-urls {bad[0]}: expected http://HOST:PORT")
+    if backend != "vllm":
+        raise BadInput(f"--rollout-placement split: vLLM's servers; --rollout-backend {backend} has none")
+    if bool(devices) == bool(urls):
+        raise BadInput("--rollout-placement split: needs --rollout-devices to start servers on, or --rollout-urls")
+    if layout.inflight_updates and layout.max_inflight_batches == 1:
+        raise BadInput("--inflight-updates: nothing is in flight with --max-inflight-batches 1")
+    there = range(torch.cuda.device_count()) if torch.cuda.is_available() else sorted(os.sched_getaffinity(0))
+    kind = "GPUs" if torch.cuda.is_available() else "cores"
+    if len(set(devices)) < len(devices) or not set(devices) <= set(there):
+        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {list(there)}")
+    if set(devices) == set(there):
+        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
+    if len(devices) % rollout_tp:
+        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
+
+
+def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
+    """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it.
+
+    A split layout's rollout devices are left to the servers: its ranks take what remains, in order.
+    """
+    rollout_tp = 1 if layout.split else rollout_tp
     if "RANK" not in os.environ:  # plain python: a world of one, by the same variables torchrun sets
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -131,9 +215,13 @@ def init(seed: int, rollout_tp: int = 1) -> World:
             MASTER_PORT=str(port),
         )
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        left = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
+        device = torch.device("cuda", left[int(os.environ["LOCAL_RANK"])])
         torch.cuda.set_device(device)
+    elif layout.rollout_devices:
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     use_cores()

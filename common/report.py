@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 
 PHASES = {  # of a step, and what to try where one dominates
     "rollout": "more responses at once (--rollout-max-seqs), shorter ones (--max-response-tokens)",
+    "wait": "more --rollout-devices: responses take longer than training",
     "reward": "more workers or a service of its own (docs/rewards.md)",
     "logprobs": "--mini-batches 1 needs no pass of its own; else as for the update",
     "prm": "as for the update",
     "update": "--shared-prompts, a larger --token-budget, no --activation-checkpointing or --offload it can do without",
-    "sync": "more updates a step (--prompts-per-step)",
+    "sync": "more updates a step (--prompts-per-step); one batch ahead, it waits for responses under way",
     "eval": "--eval-every less often, fewer --eval-prompts",
     "save": "--save-every less often",
 }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from common.grading import Item, Result, Reward, parse_gold
 from common.math_grading import parse_math_gold
-from common.placement import BadInput, RunFailed, World, refuse_all, say
+from common.placement import BadInput, RunFailed, World, raise_together, refuse_all, say
 
 CERTAIN_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
 DROPPED_AT_MOST = 0.2  # of a step's responses
@@ -67,15 +67,6 @@ def graded(name: str, reward: Reward, items: list[Item], lengths, truncated) -> 
     return results, time.perf_counter() - began
 
 
-def raise_together(error: BadInput | RunFailed | None) -> None:
-    """If any rank has an error, raise the first rank's on all of them. Collective: every rank calls it."""
-    errors: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and (type(error) is BadInput, str(error)))
-    for found in errors:
-        if found:
-            raise (BadInput if found[0] else RunFailed)(found[1])
-
-
 class Rewards:
     """The rewards of a run and their weights."""
 
@@ -102,7 +93,7 @@ class Rewards:
                 found[0] = read_weights(self.file, set(self.rewards))
             except BadInput as error:
                 found[1] = str(error)
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=world.group)
         weights, complaint = found
         if complaint and complaint != self.complaint:
             say(f"error: {complaint}; the weights stay {self.weights}")
@@ -141,7 +132,7 @@ class Rewards:
                     parts[name] = waiting[name].result() if name in waiting else graded(name, reward, *given)
                 except (BadInput, RunFailed) as failed:
                     error = error or failed
-        raise_together(error)
+        raise_together(error, world.group)
         if log is not None:
             self.log(parts, log)
         return self.drop_ungraded(self.mix(parts, len(items)), rollout, group_size, world, step)

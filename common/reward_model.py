@@ -5,8 +5,6 @@ own responses, without gradient: `model:FOLDER` on a full copy, `model-sharded:F
 ranks by FSDP2, `model-cpu:FOLDER` in a process of its own on the CPU (common/workers.py), so that a GPU stays free.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +54,7 @@ class RewardModel:
     def load(self) -> None:
         """Read the weights. Raises BadInput without a trained head: a random one would train happily."""
         cuda = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
             self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True
         )

@@ -1,14 +1,17 @@
 """The engine: prompts in as token ids; responses out as token ids and the log-probs they were sampled with.
 
-Two engines behind the same four methods: `VLLMEngine` (common/vllm_engine.py) and `HFEngine` below,
-slow, independent, and the oracle the first is tested against.
+Three engines behind the same four methods: `VLLMEngine` (common/vllm_engine.py) in each rank's process, `ServerEngine`
+(common/server_engine.py) for vLLM's servers beside them, and `HFEngine` below, slow, independent, and the oracle the
+others are tested against.
 
     generate(prompt_ids, n, temperature, max_tokens, seed) -> Rollout
-    load_weights(named_tensors)      the trainer's weights, full tensors; called through weight_sync.push
+    load_weights(named_tensors)      the trainer's weights, full tensors of wire_dtype (None: of the masters);
+                                     called through weight_sync.push
     sleep()                          free the memory of weights and KV cache until the next load_weights
     shutdown()                       before the process group goes away
 """
 
+import gc
 import math
 import os
 import warnings
@@ -26,16 +29,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from common.placement import World, say, use_cores
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the vLLM engine may take. A CPU's KV cache follows from the job, or VLLM_CPU_KVCACHE_SPACE (GiB)."""
-
-    rollout_memory: float = 0.4  # share of a GPU's memory the engine may take
-    rollout_max_seqs: int = 0  # responses it works on at once; 0: all of a step's, at most 512
-    rollout_batched_tokens: int = 0  # tokens of one forward of it; 0: vLLM's own choice
+from common.placement import Layout, World, say, use_cores
 
 
 @dataclass
@@ -47,7 +41,7 @@ class Rollout:
     response_mask: torch.Tensor  # (N, T) bool, True on a token the policy sampled
     rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where the mask is False
     truncated: torch.Tensor  # (N,) bool: stopped by the length limit, not by an end token
-    weight_version: int  # how many pushes the weights had seen
+    weight_versions: torch.Tensor  # (N, T) how many pushes the weights had seen that sampled each token
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -56,7 +50,7 @@ class Rollout:
 def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device) -> Rollout:
     """Pad N lists to (N, T). The mask comes from the lengths: a pad token may well be an end token.
 
-    logprobs: None for demonstrations, which nobody sampled.
+    logprobs: None for demonstrations, which nobody sampled; weight_version: a number, or N lists of them.
     """
     lengths = torch.tensor([len(ids) for ids in response_ids])
     width = int(lengths.max()) if len(lengths) else 0
@@ -65,20 +59,22 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     if logprobs is not None:
         padded[mask] = torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
     truncated = torch.tensor(truncated, dtype=torch.bool, device=device)
-    return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, weight_version)
+    versions = torch.full(mask.shape, weight_version if isinstance(weight_version, int) else 0)
+    if not isinstance(weight_version, int):
+        versions[mask] = torch.tensor([x for row in weight_version for x in row], dtype=torch.long)
+    return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, versions.to(device))
 
 
 def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
-    """The chosen rows of several rollouts of the same weights as one rollout, in this order, padded anew."""
+    """The chosen rows of several rollouts as one rollout, in this order, padded anew."""
     chosen = [(rollout, row) for rollout, rows in parts for row in rows]
-    first = parts[0][0]
     return collate(
         [rollout.prompt_ids[row] for rollout, row in chosen],
         [rollout.response_ids[row] for rollout, row in chosen],
         [rollout.rollout_logprobs[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
         [rollout.truncated[row].item() for rollout, row in chosen],
-        first.weight_version,
-        first.response_mask.device,
+        [rollout.weight_versions[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
+        parts[0][0].response_mask.device,
     )
 
 
@@ -91,40 +87,41 @@ def start(
     *,
     max_model_len: int,
     sequences: int,
-    limits: Limits,
+    layout: Layout = Layout(),
+    rollout_tp: int = 1,
 ):
-    """Load an engine on this rank (with rollout_tp > 1: on these ranks together). Collective: every rank calls it.
+    """Load an engine on this rank (with rollout_tp > 1: on these ranks together), or start the layout's servers.
 
-    model_path: local folder or Hub name; stop_token_ids: sampling one of them ends a response and is part
-    of it; max_model_len: prompt + response, tokens; sequences: responses asked for in one call. A GPU's memory is
-    given back while the trainer works.
+    Collective: every rank calls it. model_path: local folder or Hub name; stop_token_ids: sampling one of them ends a
+    response and is part of it; max_model_len: prompt + response, tokens; sequences: responses that one engine is
+    asked for in one call. A GPU's memory is given back while the trainer works. Raises RunFailed.
     """
     if backend == "hf":
         return HFEngine(model_path, stop_token_ids, world, dtype)
-    max_num_seqs = limits.rollout_max_seqs or min(512, sequences)
-    # All of vLLM's environment, in one place, before its first import.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process: weights go by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    lengths = {"max_model_len": max_model_len, "max_num_seqs": layout.rollout_max_seqs or min(512, sequences)}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if world.device.type == "cpu":
-        gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, max_model_len * max_num_seqs)
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # pinning would put two ranks on one core
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs 4-14 s at start and gains nothing here
+        gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, math.prod(lengths.values()))
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # pinning would put two ranks on one core
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at start and gains nothing here
+    environment = {name: os.environ.get(name, value) for name, value in environment.items()}
+    if layout.split:
+        from common.server_engine import ServerEngine  # it needs this module
+
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
+        return ServerEngine(model_path, stop_token_ids, world, dtype, rollout_tp, layout, environment, **lengths)
+    # All of vLLM's environment, in one place, before its first import.
+    os.environ.update(environment)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process: weights go by reference
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # vLLM's, about torch's
         from common.vllm_engine import VLLMEngine  # 8 s to import: not for --help, not for the hf backend
 
-        engine = VLLMEngine(
-            model_path,
-            stop_token_ids,
-            world,
-            dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            limits=limits,
-        )
+        engine = VLLMEngine(model_path, stop_token_ids, world, dtype, layout=layout, **lengths)
     say(f"engine: {engine.settings()}")
     use_cores()  # vLLM sets the thread count for itself
+    gc.freeze()  # what is loaded by now stays: Python's collector need not walk it again in every step
     return engine
 
 
@@ -166,6 +163,8 @@ class LogprobRecorder(LogitsProcessor):
 
 class HFEngine:
     """transformers' `generate` on a full copy of the model: no paging, no continuous batching, padded prompts."""
+
+    wire_dtype = None
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(world.device).eval()

@@ -41,7 +41,7 @@ def write(
             "advantage": advantages[i].item() if advantages.dim() == 1 else advantages[i, :length].tolist(),
             "dropped": not batch.response_mask[i].any().item(),  # nothing was learned from it: see info
             "finish_reason": "length" if batch.truncated[i] else "stop",
-            "weight_version": batch.weight_version,
+            "weight_versions": batch.weight_versions[i, :length].tolist(),
         }
         if values is not None:
             row["values"] = values[i, :length].tolist()

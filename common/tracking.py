@@ -18,34 +18,13 @@ from common.rollout import Rollout
 from common.run import describe
 
 
-class Tracker:
-    """Collects a step's figures on every rank; rank 0 writes them. Tensors stay tensors until the step ends."""
+class Figures:
+    """Sums, counts and peaks of some part of a step, on every rank. Tensors stay tensors until the step ends."""
 
-    def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
-        """run_dir: "" is runs/<name>-DATE-TIME; start: steps already done, by a run that is resumed. Collective."""
-        chosen = [run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"]
-        dist.broadcast_object_list(chosen, src=0)  # the clocks of two ranks may differ
-        self.run_dir, self.world = Path(chosen[0]), world
+    def __init__(self, world: World):
+        self.world = world
         self.sums: dict[str, list] = {}
         self.peaks: dict[str, list] = {}
-        self.step_began = time.perf_counter()
-        self.profiler = None
-        if not world.is_main:
-            return
-        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "run.json").write_text(json.dumps(describe(args, world), indent=2) + "\n")
-        self.metrics_file = self.run_dir / "metrics.jsonl"
-        kept = self.metrics_file.read_text().splitlines() if start and self.metrics_file.is_file() else []
-        kept = [line for line in kept if json.loads(line)["step"] <= start]  # a resumed run rewrites the rest
-        self.metrics_file.write_text("".join(line + "\n" for line in kept))
-        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
-        self.sink = open_sink(track, self.run_dir, args)
-
-    def begin(self, step: int, profiled: tuple[int, ...]) -> None:
-        """Start a step. Of a profiled one write() leaves profile/step_NNNNNN.rankR.json.gz, for ui.perfetto.dev."""
-        if step in profiled:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
 
     def add(self, name: str, total, count=1) -> None:
         """Add to a mean: `total` over `count` items (numbers or tensors), summed over micro-batches and ranks."""
@@ -78,12 +57,24 @@ class Tracker:
         self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
         self.add("throughput/tokens_per_s", tokens, 0)  # per second: see write()
 
-    def mismatch(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None = None) -> None:
-        """mismatch/ figures: |trainer - engine| log-prob of the same weights, over the tokens of `rows` (N,) bool."""
+    def mismatch(
+        self, old_logprobs: torch.Tensor, batch: Rollout, weight_version: int, rows: torch.Tensor | None = None
+    ) -> None:
+        """mismatch/ figures: d = trainer - engine log-prob of the tokens of `rows`, (N,) bool; KL = mean(e^d - 1 - d).
+
+        weight_version: the trainer's. Of older tokens the gap is also what was learned since: mismatch/staleness, in
+        updates of the engine.
+        """
         mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
-        gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
-        self.add("mismatch/logprob_abs_mean", gap.sum(), mask.sum())
-        self.peak("mismatch/logprob_abs_max", gap.max())
+        difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
+        self.add("mismatch/logprob_abs_mean", difference.abs().sum(), mask.sum())
+        self.add("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), mask.sum())
+        self.add("mismatch/staleness", ((weight_version - batch.weight_versions) * mask).sum(), mask.sum())
+        self.peak("mismatch/logprob_abs_max", difference.abs().max())
+        weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # of importance sampling, not truncated
+        self.add("mismatch/weight_over_2_frac", (weights > 2).sum(), mask.sum())
+        size = weights.sum() ** 2 / weights.square().sum().clamp(min=1e-9)  # Kish's effective number of tokens
+        self.add("mismatch/effective_frac", size, mask.sum())
 
     def update(self, loss, entropy, response_mask, clipped) -> None:
         """loss/policy and train/ figures of a micro-batch: its share of the loss, and sums over its tokens."""
@@ -99,6 +90,43 @@ class Tracker:
             raise RunFailed(f"step {step}: {name} is {float(norm)}; this update was not applied")
         self.add(name, norm)
         self.add(loss, 0.0)  # its mean is over optimizer steps
+
+    def merge(self, other: "Figures") -> None:
+        """Take over what another has collected beside an earlier step: its time/ as overlapped/, as no step's own."""
+        for name, entries in other.sums.items():
+            name = f"overlapped/{name.removeprefix('time/')}" if name.startswith("time/") else name
+            self.sums.setdefault(name, []).extend(entries)
+        for name, entries in other.peaks.items():
+            self.peaks.setdefault(name, []).extend(entries)
+
+
+class Tracker(Figures):
+    """Collects a step's figures on every rank; rank 0 writes them."""
+
+    def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
+        """run_dir: "" is runs/<name>-DATE-TIME; start: steps already done, by a run that is resumed. Collective."""
+        super().__init__(world)
+        chosen = [run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+        dist.broadcast_object_list(chosen, src=0)  # the clocks of two ranks may differ
+        self.run_dir = Path(chosen[0])
+        self.step_began = time.perf_counter()
+        self.profiler = None
+        if not world.is_main:
+            return
+        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "run.json").write_text(json.dumps(describe(args, world), indent=2) + "\n")
+        self.metrics_file = self.run_dir / "metrics.jsonl"
+        kept = self.metrics_file.read_text().splitlines() if start and self.metrics_file.is_file() else []
+        kept = [line for line in kept if json.loads(line)["step"] <= start]  # a resumed run rewrites the rest
+        self.metrics_file.write_text("".join(line + "\n" for line in kept))
+        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
+        self.sink = open_sink(track, self.run_dir, args)
+
+    def begin(self, step: int, profiled: tuple[int, ...]) -> None:
+        """Start a step. Of a profiled one write() leaves profile/step_NNNNNN.rankR.json.gz, for ui.perfetto.dev."""
+        if step in profiled:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
 
     def first(self, accuracy: float) -> None:
         """Log the accuracy before the first step, as step 0. Collective."""

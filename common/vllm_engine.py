@@ -4,64 +4,20 @@ Imported by rollout.start alone, after the environment is set.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from common.placement import World
-from common.rollout import Limits, Rollout, collate, gather_prompts
-
-
-@dataclass
-class InProcessInit(WeightTransferInitInfo):
-    """Nothing to agree on: trainer and engine share an address space."""
-
-
-@dataclass
-class InProcessUpdate(WeightTransferUpdateInfo):
-    weights: Iterable[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-
-class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
-    """Loads (name, full tensor) pairs as they are gathered; vLLM finishes each layer as soon as it is complete."""
-
-    init_info_cls = InProcessInit
-    update_info_cls = InProcessUpdate
-
-    def init_transfer_engine(self, init_info: InProcessInit) -> None:
-        """No connection to open."""
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict) -> None:
-        # Not the base class's: it ends with torch.accelerator.synchronize(), which a CPU does not have.
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def receive_weights(self, update_info: InProcessUpdate) -> None:
-        self.model.load_weights(iter(update_info.weights))
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
-            # The reload repacks the embedding; the head that shares it keeps its old packed copy. Without
-            # this line log-probs drift 8e-2 away in the first update, 2e-1 by the third, and nothing fails.
-            head = self.model.lm_head
-            head.quant_method.process_weights_after_loading(head)
-
-    def shutdown(self) -> None:
-        """No connection to close."""
+from common import weight_transfer
+from common.placement import Layout, World
+from common.rollout import Rollout, collate, gather_prompts
 
 
 class VLLMEngine:
     """One engine a rank, or one for `world.rollout_tp` ranks, which then all make every call together."""
+
+    wire_dtype = None  # the weights do not leave the process: vLLM's loader casts them
 
     def __init__(
         self,
@@ -72,10 +28,9 @@ class VLLMEngine:
         *,
         max_model_len: int,
         max_num_seqs: int,
-        limits: Limits,
+        layout: Layout,
     ):
-        if "in_process" not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine("in_process", InProcessTransfer)
+        weight_transfer.register()
         cuda = world.device.type == "cuda"
         self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
         self.asleep = False
@@ -94,8 +49,8 @@ class VLLMEngine:
             weight_transfer_config=WeightTransferConfig(backend="in_process"),
             use_tqdm_on_load=False,
             enforce_eager=not cuda,  # CUDA graphs on a GPU; nothing to capture on a CPU
-            max_num_batched_tokens=limits.rollout_batched_tokens or None,
-            **(dict(enable_sleep_mode=True, gpu_memory_utilization=limits.rollout_memory) if cuda else {}),
+            max_num_batched_tokens=layout.rollout_batched_tokens or None,
+            **(dict(enable_sleep_mode=True, gpu_memory_utilization=layout.rollout_memory or 0.4) if cuda else {}),
             # The responses to one prompt share its keys and values in whole blocks, else of 128 tokens.
             **(dict(block_size=32) if not cuda and max_model_len > 128 else {}),
         )

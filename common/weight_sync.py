@@ -1,22 +1,47 @@
 """Trainer -> engine: the policy's weights, gathered one parameter at a time."""
 
+import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def full_parameters(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) for every parameter; only one is whole at a time. Collective: every rank iterates.
+class Parameter(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    Tied parameters appear once, under their first name.
+
+class FullParameters:
+    """(name, full tensor) of every parameter, anew in each iteration; only one is whole at a time.
+
+    Collective: every rank iterates. Tied parameters appear once, under their first name. Also a weight source of
+    vLLM's trainer engines, which ask for metadata() first.
     """
-    for name, parameter in policy.named_parameters():
-        tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
+        """dtype: None, or another than the float32 of the masters, to send less."""
+        self.policy, self.dtype = policy, dtype
+
+    def metadata(self) -> list[Parameter]:
+        """Name, dtype and full shape of what an iteration yields, without gathering it."""
+        return [Parameter(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.policy.named_parameters():
+            tensor = parameter.detach()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 def push(policy: nn.Module, engine) -> None:
     """Make the engine sample from the policy as it is now. Collective: every rank calls it."""
-    engine.load_weights(full_parameters(policy))
+    engine.load_weights(FullParameters(policy, engine.wire_dtype))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a CPU tensor's bytes, for weights that cross from one process to another."""
+    return zlib.crc32(memoryview(tensor.contiguous().view(torch.uint8).numpy()))

@@ -62,7 +62,7 @@ def main(args: Args) -> None:
         dtype,
         max_model_len=max_model_len,
         sequences=256,
-        limits=rollout.Limits(rollout_memory=0.9),
+        layout=placement.Layout(rollout_memory=0.9),
     )
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
     result["greedy"] = evaluation.greedy_accuracy(engine, prompts, reward, tokenizer, world, args.max_response_tokens)

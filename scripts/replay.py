@@ -55,7 +55,8 @@ class ReplayEngine:
     """Answers each prompt with its responses in the file, in order."""
 
     def __init__(self, rows: list[dict], device):
-        self.device = device
+        self.device, self.wire_dtype = device, None
+        self.weight_version = max(version for row in rows for version in row["weight_versions"])
         self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
         self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines
         for _, group in itertools.groupby(rows, lambda row: row["index"]):
@@ -79,7 +80,7 @@ class ReplayEngine:
             [row["response_ids"] for row in rows],
             [row["rollout_logprobs"] for row in rows] if temperature > 0 else None,
             [row["finish_reason"] == "length" for row in rows],
-            rows[0]["weight_version"],
+            [row["weight_versions"] for row in rows],
             self.device,
         )
         return Recorded(**vars(batch), rows=rows)
@@ -182,6 +183,7 @@ def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
             "source": {**flags["source"], "eval_prompts": 0},
             "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,
+            "layout": dataclasses.asdict(placement.Layout()),
             "rollouts_every": 1,
             "track": "none",
         }

@@ -89,7 +89,7 @@ def headline(row: dict) -> str:
         "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
         "answer": f"{row['answer']} (found: {row['extracted']})",
-        "weights": f"version {row['weight_version']}",
+        "weights": f"version {' and '.join(map(str, sorted(set(row['weight_versions']))))}",
         **{name: value for name, value in (row["info"] or {}).items() if name != "parts"},
         **((row["info"] or {}).get("parts") or {}),
     }

@@ -60,10 +60,13 @@ def world():
     placement.finish(world)
 
 
-def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None) -> subprocess.CompletedProcess:
+def launch(
+    *command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None, servers: bool = False
+) -> subprocess.CompletedProcess:
     """Run a script as a user would: plain python, or torchrun with more than one rank, on all cores.
 
     Several ranks run one launch at a time: two engines of tensor parallelism would meet in vLLM's shared memory.
+    servers: the run starts rollout servers, which want a core of their own.
     """
     launcher = [sys.executable]
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
@@ -72,8 +75,9 @@ def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     inherited = {name: value for name, value in os.environ.items() if name not in embedded.TORCHRUN_VARIABLES}
-    one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if ranks > 1 else nullcontext()
-    spread = partial(os.sched_setaffinity, 0, CORES) if ranks > 1 else None
+    alone = ranks > 1 or servers
+    one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if alone else nullcontext()
+    spread = partial(os.sched_setaffinity, 0, CORES) if alone else None
     with one_at_a_time:
         result = subprocess.run(
             [*launcher, *map(str, command)],

@@ -64,7 +64,11 @@ def test_a_file_has_everything(run):
     rows = traces.read(traces.find(run, 7))
     assert [row["index"] for row in rows] == [0, 0, 1, 1] and [row["id"] for row in rows][::2] == ["first", "second"]
     first, second, third, last = rows
-    assert first["response"] == EVIL and first["prompt_ids"] == [5, 6] and first["weight_version"] == 4
+    assert (
+        first["response"] == EVIL
+        and first["prompt_ids"] == [5, 6]
+        and first["weight_versions"] == [4] * len(first["response_ids"])
+    )
     assert len(first["response_ids"]) == len(first["rollout_logprobs"]) == len(first["old_logprobs"])
     assert first["info"]["parts"]["gsm8k"] == 1.0 and first["score"] == 1.0 and first["advantage"] == 0.5
     assert second["old_logprobs"] is None and second["finish_reason"] == "length" and third["values"][0] == 2.0

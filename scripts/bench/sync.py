@@ -39,9 +39,7 @@ def one(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         policy = model.load(folder, world, torch.float32)
-        engine = rollout.start(
-            "vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8, limits=rollout.Limits()
-        )
+        engine = rollout.start("vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8)
     weight_sync.push(policy, engine)  # the first also makes what later ones reuse
     times, extras = [], []
     for _ in range(5):

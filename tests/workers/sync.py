@@ -1,5 +1,9 @@
-"""Prints, after each of 5 updates with perturbed weights, max |trainer - engine| log-prob: sync.py MODEL TP BACKEND"""
+"""Prints, after each of 5 updates with perturbed weights, max |trainer - engine| log-prob: sync.py MODEL TP BACKEND
 
+BACKEND: vllm, hf, or servers: one of vLLM's on each core.
+"""
+
+import os
 import sys
 
 import torch
@@ -8,16 +12,19 @@ from common import batching, model, placement, rollout, weight_sync
 
 
 def main(model_path: str, tp: int, backend: str) -> None:
-    world = placement.init(seed=0, rollout_tp=tp)
+    layout = placement.Layout()
+    if backend == "servers":
+        backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
+        layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
+    world = placement.init(0, tp)
     policy = model.load(model_path, world, torch.float32)
-    engine = rollout.start(
-        backend, model_path, [1], world, torch.float32, max_model_len=64, sequences=32, limits=rollout.Limits()
-    )
+    sizes = {"max_model_len": 64, "sequences": 32, "layout": layout}
+    engine = rollout.start(backend, model_path, [1], world, torch.float32, **sizes)
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # each rank its own: TP must sort them out
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
         batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update)
-        assert batch.weight_version == update
+        assert (batch.weight_versions == update)[batch.response_mask].all()
         assert batch.prompt_ids == [ids for ids in prompts for _ in range(2)]
         micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(300), world)
         trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)

@@ -1,0 +1,78 @@
+"""Asking vLLM's servers for responses: token ids in; ids, log-probs and weight versions out."""
+
+import asyncio
+
+import httpx
+
+from common.placement import RunFailed
+from common.servers import is_local
+
+HEALTH_EVERY, HEALTH_WITHIN = 4.0, 5.0  # seconds: a server that hangs is found within three times their sum
+CONNECTIONS = 256  # of a rank
+LOWEST = -9998.0  # what vLLM gives for a log-prob that is no number is below
+
+
+async def ask_all(asked: list[tuple[str, dict]]) -> list[list[dict]]:
+    """The responses to each (server, request), in this order, all asked at once. Raises RunFailed naming a server."""
+    urls = {url for url, _ in asked}
+    local = all(map(is_local, urls))
+    timeout = httpx.Timeout(None, connect=HEALTH_WITHIN)  # long responses take their time; watch() finds the dead
+    limits = httpx.Limits(max_connections=CONNECTIONS)  # the rest of a large step waits here
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not local) as client:
+        work = asyncio.gather(*(ask(client, url, body) for url, body in asked))
+        watches = [asyncio.ensure_future(watch(url)) for url in urls]
+        done, _ = await asyncio.wait([work, *watches], return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, *watches):
+            task.cancel()
+        await asyncio.gather(work, *watches, return_exceptions=True)
+        for task in done:
+            if task is not work:
+                task.result()  # raises
+        return work.result()
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: dict) -> list[dict]:
+    """The responses to one request. Raises RunFailed."""
+    try:
+        reply = await client.post(f"{url}/inference/v1/generate", json=body)
+    except httpx.HTTPError as error:
+        raise RunFailed(f"rollout server {url} is gone: {type(error).__name__}: {error}") from None
+    if reply.status_code != 200:
+        raise RunFailed(f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}")
+    return check_reply(url, reply.json(), body["sampling_params"]["n"])
+
+
+def check_reply(url: str, reply: dict, n: int) -> list[dict]:
+    """The n responses of a reply, each whole: a missing one would shift all that follow. Raises RunFailed."""
+    found = sorted(reply["choices"], key=lambda choice: choice["index"])
+    whole = [
+        choice["finish_reason"] in ("stop", "length")
+        and len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == len(versions(choice)) > 0
+        and all(token["logprob"] > LOWEST for token in choice["logprobs"]["content"])
+        for choice in found
+    ]
+    if len(found) != n or not all(whole):
+        raise RunFailed(f"rollout server {url} gave {sum(whole)} whole responses where {n} were asked for")
+    return found
+
+
+async def watch(url: str) -> None:
+    """Ends, with RunFailed, when the server is not healthy: its engine is dead, or it missed three questions."""
+    missed = 0
+    async with httpx.AsyncClient(timeout=HEALTH_WITHIN, trust_env=not is_local(url)) as client:
+        while missed < 3:
+            await asyncio.sleep(HEALTH_EVERY)
+            try:
+                reply = await client.get(f"{url}/health")
+                if reply.status_code != 200:
+                    raise RunFailed(f"rollout server {url}: its engine is dead (health {reply.status_code})")
+                missed = 0
+            except httpx.HTTPError:
+                missed += 1
+    raise RunFailed(f"rollout server {url} does not answer: no health in {3 * (HEALTH_EVERY + HEALTH_WITHIN):.0f} s")
+
+
+def versions(response: dict) -> list[int]:
+    """The weight version that sampled each token: every update has a number."""
+    spans = response.get("weight_versions") or []
+    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]

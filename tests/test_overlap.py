@@ -1,0 +1,74 @@
+"""The prefetching rollout object: what runs when, with whose figures, and how an error comes out."""
+
+import threading
+import time
+
+import pytest
+
+from common.overlap import Prefetcher
+from common.placement import Layout, RunFailed
+from common.tracking import Figures
+
+AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
+
+
+def recorder(calls: list, **events):
+    def sample(step, world, figures):
+        calls.append((step, threading.current_thread() is threading.main_thread()))
+        with figures.time("rollout"):
+            events.get("hold", lambda: None)()
+        figures.add("reward/mean", step)
+        return f"batch {step}"
+
+    return sample
+
+
+def test_without_overlap_it_is_a_plain_call(world):
+    calls, tracker = [], Figures(world)
+    rollouts = Prefetcher(recorder(calls), world, tracker, Layout())
+    assert [rollouts.get(1), rollouts.get(2)] == ["batch 1", "batch 2"]
+    assert calls == [(1, True), (2, True)] and rollouts.beside is world
+    assert len(tracker.sums["time/rollout"]) == 2 and "time/wait" not in tracker.sums
+
+
+def test_ahead_the_next_step_is_under_way_while_one_trains(world):
+    calls, tracker = [], Figures(world)
+    rollouts = Prefetcher(recorder(calls), world, tracker, AHEAD)
+    assert rollouts.get(1) == "batch 1"
+    rollouts.wait()
+    assert calls == [(1, False), (2, False)]
+    assert [total for total, _ in tracker.sums["reward/mean"]] == [1], "figures of step 2 are step 2's"
+    assert rollouts.get(2, last=True) == "batch 2"
+    assert [total for total, _ in tracker.sums["reward/mean"]] == [1, 2]
+    rollouts.wait()
+    assert calls == [(1, False), (2, False)], "nothing is in flight after a checkpoint"
+    assert rollouts.get(3) == "batch 3"
+    assert set(tracker.sums) == {"time/wait", "overlapped/rollout", "reward/mean"}
+
+
+def test_training_does_not_wait_for_the_next_batch(world):
+    rollouts = Prefetcher(recorder([], hold=lambda: time.sleep(0.3)), world, Figures(world), AHEAD)
+    rollouts.get(1)
+    began = time.perf_counter()
+    time.sleep(0.3)  # training
+    rollouts.get(2, last=True)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
+    def sample(step, world, figures):
+        if step == 2:
+            raise RunFailed("the server is gone")
+        return step
+
+    rollouts = Prefetcher(sample, world, Figures(world), AHEAD)
+    assert rollouts.get(1) == 1
+    rollouts.wait()  # not here
+    with pytest.raises(RunFailed, match="the server is gone"):
+        rollouts.get(2)
+
+
+def test_its_collectives_are_its_own(world):
+    rollouts = Prefetcher(recorder([]), world, Figures(world), AHEAD)
+    assert rollouts.beside.group is not None and world.group is None
+    assert rollouts.beside.sum(2) == 2.0

@@ -1,0 +1,312 @@
+"""Servers beside the trainer: they follow it, it learns, and what goes wrong is said once and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import httpx
+import psutil
+import pytest
+import torch
+from conftest import CORES, ROOT, launch
+
+from common import server_requests, servers
+from common.placement import TORCHRUN_VARIABLES, BadInput, Layout, RunFailed, check_layout
+from common.rollout import collate
+from common.server_engine import cut
+from common.server_requests import check_reply, versions
+
+GRPO = ROOT / "algos/grpo.py"
+CORE = max(CORES)
+SPLIT = ["--rollout-placement", "split", "--rollout-devices", CORE]
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a server wants a core of its own")
+
+
+def rows(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that inherited MARK from a run: it, its ranks, its servers and their engines."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Every process started in the test must be gone at its end."""
+    name = str(uuid.uuid4())
+    monkeypatch.setenv("MARK", name)
+    yield name
+    deadline = time.monotonic() + 10
+    while marked(name) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert marked(name) == []
+
+
+@needs_two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_two_servers_follow_the_trainer(models, kind, mark):
+    result = launch(ROOT / "tests/workers/sync.py", models[kind], 1, "servers", servers=True)
+    gaps = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("gap")]
+    assert len(gaps) == 6 and max(gaps) <= 1e-5, gaps
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_it_learns_on_servers(tmp_path, mark):
+    launch(GRPO, *SPLIT, "--steps", 10, "--run-dir", tmp_path / "run", servers=True)
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
+    assert max(row["mismatch/logprob_abs_max"] for row in found[1:]) <= 1e-4
+    assert not any(row["mismatch/staleness"] for row in found[1:])
+
+
+@needs_two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--inflight-updates", "--tis-cap", 2]])
+def test_it_learns_one_step_behind(tmp_path, mark, flags):
+    ahead = ["--max-inflight-batches", 2, "--steps", 10, "--save-every", 5, "--run-dir", tmp_path / "run", *flags]
+    launch(GRPO, *SPLIT, *ahead, servers=True)
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
+    staleness = [row["mismatch/staleness"] for row in found[1:]]
+    assert staleness[0] == staleness[5] == 0  # nothing is in flight at the start and after a checkpoint
+    rest = staleness[1:5] + staleness[6:]
+    assert all(0 < value <= 1 for value in rest) if flags else rest == [1.0] * 8
+    assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in found[1:])
+
+
+@needs_two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["server", "interrupt", "kill"])
+def test_whatever_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
+    """A killed engine of a server, Ctrl-C and SIGKILL of the trainer."""
+    command = [sys.executable, GRPO, *SPLIT, "--steps", 500, "--eval-prompts", 0, "--run-dir", tmp_path / "run"]
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        spread = lambda: os.sched_setaffinity(0, CORES)
+        own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+        run = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, preexec_fn=spread, env=own)
+        try:
+            wait_for(lambda: len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) >= 2, run, log)
+            if end == "server":
+                engines = [p for p in psutil.Process(run.pid).children(recursive=True) if "EngineCor" in p.name()]
+                engines[0].kill()
+            else:
+                run.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
+            began = time.monotonic()
+            code = run.wait(timeout=30)
+        finally:
+            run.kill()
+    said = re.findall(r"error: .*", log.read_text())  # behind the progress bar
+    if end == "server":
+        assert code == 3 and len(said) == 1 and "rollout server http://127.0.0.1:" in said[0], log.read_text()[-2000:]
+        assert time.monotonic() - began < 30
+    else:
+        assert code != 0
+
+
+def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert run.poll() is None, log.read_text()[-3000:]
+        try:
+            if condition():
+                return
+        except FileNotFoundError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"nothing within {seconds} s: {log.read_text()[-3000:]}")
+
+
+@pytest.mark.parametrize(
+    "layout, tp, backend, message",
+    [
+        (Layout("split"), 1, "vllm", "needs --rollout-devices"),
+        (Layout("split", (0,), ("http://a",)), 1, "vllm", "needs --rollout-devices"),
+        (Layout("split", (0,)), 1, "hf", "--rollout-backend hf"),
+        (Layout("split", (99,)), 1, "vllm", "different ones of this node's cores"),
+        (Layout("split", (CORE, CORE)), 1, "vllm", "different ones"),
+        (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
+        (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
+        (Layout("split", (CORE,), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
+        (Layout("split", (CORE,), inflight_updates=True), 1, "vllm", "nothing is in flight"),
+        (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
+        (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
+    ],
+)
+def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: CORES)
+    if torch.cuda.is_available():
+        pytest.skip("devices are GPUs")
+    with pytest.raises(BadInput, match=message):
+        check_layout(layout, tp, backend)
+
+
+def test_a_server_that_is_not_there_is_named():
+    control = servers.Control(["http://127.0.0.1:9"])
+    with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone"):
+        control.check()
+
+
+class Scripted(httpx.BaseTransport):
+    """Answers by path; what is not a reply is raised."""
+
+    def __init__(self, replies: dict):
+        self.replies, self.asked = replies, []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append((str(request.url), request.content))
+        status, body = self.replies[request.url.path]
+        return httpx.Response(status, json=body)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    def install(replies: dict) -> Scripted:
+        transport = Scripted(replies)
+        client = httpx.Client(transport=transport)
+        monkeypatch.setattr(httpx, "request", lambda *a, trust_env, **k: client.request(*a, **k))
+        return transport
+
+    return install
+
+
+def test_each_server_gets_its_own_nccl_ranks(scripted):
+    paths = ("/get_world_size", "/init_weight_transfer_engine", "/resume", "/update_weight_version")
+    transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
+    control = servers.Control(["http://a", "http://b"])
+    control.check()
+    assert control.workers == 4
+    control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
+    sent = {url: json.loads(body)["init_info"] for url, body in transport.asked if "init" in url}
+    assert {url[7]: info["rank_offset"] for url, info in sent.items()} == {"a": 1, "b": 3}
+    assert all(info["world_size"] == 5 for info in sent.values())
+
+
+def test_a_server_with_other_weights_is_named(scripted):
+    scripted({"/weight_info": (200, {"weight_version": "3"})})
+    control = servers.Control(["http://a"])
+    control.version = "3"
+    control.check_version()
+    control.version = "4"
+    with pytest.raises(RunFailed, match="http://a has weights of version 3, not 4"):
+        control.check_version()
+
+
+def test_a_server_without_the_routes_is_explained(scripted):
+    scripted({"/resume": (404, {})})
+    with pytest.raises(RunFailed, match=r"serve_rollout\.sh"):
+        servers.Control(["http://a"]).check()
+
+
+def test_versions_are_those_of_the_tokens():
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    assert versions({"token_ids": [7, 8, 9], "weight_versions": spans}) == [3, 3, 4]
+    batch = collate([[1], [2]], [[7, 8, 9], [7]], None, [True, True], [[3, 3, 4], [4]], torch.device("cpu"))
+    assert batch.weight_versions.tolist() == [[3, 3, 4], [4, 0, 0]]
+
+
+def good_reply() -> dict:
+    content = [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": -0.1}]
+    choice = {"token_ids": [7, 1], "logprobs": {"content": content}, "finish_reason": "stop"}
+    spans = [{"version": "2", "start": 0, "end": 2}]
+    return {"choices": [{**choice, "index": i, "weight_versions": spans} for i in (1, 0)]}
+
+
+def test_responses_come_in_order_and_whole():
+    assert [choice["index"] for choice in check_reply("http://a", good_reply(), 2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"finish_reason": "abort"},
+        {"token_ids": [7]},
+        {"weight_versions": None},
+        {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": -9999.0}]}},
+    ],
+)
+def test_a_response_that_is_not_whole_ends_the_run(change):
+    """Any of these would shift the rows that follow, or train on a number that is none."""
+    reply = good_reply()
+    reply["choices"][0].update(change)
+    with pytest.raises(RunFailed, match="http://a gave 1 whole responses where 2 were asked for"):
+        check_reply("http://a", reply, 2)
+    with pytest.raises(RunFailed, match="gave 2 whole responses where 3"):
+        check_reply("http://a", good_reply(), 3)
+
+
+def test_weights_are_cut_into_parts_that_fit():
+    tensors = [(name, torch.zeros(size)) for name, size in (("a", 10), ("b", 10), ("c", 30), ("d", 1))]
+    assert [list(part) for part in cut(iter(tensors), 80)] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    from common import weight_transfer
+    from common.weight_sync import checksum
+
+    class Model:
+        def load_weights(self, given):
+            self.loaded = dict(given)
+
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "w.safetensors")
+    engine = object.__new__(weight_transfer.SharedMemoryTransfer)
+    engine.model = Model()
+    engine.receive_weights(weight_transfer.FileUpdate(str(tmp_path / "w.safetensors"), sums))
+    assert torch.equal(engine.model.loaded["a"], tensors["a"])
+    with pytest.raises(ValueError, match="arrived damaged: a"):
+        engine.receive_weights(weight_transfer.FileUpdate(str(tmp_path / "w.safetensors"), {**sums, "a": 1}))
+
+
+def test_a_server_that_hangs_is_found(monkeypatch):
+    """It accepts connections and never answers: only its health, asked beside the requests, tells."""
+    import asyncio
+    import socket
+
+    monkeypatch.setattr(server_requests, "HEALTH_EVERY", 0.1)
+    monkeypatch.setattr(server_requests, "HEALTH_WITHIN", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunFailed, match=f"{url} does not answer"):
+            asyncio.run(server_requests.ask_all([(url, {})]))
+
+
+def test_the_script_starts_servers_as_the_run_does():
+    script = (ROOT / "scripts/serve_rollout.sh").read_text()
+    given = servers.command("m", torch.float32, 1, Layout(), 1, max_model_len=64, max_num_seqs=8)
+    fixed = ["generation-config", "hf-overrides", "logprobs-mode", "weight-transfer-config"]
+    fixed += ["skip-tokenizer-init", "enable-scale-out"]
+    for flag in fixed:
+        assert f"--{flag}" in given and f"--{flag}" in script
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_two_ranks_of_remax_train_one_step_behind(models, tmp_path, mark):
+    """Two calls of generate() a step, in a thread on each rank, and updates between: each rank's own lock hangs."""
+    flags = ["--model", models["grouped"], "--prompts-per-step", 4, "--mini-batches", 1, "--max-response-tokens", 8]
+    flags += ["--group-size", 2, "--learning-rate", 1e-3, "--eval-prompts", 2, "--max-inflight-batches", 2]
+    flags += ["--steps", 6, "--max-logprob-gap", 5]  # the learning rate is for the staleness to show
+    launch(ROOT / "algos/remax.py", *SPLIT, *flags, "--run-dir", tmp_path / "run", ranks=2, timeout=300)
+    found = rows(tmp_path / "run")
+    assert [row["mismatch/staleness"] for row in found[1:]] == [0, 1, 1, 1, 1, 1]

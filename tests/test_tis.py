@@ -1,0 +1,69 @@
+"""Truncated importance sampling, the same in every algorithm; and the figures that are logged with it off, too."""
+
+import importlib
+import math
+
+import pytest
+import torch
+
+from common.rollout import collate
+from common.tracking import Figures
+
+ALGORITHMS = ["grpo", "dr_grpo", "dapo", "rloo", "remax", "ppo", "prime"]
+OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # probabilities of three tokens: trainer's, engine's
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs (1, 4) of both sides and the mask; what is outside it is NaN."""
+    old, sampled = (torch.tensor([[*map(math.log, given), math.nan]]) for given in (OLD, SAMPLED))
+    return old, sampled, torch.tensor([[True, True, True, False]])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_weights_are_the_ratio_up_to_the_cap(name):
+    weights = importlib.import_module(f"algos.{name}").rollout_weights
+    assert weights(*tensors(), 2.0).tolist() == [pytest.approx([1.125, 2.0, 0.5, 1.0])]
+    assert weights(*tensors(), 5.0).tolist() == [pytest.approx([1.125, 3.0, 0.5, 1.0])]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_token_of_the_policy_loss_is_weighed_and_the_kl_is_not(name):
+    module = importlib.import_module(f"algos.{name}")
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    mask = torch.tensor([[True, True]])
+    advantages = torch.ones(1, 2) if name in ("remax", "ppo", "prime") else torch.ones(1)
+    given = {"clip_low": 0.2, "clip_high": 0.2, "denominator": 1.0}
+    if name == "dapo":
+        given["clip_dual"] = 3.0
+    references = ()
+    if name in ("grpo", "dr_grpo"):
+        references, given["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
+
+    def gradient(**weights) -> torch.Tensor:
+        loss = module.policy_loss(logprobs, logprobs.detach(), *references, advantages, mask, **given, **weights)
+        return torch.autograd.grad(loss, logprobs)[0]
+
+    plain, weighed = gradient(), gradient(weights=torch.tensor([[0.5, 2.0]]))
+    policy = torch.full((1, 2), -1.0 / (2 if name == "grpo" else 1))  # grpo: the mean over the response's two tokens
+    torch.testing.assert_close(weighed - plain, policy * torch.tensor([[-0.5, 1.0]]))
+
+
+def test_figures_of_the_gap(world):
+    """KL = mean(e^d - 1 - d), one of three weights over 2, effective size (sum w)^2 / sum w^2."""
+    old, sampled, _ = tensors()
+    batch = collate([[1]], [[5, 6, 7]], [sampled[0, :3].tolist()], [True], 4, torch.device("cpu"))
+    figures = Figures(world)
+    figures.mismatch(old[:, :3], batch, 6)
+    total = {name: sum(float(a) for a, _ in entries) for name, entries in figures.sums.items()}
+    ratios = [1.125, 3.0, 0.5]
+    assert total["mismatch/kl"] == pytest.approx(sum(w - 1 - math.log(w) for w in ratios), rel=1e-5)
+    assert total["mismatch/weight_over_2_frac"] == 1 and total["mismatch/staleness"] == 2 * 3
+    assert total["mismatch/effective_frac"] == pytest.approx(sum(ratios) ** 2 / sum(w * w for w in ratios), rel=1e-5)
+
+
+def test_figures_of_rows_that_were_not_trained_on_are_left_out(world):
+    batch = collate([[1], [2]], [[5], [6]], [[-1.0], [-2.0]], [True, True], [[1], [2]], torch.device("cpu"))
+    figures = Figures(world)
+    figures.mismatch(torch.tensor([[-1.5], [9.0]]), batch, 3, torch.tensor([True, False]))
+    total = {name: sum(float(a) for a, _ in entries) for name, entries in figures.sums.items()}
+    assert total["mismatch/logprob_abs_mean"] == 0.5 and total["mismatch/staleness"] == 2
