@@ -244,11 +244,9 @@ def predict(args: Predict) -> None:
     best = recommend(found)
     job = with_budget(model, job, machine.memory)
     print(f"{model.parameters / 1e9:.3g} B parameters, token budget {job.token_budget}. Costs: {origin}.\n\n{HEADER}")
-    for it in found[: args.rows]:
-        print(row(it, job))
-    colocated = [it for it in found if not it.layout.split and it is not best and it not in found[: args.rows]]
-    for it in colocated:  # always said, also where others are quicker
-        print(row(it, job))
+    for place, it in enumerate(found):
+        if place < args.rows or not it.layout.split:  # colocated ones are always said
+            print(row(it, job))
     running = running_responses(model, job, best.layout, machine.memory)
     parts = ", ".join(f"{amount / GIB:.1f} GiB in the {phase}" for phase, amount in best.bytes.items())
     print(f"\nrecommended: {best.layout}: {best.seconds['step']:.1f} s a step")

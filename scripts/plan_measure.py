@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def score(items, lengths, truncated):
 """
 ALONE = Layout(1, 1, 1, False)  # one rank, which does everything
 STEP = {"prompts_per_step": 10, "group_size": 8, "mini_batches": 2, "max_prompt_tokens": 100, "max_response_tokens": 56}
+PROMPT_MEAN = 65.0  # tokens, of run_steps: 30 to 100, all alike often
 WORK = (  # prompts, group, prompt tokens, response tokens at most, mini-batches: none is STEP's
     (6, 8, 48, 64, 2),
     (4, 4, 24, 64, 1),
@@ -168,9 +170,6 @@ def run_steps(size: str) -> None:
         for name, value in STEP.items():
             flags += [f"--{name.replace('_', '-')}", value]
         placement.launch(grpo.main, tyro.cli(grpo.Args, args=list(map(str, flags))))
-
-
-PROMPT_MEAN = 65.0  # of run_steps: 30 to 100 tokens, all alike often
 
 
 # ---- the session that gives them their turns ------------------------------------------------------------------------
@@ -331,21 +330,19 @@ def page(rows, found: dict, command: str) -> str:
             phase, cells = "**step**", [f"**{cell}**" for cell in cells]
         table.append(f"| {size} | {name} | {phase} | " + " | ".join(cells) + " |")
     errors = ", ".join(f"{phase} {error:.0%}" for phase, error in found["largest_fit_error"].items())
-    return f"""# Planner: predicted against measured
-
-`{command}` on {found["hardware"]}, {found["dtype"]}, torch {found["torch"]}.
-
-Models are WIDTHxLAYERS with random weights. Costs come from {", ".join(found["sizes"])}, with {len(WORK)} workloads
-each, of which none is the one below; the largest error where they were fitted: {errors}. Below are steps of
-algos/grpo.py on other sizes: {STEP["prompts_per_step"]} prompts of {PROMPT_MEAN:.0f} tokens, {STEP["group_size"]}
-responses of at most {STEP["max_response_tokens"]} tokens, {STEP["mini_batches"]} mini-batches. Their mean length, as
-measured, is an input of the prediction. A step is the sum of the four phases. Medians of {found["rounds"]} turns; all
-models take turns.
-
-{chr(10).join(table)}
-
-Largest error of a step: {worst:.0%}.
-"""
+    paragraphs = (
+        f"`{command}` on {found['hardware']}, {found['dtype']}, torch {found['torch']}.",
+        f"Models are WIDTHxLAYERS with random weights. Costs come from {', '.join(found['sizes'])}, with {len(WORK)} "
+        f"workloads each, of which none is the one below; the largest error where they were fitted: {errors}. Below "
+        f"are steps of algos/grpo.py on other sizes: {STEP['prompts_per_step']} prompts of {PROMPT_MEAN:.0f} tokens in "
+        f"the mean, {STEP['group_size']} responses of at most {STEP['max_response_tokens']} tokens, "
+        f"{STEP['mini_batches']} mini-batches. The responses' mean length, as measured, is an input of the prediction. "
+        f"A step is the sum of the four phases. Medians of {found['rounds']} turns; all models take turns.",
+        "TABLE",
+        f"Largest error of a step: {worst:.0%}.",
+    )
+    text = "\n\n".join(textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in paragraphs)
+    return "# Planner: predicted against measured\n\n" + text.replace("TABLE", "\n".join(table)) + "\n"
 
 
 if __name__ == "__main__":
