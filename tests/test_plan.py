@@ -140,6 +140,8 @@ def test_the_cache_limits_what_runs_at_once():
     held = plan_model.running_responses(SEVEN, job, Layout(8, 8, 1, False), 80e9)
     assert held == pytest.approx((0.4 * 80e9 - 2 * 7_615_616_512) / (57_344 * 1500))
     assert plan_model.running_responses(SEVEN, JOB, Layout(8, 8, 1, False), 80e9) == 64  # all of an engine's
+    two = plan_model.running_responses(SEVEN, job, Layout(8, 8, 2, False), 80e9)  # the weights once on two GPUs
+    assert two == pytest.approx((2 * 0.4 * 80e9 - 2 * 7_615_616_512) / (57_344 * 1500))
     few = dataclasses.replace(JOB, rollout_max_seqs=16)
     assert plan_model.running_responses(SEVEN, few, Layout(8, 8, 1, False), 80e9) == 16
     assert plan_model.running_responses(SEVEN, JOB, Layout(8, 8, 1, False), 36e9) == 0  # not even the weights
@@ -159,6 +161,11 @@ def test_a_step_is_the_sum_or_the_longer_of_the_two():
     held_up = plan_model.seconds(SEVEN, JOB, Layout(8, 8, 1, False), slow, costs)
     assert held_up["update"] == pytest.approx(2 * 7_615_616_512 * (2 * 2 + 4) / 0.7e9)
     assert held_up["logprobs"] == pytest.approx(7_615_616_512 * 2 / 0.7e9)
+    small = dataclasses.replace(JOB, token_budget=1000)  # 2000 tokens a mini-batch: two forwards, each reduces
+    held_up = plan_model.seconds(SEVEN, small, Layout(8, 8, 1, False), slow, costs)
+    assert held_up["update"] == pytest.approx(2 * 7_615_616_512 * 2 * (2 * 2 + 4) / 0.7e9)
+    late = plan_model.seconds(SEVEN, JOB, Layout(4, 4, 1, True), slow, costs)  # now the trainer is the longer
+    assert late["step"] == pytest.approx(late["logprobs"] + late["update"] + late["sync"])
     four = plan_model.seconds(SEVEN, JOB, Layout(8, 8, 4, False), H100, costs)
     assert four["rollout"] > plan_model.dot(
         plan_model.rollout_counts(SEVEN, JOB, Layout(8, 8, 4, False), 80e9), costs["rollout"]
@@ -190,7 +197,10 @@ def test_what_does_not_fit_is_refused():
     costs = plan_model.assumed_costs(H100, Assumed())
     with pytest.raises(placement.BadInput, match=r"no layout can run: colocate.* needs \d+\.\d GiB a rank of 75 GiB"):
         plan_model.recommend(plan_model.predictions(SEVEN, JOB, one, costs))
-    assert plan_model.recommend(plan_model.predictions(SEVEN, JOB, H100, costs)).layout.train
+    rollout_peaks = [
+        plan_model.peak_bytes(SEVEN, job, Layout(8, 8, 1, split), H100)["rollout"] for split in (False, True)
+    ]
+    assert rollout_peaks == pytest.approx([0.4 * 80e9 + 2 * 7_615_616_512, 0.9 * 80e9])
     big = dataclasses.replace(SEVEN, layer_parameters=70 * 10**9)
     found = plan_model.predictions(big, JOB, dataclasses.replace(H100, gpus=32), costs)
     reasons = {str(it.layout): it.refused for it in found}
@@ -204,6 +214,11 @@ def test_the_token_budget_is_the_trainers(models):
         job = dataclasses.replace(JOB, dtype=dtype, token_budget=0)
         chosen = batching.plan(batching.Compute(), models["untied"], dtype).token_budget
         assert plan_model.with_budget(shape, job, batching.rank_memory()).token_budget == chosen
+
+
+def test_a_large_models_token_budget():
+    """A token keeps 28 (16 x 3584 + 2 (5 x 3584 + 4 x 18944)) = 6.85 MB: 2048 are 14.0 GB of the 16 allowed."""
+    assert plan_model.with_budget(SEVEN, dataclasses.replace(JOB, token_budget=0), 80e9).token_budget == 2048
 
 
 def test_split_has_to_save_a_tenth():
