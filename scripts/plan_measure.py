@@ -185,7 +185,6 @@ class Worker:
         with open(self.log, "w") as errors:
             command = [sys.executable, str(FILE), role, size]
             self.process = subprocess.Popen(command, stderr=errors, env=environment, **pipes)
-        self.wait()
 
     def wait(self):
         for line in self.process.stdout:
@@ -209,6 +208,8 @@ def play(fit: tuple[str, ...], held_out: tuple[str, ...], rounds: int) -> tuple[
     with tempfile.TemporaryDirectory() as scratch:
         workers = [Worker("time", size, scratch) for size in fit]
         workers += [Worker("step", size, scratch) for size in held_out]
+        for worker in workers:  # they load at once; from here on one works at any time
+            worker.wait()
         for _ in range(rounds + 1):
             for worker in workers:
                 worker.take_turn()
