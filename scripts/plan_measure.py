@@ -190,8 +190,8 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("TURN "):
                 return json.loads(line.removeprefix("TURN "))
-        tail = self.log.read_text().strip().rpartition("\n")[2]
-        raise placement.RunFailed(f"the process of {self.size} ended: {tail}")
+        tail = "\n".join(self.log.read_text().splitlines()[-20:])
+        raise placement.RunFailed(f"the process of {self.size} ended; the end of its log:\n{tail}")
 
     def take_turn(self) -> None:
         self.process.stdin.write("\n")
