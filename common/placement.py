@@ -134,8 +134,10 @@ def init(seed: int, rollout_tp: int = 1) -> World:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    # After torchrun --max-restarts its store still has the addresses of the ranks that died: gloo would wait for them.
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
     use_cores()
     torch.manual_seed(seed)
     tp_group = None
