@@ -37,6 +37,7 @@ from common import (
     evaluation,
     model,
     placement,
+    plan,
     rewards,
     rollout,
     run,
@@ -81,9 +82,8 @@ class Args:
     # bookkeeping
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
-    resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
     eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
-    save_every: int = 0  # steps between checkpoints; 0: after the last step only
+    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()  # resume, save_every, ...
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
     profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
@@ -165,9 +165,9 @@ def main(args: Args) -> None:
     size = placement.check_world(args.rollout_tp)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
-    resume = run.check_directory(args.run_dir, args.resume, args.track)
+    resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
     if args.model == "embedded":
-        args.model = embedded.warm_start()
+        args.model = embedded.warm_start(train=not args.saving.dry_run)
     args.model = data.resolve_model(args.model, args.source.hub)
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
@@ -175,6 +175,9 @@ def main(args: Args) -> None:
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
+    run.check_configuration(args, Path(__file__).stem)
+    if args.saving.dry_run:
+        return plan.show(args, size, prompts, held_out, resume)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
@@ -193,7 +196,8 @@ def main(args: Args) -> None:
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer)}
-    start = checkpoint.load(resume, trained, loader)
+    saver = checkpoint.Saver(args.saving, trained, loader, reward, engine, tokenizer, dtype, world)
+    start = saver.load(resume)
     tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
     greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if resume:
@@ -204,7 +208,7 @@ def main(args: Args) -> None:
     clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
     single_update = args.mini_batches * args.epochs == 1
-    for step in range(start + 1, args.steps + 1):
+    for step in saver.steps(tracker.run_dir, args.steps):
         tracker.begin(step, args.profile)
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
@@ -277,9 +281,8 @@ def main(args: Args) -> None:
                 tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
-        if step == args.steps or (args.save_every and step % args.save_every == 0):
-            with tracker.time("save"):  # counts in the next step
-                checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+        with tracker.time("save"):  # counts in the next step
+            saver.step_done(step, metrics)
 
     tracker.close()
     placement.finish(world, engine)

@@ -60,7 +60,9 @@ def world():
     placement.finish(world)
 
 
-def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None) -> subprocess.CompletedProcess:
+def launch(
+    *command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None, launcher_flags=()
+) -> subprocess.CompletedProcess:
     """Run a script as a user would: plain python, or torchrun with more than one rank, on all cores.
 
     Several ranks run one launch at a time: two engines of tensor parallelism would meet in vLLM's shared memory.
@@ -70,7 +72,7 @@ def launch(*command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd
         pytest.skip(f"{ranks} ranks need as many GPUs")
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launcher_flags]
     inherited = {name: value for name, value in os.environ.items() if name not in embedded.TORCHRUN_VARIABLES}
     one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if ranks > 1 else nullcontext()
     spread = partial(os.sched_setaffinity, 0, CORES) if ranks > 1 else None
