@@ -38,6 +38,7 @@ from common import (
     model,
     overlap,
     placement,
+    plan,
     rewards,
     roles,
     rollout,
@@ -84,9 +85,8 @@ class Args:
     # bookkeeping
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
-    resume: str = ""  # a checkpoint folder, or "auto": the newest of run_dir, if any
     eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
-    save_every: int = 0  # steps between checkpoints; 0: after the last step only
+    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()  # resume, save_every, ...
     rollouts_every: int = 10  # steps between files in rollouts/
     max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
     profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
@@ -179,12 +179,12 @@ def check_args(args: Args, size: int) -> None:
 
 def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend)
+    size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
-    resume = run.check_directory(args.run_dir, args.resume, args.track)
+    resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
     if args.model == "embedded":
-        args.model = embedded.warm_start()
+        args.model = embedded.warm_start(train=not args.saving.dry_run)
     args.model = data.resolve_model(args.model, args.source.hub)
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
@@ -198,6 +198,9 @@ def main(args: Args) -> None:
         size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
         offload=args.offload,
     )  # fmt: skip
+    run.check_configuration(args, Path(__file__).stem)
+    if args.saving.dry_run:
+        return plan.show(args, size, prompts, held_out, resume)
 
     world = placement.init(args.seed, args.rollout_tp, args.layout)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
@@ -211,13 +214,14 @@ def main(args: Args) -> None:
     engine = rollout.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype,
         max_model_len=max_model_len,
-        sequences=args.prompts_per_step * args.group_size // placement.engines(size, args.rollout_tp, args.layout),
+        sequences=args.prompts_per_step * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
         layout=args.layout,
         rollout_tp=args.rollout_tp,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer)}
-    start = checkpoint.load(resume, trained, loader)
+    saver = checkpoint.Saver(args.saving, trained, loader, reward, engine, tokenizer, dtype, world)
+    start = saver.load(resume)
     tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
     greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if resume or args.layout.split:  # else the engine has just read these weights
@@ -244,14 +248,13 @@ def main(args: Args) -> None:
             results = reward.score(mine, responses, batch, world, step, tracker.add)
         return mine, batch, responses, results
 
-    rollouts = overlap.Prefetcher(sample, world, tracker, args.layout)
+    rollouts = overlap.Prefetcher(sample, loader, world, tracker, args.layout)
     clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
     # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
     single_update = args.mini_batches * args.epochs == 1
-    for step in range(start + 1, args.steps + 1):
+    for step in saver.steps(tracker.run_dir, args.steps):
         tracker.begin(step, args.profile)
-        saves = step == args.steps or (args.save_every > 0 and step % args.save_every == 0)
-        mine, batch, responses, results = rollouts.get(step, last=saves)
+        mine, batch, responses, results = rollouts.get(step, last=saver.due(step))
         scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
         advantages = compute_advantages(scores, args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
@@ -312,9 +315,8 @@ def main(args: Args) -> None:
                 tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
         run.check(metrics, args.max_logprob_gap)
-        if saves:
-            with tracker.time("save"):  # counts in the next step
-                checkpoint.save(tracker.run_dir, step, trained, loader, tokenizer, dtype, world)
+        with tracker.time("save"):  # counts in the next step
+            saver.step_done(step, metrics)
 
     tracker.close()
     placement.finish(world, engine)

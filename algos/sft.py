@@ -19,7 +19,7 @@ import torch
 import tyro
 from tqdm import trange
 
-from common import batching, checkpoint, data, embedded, model, placement, rollout
+from common import batching, checkpoint, data, embedded, model, placement, roles, rollout
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 
 def main(args: Args) -> None:
-    size = placement.check_world(rollout_tp=1)
+    size = roles.check_world(rollout_tp=1)
     if args.batch_size % size:
         raise placement.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:

@@ -189,11 +189,17 @@ class PromptLoader:
 
     def __init__(self, prompts: list[Prompt], seed: int):
         self.seed, self.position = seed, 0
+        self.in_flight: int | None = None  # where the batch begins that is drawn and not yet trained on, if any
         by_name: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_name.setdefault(prompt.dataset, []).append(prompt)
         self.datasets = list(by_name.values())
         self.turns = turns([dataset[0].weight for dataset in self.datasets])
+
+    @property
+    def resume_at(self) -> int:
+        """Where a resumed run draws first: behind what has been trained on."""
+        return self.position if self.in_flight is None else self.in_flight
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""

@@ -122,12 +122,18 @@ def new_model(folder: Path, seed: int, world: World) -> str:
     return str(folder)
 
 
-def warm_start() -> str:
+def warm_start(train: bool = True) -> str:
     """The embedded model after `python algos/sft.py`, trained once and kept. Every rank calls it before placement.init.
 
-    One rank trains, in a process of its own that knows nothing of the others; they wait for the folder.
+    One rank trains, in a process of its own that knows nothing of the others; they wait for the folder. train=False:
+    tokenizer and config are enough.
     """
     ready = WARM_START / "ready"
+    if not train and not ready.exists():
+        folder = WARM_START.with_name(f"warm-start-planned-{os.environ.get('LOCAL_RANK', '0')}")
+        tokenizer().save_pretrained(folder)
+        config().save_pretrained(folder)
+        return str(folder)
     if os.environ.get("LOCAL_RANK", "0") == "0" and not ready.exists():
         print(f"warm start: training the embedded model once, into {WARM_START}", flush=True)
         own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from common.data import PromptLoader
 from common.placement import Layout, World
 from common.tracking import Figures, Tracker
 
@@ -17,9 +18,12 @@ class Prefetcher:
     and graded in a thread whose collectives and figures are its own. Otherwise sample() is just called.
     """
 
-    def __init__(self, sample: Callable[[int, World, Figures], Any], world: World, tracker: Tracker, layout: Layout):
+    def __init__(
+        self, sample: Callable[[int, World, Figures], Any], loader: PromptLoader, world: World, tracker: Tracker,
+        layout: Layout,
+    ):  # fmt: skip
         """Collective: every rank makes one."""
-        self.sample, self.world, self.tracker = sample, world, tracker
+        self.sample, self.loader, self.world, self.tracker = sample, loader, world, tracker
         self.ahead = layout.max_inflight_batches > 1
         self.beside = world.beside() if self.ahead else world
         self.thread = ThreadPool(1) if self.ahead else None  # its thread does not keep a failed run from ending
@@ -35,6 +39,7 @@ class Prefetcher:
         with self.tracker.time("wait"):
             result, figures = (self.waiting or self._begin(step)).get()
         self.tracker.merge(figures)
+        self.loader.in_flight = None if last else self.loader.position  # drawn again after a stop
         self.waiting = None if last else self._begin(step + 1)
         return result
 

@@ -147,55 +147,6 @@ def finish(world: World, engine=None) -> None:
         dist.destroy_process_group()
 
 
-def check_world(rollout_tp: int, layout: Layout = Layout(), backend: str = "vllm") -> int:
-    """Number of ranks torchrun started (1 without it), before any of them is joined. Raises BadInput."""
-    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if rollout_tp < 1 or (not layout.split and size % rollout_tp):
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {size} ranks")
-    if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
-        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
-        raise BadInput(f"{local_size} ranks{servers} on this node but {torch.cuda.device_count()} GPUs")
-    check_layout(layout, rollout_tp, backend)
-    return size
-
-
-def engines(size: int, rollout_tp: int, layout: Layout) -> int:
-    """How many engines share a step's prompts."""
-    return (
-        (len(layout.rollout_devices) // rollout_tp or len(layout.rollout_urls)) if layout.split else size // rollout_tp
-    )
-
-
-def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
-    """Flags that do not go together. Raises BadInput."""
-    devices, urls = layout.rollout_devices, layout.rollout_urls
-    if layout.max_inflight_batches not in (1, 2):
-        raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: 1, or 2 for one batch ahead")
-    if not layout.split:
-        if devices or urls or layout.max_inflight_batches > 1 or layout.inflight_updates:
-            raise BadInput(
-                "--rollout-devices, --rollout-urls, --max-inflight-batches 2 and --inflight-updates need "
-                "--rollout-placement split: a colocated engine sleeps while its rank trains"
-            )
-        return
-    if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
-        raise BadInput(f"--rollout-urls {bad[0]}: expected http://HOST:PORT")
-    if backend != "vllm":
-        raise BadInput(f"--rollout-placement split: vLLM's servers; --rollout-backend {backend} has none")
-    if bool(devices) == bool(urls):
-        raise BadInput("--rollout-placement split: needs --rollout-devices to start servers on, or --rollout-urls")
-    if layout.inflight_updates and layout.max_inflight_batches == 1:
-        raise BadInput("--inflight-updates: nothing is in flight with --max-inflight-batches 1")
-    there = range(torch.cuda.device_count()) if torch.cuda.is_available() else sorted(os.sched_getaffinity(0))
-    kind = "GPUs" if torch.cuda.is_available() else "cores"
-    if len(set(devices)) < len(devices) or not set(devices) <= set(there):
-        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {list(there)}")
-    if set(devices) == set(there):
-        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
-    if len(devices) % rollout_tp:
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
-
-
 def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
     """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it.
 
@@ -222,8 +173,10 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
         torch.cuda.set_device(device)
     elif layout.rollout_devices:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    # After torchrun --max-restarts its store still has the addresses of the ranks that died: gloo would wait for them.
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
     use_cores()
     torch.manual_seed(seed)
     tp_group = None

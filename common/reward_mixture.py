@@ -74,6 +74,16 @@ class Rewards:
         self.rewards, self.weights, self.file, self.failure = rewards, weights, file, failure
         self.first_step, self.step, self.stale, self.complaint = None, None, False, ""
 
+    def state(self) -> dict:
+        """What a run that is resumed must know of the steps before it."""
+        return {"weights": self.weights, "first_step": self.first_step}
+
+    def restore(self, state: dict) -> None:
+        """Go on from state(), unless these are other rewards: a run of its own that began from a checkpoint."""
+        if set(state["weights"]) == set(self.weights):
+            self.first_step = state["first_step"]
+            self.weights = state["weights"] if self.file else self.weights
+
     def check_answers(self, prompts: list) -> None:
         """Refuse reference answers the first reward cannot grade against, naming their lines. Raises BadInput."""
         name = next(iter(self.rewards))

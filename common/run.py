@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -13,7 +14,21 @@ from pathlib import Path
 
 import torch
 
+from common import folders
 from common.placement import BadInput, RunFailed, World
+
+LAYOUT = "how the work is laid out: the same figures but for rounding and for which rank draws what"
+MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, and why; all others may not
+    "steps": "where it ends; but not with --schedule linear, for then each step's rate depends on it",
+    "run_dir": "one directory has several names",
+    **dict.fromkeys(("resume", "dry_run"), "about the start itself"),
+    **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving changes nothing of what is computed"),
+    **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "measured and written, not trained on"),
+    "max_logprob_gap": "when to give up",
+    **dict.fromkeys(("token_budget", "shared_prompts", "activation_checkpointing", "offload", "rollout_tp"), LAYOUT),
+    **dict.fromkeys(("rollout_memory", "rollout_max_seqs", "rollout_batched_tokens"), LAYOUT),
+    **dict.fromkeys(("rollout_placement", "rollout_devices", "rollout_urls"), LAYOUT),
+}
 
 
 def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
@@ -29,20 +44,66 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
         raise BadInput(
             f"--run-dir {run_dir}: holds a run already; --resume auto goes on with it, another name keeps it"
         )
-    return find_checkpoint(resume, Path(run_dir))
+    found = find_checkpoint(resume, Path(run_dir))
+    newest = folders.complete(Path(run_dir))[-1:] if run_dir else []
+    if found and newest and saved_step(newest[0]) > saved_step(found):
+        raise BadInput(
+            f"--resume {resume}: --run-dir {run_dir} has the newer {newest[0].name}; --resume auto goes on with that "
+            "one, another --run-dir keeps both"
+        )
+    return found
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     """--resume: "" is none, "auto" the newest complete checkpoint of run_dir, else a folder. Raises BadInput."""
     if resume == "auto":
-        return max((state.parent for state in run_dir.glob("checkpoints/step_*/state.json")), default=None)
+        return next(reversed(folders.complete(run_dir)), None)
     if resume and not (Path(resume) / "state.json").is_file():
         raise BadInput(f"--resume {resume}: no complete checkpoint there (state.json is missing)")
+    if resume.rstrip("/").endswith(".unfinished"):
+        raise BadInput(f"--resume {resume}: no complete checkpoint, its writing or deleting was cut off")
     return Path(resume) if resume else None
 
 
-def describe(args, world: World) -> dict:
-    """What one needs to run it again: command, flags, versions, commit, hardware."""
+def saved_step(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "state.json").read_text())["step"]
+
+
+def check_configuration(args, name: str) -> None:
+    """Refuse to go on with --run-dir as another run than it began, by its run.json. Raises BadInput.
+
+    name: of the algorithm's file. MAY_DIFFER has the flags that may change.
+    """
+    file = Path(args.run_dir) / "run.json"
+    if not args.run_dir or not file.is_file():
+        return
+    began = json.loads(file.read_text())
+    if began["algorithm"] != name:
+        raise BadInput(f"--run-dir {args.run_dir}: is a run of {began['algorithm']}.py, not of {name}.py")
+    before, now = flat(began["args"]), flat(json.loads(json.dumps(dataclasses.asdict(args))))
+    differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
+    differ |= before.keys() - now.keys()  # of an older version; what is new since then had no effect in it
+    if now.get("schedule") == "linear" and before["steps"] != now["steps"]:
+        differ.add("steps")
+    if differ:
+        said = lambda flag: f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}"
+        raise BadInput(
+            f"--run-dir {args.run_dir}: its run began with {'; '.join(map(said, sorted(differ)))}. Use what it began "
+            "with, or start another: --resume CHECKPOINT with a new --run-dir"
+        )
+
+
+def flat(flags: dict) -> dict:
+    """Flags by the names they have on the command line: those of a nested dataclass beside the others."""
+    return {
+        name: value
+        for flag, given in flags.items()
+        for name, value in (given.items() if isinstance(given, dict) else [(flag, given)])
+    }
+
+
+def describe(args, name: str, world: World) -> dict:
+    """What one needs to run it again: algorithm, command, flags, versions, commit, hardware."""
     root = Path(__file__).parents[1]
     git = ["git", "-C", str(root)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
@@ -55,6 +116,7 @@ def describe(args, world: World) -> dict:
             versions[package] = version(package)
     cuda = world.device.type == "cuda"
     return {
+        "algorithm": name,
         "argv": sys.argv,
         "args": dataclasses.asdict(args),
         "seed": args.seed,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from common import traces
+from common import folders, traces
 from common.placement import RunFailed, World
 from common.rollout import Rollout
 from common.run import describe
@@ -114,11 +114,12 @@ class Tracker(Figures):
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "run.json").write_text(json.dumps(describe(args, world), indent=2) + "\n")
+        folders.write(self.run_dir / "run.json", json.dumps(describe(args, name, world), indent=2) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        kept = self.metrics_file.read_text().splitlines() if start and self.metrics_file.is_file() else []
-        kept = [line for line in kept if json.loads(line)["step"] <= start]  # a resumed run rewrites the rest
-        self.metrics_file.write_text("".join(line + "\n" for line in kept))
+        # A resumed run rewrites what came after its checkpoint. The last line may be torn: it has no end.
+        kept = self.metrics_file.read_text().split("\n")[:-1] if start and self.metrics_file.is_file() else []
+        kept = [line for line in kept if json.loads(line)["step"] <= start]
+        folders.write(self.metrics_file, "".join(line + "\n" for line in kept))
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
         self.sink = open_sink(track, self.run_dir, args)
 

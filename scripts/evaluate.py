@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from common import data, evaluation, placement, rewards, rollout
+from common import data, evaluation, placement, rewards, roles, rollout
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def main(args: Args) -> None:
-    placement.check_world(args.rollout_tp)
+    roles.check_world(args.rollout_tp)
     if args.n < 0 or args.temperature <= 0:
         raise placement.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
     args.model = data.resolve_model(args.model, args.source.hub)

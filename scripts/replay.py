@@ -28,7 +28,7 @@ from unittest import mock
 import torch.distributed as dist
 import tyro
 
-from common import data, placement, reward_mixture, rollout, traces, tracking
+from common import data, folders, placement, reward_mixture, rollout, run, traces, tracking
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 
@@ -164,7 +164,7 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
             return str(folder)
     if step == 1:
         return ""
-    saved = [int(path.parent.name[5:]) + 1 for path in sorted(run_dir.glob("checkpoints/step_*/state.json"))]
+    saved = [run.saved_step(folder) + 1 for folder in folders.complete(run_dir)]
     raise placement.BadInput(
         f"--step {step}: no checkpoint of step {step - 1} in {run_dir}; pick 1 or one of {saved}, if its rollouts are "
         "saved, or run again with --save-every 1"
@@ -179,7 +179,7 @@ def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
         flags = {
             **flags,
             "run_dir": scratch,
-            "resume": checkpoint_before(run_dir, step, flags["resume"]),
+            "saving": {"resume": checkpoint_before(run_dir, step, flags["saving"]["resume"])},
             "source": {**flags["source"], "eval_prompts": 0},
             "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,

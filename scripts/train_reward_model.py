@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
-from common import batching, data, embedded, model, placement, rollout, sources
+from common import batching, data, embedded, model, placement, roles, rollout, sources
 from common.reward_model import conversation
 
 
@@ -69,7 +69,7 @@ def load_pairs(dataset: str) -> list[dict]:
 
 
 def main(args: Args) -> None:
-    size = placement.check_world(rollout_tp=1)
+    size = roles.check_world(rollout_tp=1)
     if args.batch_size % size or min(args.batch_size, args.steps, args.pairs_per_forward, args.held_out) < 1:
         raise placement.BadInput(
             f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1"

@@ -61,7 +61,13 @@ def world():
 
 
 def launch(
-    *command, ranks: int = 1, timeout: int = 600, check: bool = True, cwd=None, servers: bool = False
+    *command,
+    ranks: int = 1,
+    timeout: int = 600,
+    check: bool = True,
+    cwd=None,
+    servers: bool = False,
+    launcher_flags=(),
 ) -> subprocess.CompletedProcess:
     """Run a script as a user would: plain python, or torchrun with more than one rank, on all cores.
 
@@ -73,7 +79,7 @@ def launch(
         pytest.skip(f"{ranks} ranks need as many GPUs")
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launcher_flags]
     inherited = {name: value for name, value in os.environ.items() if name not in embedded.TORCHRUN_VARIABLES}
     alone = ranks > 1 or servers
     one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if alone else nullcontext()

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
 from common import data, model, placement
 from common.batching import Compute
+from common.checkpoint import Saving
 
 CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"group_size": 1}, "--group-size 1: a group of one"),
@@ -27,8 +28,8 @@ CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"model": "./no/such/folder"}, "--model ./no/such/folder: no such folder"),
     ({"model": "no-such-org/no-such-model"}, "--model no-such-org/no-such-model: neither a folder nor loadable from"),
     ({"model": "empty"}, "--model empty: the folder has no config.json"),
-    ({"resume": "empty"}, "no complete checkpoint there (state.json is missing)"),
-    ({"resume": "auto"}, "--resume auto: needs --run-dir"),
+    ({"saving": Saving(resume="empty")}, "no complete checkpoint there (state.json is missing)"),
+    ({"saving": Saving(resume="auto")}, "--resume auto: needs --run-dir"),
     ({"run_dir": "run"}, "holds a run already; --resume auto goes on with it"),
     ({"max_response_tokens": 300}, "--max-response-tokens 300: with prompts of up to 6 tokens that is 306"),
 ]

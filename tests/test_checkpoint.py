@@ -1,11 +1,31 @@
-"""Checkpoints: what is exported is the policy; what is restored is what was saved."""
+"""Checkpoints: what is exported is the policy; what is restored is what was saved; a name means all of it is there."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import checkpoint, data, embedded, model, run
-from common.placement import BadInput
+from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
+from common import checkpoint, data, embedded, folders, model, placement, rewards, rollout, run, stopping, tracking
+from common.placement import BadInput, RunFailed
+
+ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
+
+
+class Engine:
+    """What a checkpoint knows of an engine."""
+
+    weight_version = 7
 
 
 def step(policy, optimizer) -> None:
@@ -20,73 +40,354 @@ def values(policy) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().full_tensor().clone() for name, parameter in policy.named_parameters()}
 
 
-def start(models, world, kind="untied"):
-    policy = model.load(models[kind], world, torch.float32)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def start(models, world, run_dir, kind="untied", critic=False, reward=("gsm8k",), **saving) -> checkpoint.Saver:
+    """A saver of a new run with a policy, or with a critic, too."""
+    trained = {}
+    for name in ["policy", "critic"][: 1 + critic]:
+        trained_model = model.load(models[kind], world, torch.float32, value_head=name == "critic")
+        trained[name] = (trained_model, torch.optim.AdamW(trained_model.parameters(), lr=1e-2, fused=True))
     loader = data.PromptLoader(data.load("arithmetic", data.Source(), "test", embedded.tokenizer(), 64), seed=0)
-    return policy, optimizer, loader
+    saver = checkpoint.Saver(
+        checkpoint.Saving(**saving), trained, loader, rewards.load(reward), Engine(), embedded.tokenizer(),
+        torch.float32, world,
+    )  # fmt: skip
+    saver.run_dir = run_dir
+    run_dir.mkdir(exist_ok=True)
+    return saver
+
+
+def policy_of(saver) -> dict[str, torch.Tensor]:
+    return values(saver.trained["policy"][0])
+
+
+def exported(folder) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).named_parameters())
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "grouped"])
 def test_export_is_the_policy(models, world, tmp_path, kind):
-    policy, optimizer, _ = start(models, world, kind)
+    saver = start(models, world, tmp_path, kind)
+    policy, optimizer = saver.trained["policy"]
     step(policy, optimizer)
-    checkpoint.export(policy, embedded.tokenizer(), tmp_path, torch.float32, world)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    exported = dict(loaded.named_parameters())
-    assert exported.keys() == values(policy).keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in values(policy).items())
-    assert data.load_tokenizer(str(tmp_path))[1] == [1]
+    checkpoint.export(policy, embedded.tokenizer(), tmp_path / "model", torch.float32, world)
+    assert same(exported(tmp_path), values(policy))
+    assert data.load_tokenizer(str(tmp_path / "model"))[1] == [1]
 
 
-def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path):
-    policy, optimizer, loader = start(models, world)
-    step(policy, optimizer)
-    loader.take(5)
-    folder = checkpoint.save(
-        tmp_path, 3, {"policy": (policy, optimizer)}, loader, embedded.tokenizer(), torch.float32, world
-    )
-    step(policy, optimizer)
-    again, again_optimizer, again_loader = start(models, world)
-    assert checkpoint.load(folder, {"policy": (again, again_optimizer)}, again_loader) == 3
-    assert again_loader.take(3) == loader.take(3)
-    step(again, again_optimizer)
-    assert all(torch.equal(x, y) for x, y in zip(values(policy).values(), values(again).values()))
-    assert not list(tmp_path.glob("checkpoints/*.unfinished"))
+@pytest.mark.parametrize("async_save", [False, True])
+def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_save):
+    saver = start(models, world, tmp_path, async_save=async_save)
+    step(*saver.trained["policy"])
+    saver.loader.take(5)
+    saver.save(3, {})
+    at_save = policy_of(saver)
+    drawn = torch.rand(3)
+    step(*saver.trained["policy"])  # a save that is not written yet does not see this
+    saver.finish_writing()
+    torch.manual_seed(1)
+    again = start(models, world, tmp_path)
+    folder = run.find_checkpoint("auto", tmp_path)
+    assert again.load(folder) == 3 and again.engine.weight_version == 6  # the push that follows makes it 7
+    assert same(policy_of(again), at_save) and same(exported(folder), at_save)
+    assert torch.equal(torch.rand(3), drawn)
+    assert again.loader.take(3) == saver.loader.take(3)
+    step(*again.trained["policy"])
+    assert same(policy_of(again), policy_of(saver))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
 
 
 def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_path):
-    def start_both():
-        policy, optimizer, loader = start(models, world)
-        critic = model.load(models["untied"], world, torch.float32, value_head=True)
-        critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-2, fused=True)
-        return {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}, loader
-
-    trained, loader = start_both()
-    step(*trained["critic"])
-    folder = checkpoint.save(tmp_path, 1, trained, loader, embedded.tokenizer(), torch.float32, world)
-    again, again_loader = start_both()
-    checkpoint.load(folder, again, again_loader)
-    for both in (trained, again):
+    saver = start(models, world, tmp_path, critic=True)
+    step(*saver.trained["critic"])
+    saver.save(1, {})
+    again = start(models, world, tmp_path, critic=True)
+    folder = tmp_path / "checkpoints/step_000001"
+    again.load(folder)
+    for both in (saver.trained, again.trained):
         step(*both["critic"])  # with Adam's momentum of the first
         step(*both["policy"])  # its first step, saving or not
-    alone, _ = start_both()
-    step(*alone["policy"])
-    for both in (trained, again):
-        expected, got = values(alone["policy"][0]), values(both["policy"][0])
-        assert all(torch.equal(expected[name], got[name]) for name in expected)
-    before, after = values(trained["critic"][0]), values(again["critic"][0])
-    assert "score.weight" in before and all(torch.equal(before[name], after[name]) for name in before)
+    alone = start(models, world, tmp_path)
+    step(*alone.trained["policy"])
+    assert same(policy_of(alone), policy_of(saver)) and same(policy_of(alone), policy_of(again))
+    critic = values(saver.trained["critic"][0])
+    assert "score.weight" in critic and same(critic, values(again.trained["critic"][0]))
     assert AutoModelForCausalLM.from_pretrained(folder / "model").config.architectures == ["Qwen2ForCausalLM"]
 
 
+def test_reward_weights_are_restored_for_the_same_rewards(models, world, tmp_path):
+    file = tmp_path / "weights.json"
+    file.write_text('{"weights": {"gsm8k": 1.0, "format": 0.1}}')
+    saver = start(models, world, tmp_path, reward=(str(file),))
+    saver.reward.weights, saver.reward.first_step = {"gsm8k": 1.0, "format": 0.5}, 1
+    saver.save(4, {})
+    folder = tmp_path / "checkpoints/step_000004"
+    again, other = (start(models, world, tmp_path, reward=reward) for reward in ((str(file),), ("gsm8k=3",)))
+    again.load(folder)
+    assert again.reward.state() == saver.reward.state()
+    other.load(folder)
+    assert other.reward.weights == {"gsm8k": 3.0} and other.reward.first_step is None
+
+
+class Cut(BaseException):
+    """The process is killed here."""
+
+
+def cut_after(monkeypatch, count: int) -> None:
+    """`count` more operations on files happen, and none after them."""
+    left = [count]
+
+    def guard(function):
+        def guarded(*given, **named):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Cut
+            return function(*given, **named)
+
+        return guarded
+
+    for where, names in ((os, ("fsync", "mkdir", "unlink", "rmdir")), (Path, ("rename", "replace", "write_text"))):
+        for name in names:
+            monkeypatch.setattr(where, name, guard(getattr(where, name)))
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_path, monkeypatch, last):
+    """After 2 and 4: 6, for which 4 or 2 has to go; or 4 once more. In a checkpoint stands the number of its save."""
+    saver, number = start(models, world, tmp_path / "first", keep_checkpoints=1), [0]
+
+    def write(folder) -> None:
+        folder.mkdir()
+        for name in "ab":
+            (folder / name).write_text(str(number[0]))
+
+    monkeypatch.setattr(checkpoint, "states", lambda *given: {})
+    monkeypatch.setattr(checkpoint, "whole_weights", lambda *given, **named: {})
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda state, checkpoint_id: write(checkpoint_id))
+    monkeypatch.setattr(checkpoint, "write_model", lambda policy, weights, tokenizer, folder, dtype: write(folder))
+
+    def save(step: int, accuracy=None) -> None:
+        number[0] += 1
+        saver.save(step, {"eval/accuracy": accuracy})
+
+    save(2, 0.8)
+    save(4, 0.6)
+    count, ended, seen = 0, False, set()
+    while not ended:
+        saver.run_dir = tmp_path / f"{count}"
+        shutil.copytree(tmp_path / "first", saver.run_dir)
+        with monkeypatch.context() as patch, contextlib.suppress(Cut):
+            cut_after(patch, count)
+            save(last, 0.9)
+            ended = True
+        newest = run.find_checkpoint("auto", saver.run_dir)
+        whole = {str(path.relative_to(newest)): path.read_text() for path in newest.rglob("*") if path.is_file()}
+        facts = json.loads(whole.pop("state.json"))
+        assert facts["step"] in (4, last) and whole.keys() == {"model/a", "model/b", "trainer/a", "trainer/b"}
+        assert set(whole.values()) in ({"2"}, {str(number[0])})
+        seen.add((newest.name, whole["model/a"] == "2"))
+        save(8)  # removes what is left
+        best = 2 if whole["model/a"] == "2" else last
+        names = {path.name for path in (saver.run_dir / "checkpoints").iterdir()}
+        assert names == {f"step_{best:06d}", "step_000008", "best.json"}
+        count += 1
+    assert count > 25
+    moved = {("step_000004.replaced", True)} if last == 4 else set()
+    assert seen == {("step_000004", True), (f"step_{last:06d}", False)} | moved
+
+
+def fake(run_dir, step: int, accuracy=None) -> None:
+    folder = run_dir / f"checkpoints/step_{step:06d}"
+    folders.begin(folder)
+    (folder.with_suffix(".unfinished") / "state.json").write_text(json.dumps({"step": step, "eval/accuracy": accuracy}))
+    folders.finish(folder)
+
+
+@pytest.mark.parametrize(
+    "keep, stay, best",
+    [(0, [2, 4, 6, 8, 10], 4), (1, [4, 10], 4), (2, [4, 8, 10], 4), (9, [2, 4, 6, 8, 10], 4)],
+)
+def test_the_last_and_the_best_stay(tmp_path, keep, stay, best):
+    for number, accuracy in ((2, 0.5), (4, 0.75), (6, None), (8, 0.75), (10, 0.25)):
+        fake(tmp_path, number, accuracy)
+        folders.rotate(tmp_path, keep)
+    assert [run.saved_step(folder) for folder in folders.complete(tmp_path)] == stay
+    said = json.loads((tmp_path / "checkpoints/best.json").read_text())
+    assert said == {"folder": f"step_{best:06d}", "step": best, "eval/accuracy": 0.75}
+
+
+def test_a_run_that_was_never_evaluated_has_no_best(tmp_path):
+    for number in (2, 4):
+        fake(tmp_path, number)
+        folders.rotate(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_without_room_nothing_is_written(models, world, tmp_path, monkeypatch):
+    saver = start(models, world, tmp_path, critic=True)
+    policy, critic = (sum(p.numel() for p in trained.parameters()) for trained, _ in saver.trained.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 3 * 2**20))
+    with pytest.raises(RunFailed) as failed:
+        saver.save(3, {})
+    needed = (12 * (policy + critic) + 4 * policy) / 2**20
+    assert str(failed.value).startswith(
+        f"step 3: a checkpoint needs {needed:.1f} MiB, and {tmp_path} has 3.0 MiB left: make room there"
+    )
+    with pytest.raises(RunFailed, match="step 1: a checkpoint needs"):  # not only after hours
+        next(saver.steps(tmp_path, 10))
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_only_complete_checkpoints_are_found(tmp_path):
-    for name, complete in (("step_000002", True), ("step_000010", True), ("step_000020", False)):
+    for name, complete in (
+        ("step_000002", True), ("step_000010", True), ("step_000020", False), ("step_000030.unfinished", True),
+    ):  # fmt: skip
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
-            (tmp_path / "checkpoints" / name / "state.json").touch()
+            (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps({"step": int(name[5:11])}))
     assert run.find_checkpoint("auto", tmp_path).name == "step_000010"
     assert run.find_checkpoint("auto", tmp_path / "nothing") is None
     assert run.find_checkpoint("", tmp_path) is None
-    with pytest.raises(BadInput, match="no complete checkpoint there"):
-        run.find_checkpoint(str(tmp_path / "checkpoints/step_000020"), tmp_path)
+    for name in ("step_000020", "step_000030.unfinished/"):
+        with pytest.raises(BadInput, match="no complete checkpoint"):
+            run.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
+    older = str(tmp_path / "checkpoints/step_000002")
+    with pytest.raises(
+        BadInput, match=r"--resume .*step_000002: --run-dir .* has the newer step_000010; --resume auto"
+    ):
+        run.check_directory(str(tmp_path), older, "none")
+    assert run.check_directory(str(tmp_path / "other"), older, "none") == Path(older)
+
+
+def test_a_torn_line_is_no_step(world, tmp_path):
+    """A run killed while it wrote metrics.jsonl goes on; so does one killed in its first moment."""
+    lines = [json.dumps({"step": number}) + "\n" for number in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')
+    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 2, 5).bar.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
+    assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "grpo"
+
+
+@dataclasses.dataclass
+class Flags:
+    run_dir: str
+    steps: int = 10
+    seed: int = 0
+    schedule: str = "constant"
+    eval_every: int = 0
+    dataset: tuple[str, ...] = ("arithmetic",)
+    layout: placement.Layout = placement.Layout()
+    source: data.TrainSource = data.TrainSource()
+
+
+@pytest.mark.parametrize(
+    "before, now, refused",
+    [
+        ({}, {}, ""),
+        ({}, {"steps": 20, "eval_every": 5, "limits": rollout.Limits(0.5)}, ""),
+        ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
+        ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
+        ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
+        ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
+        ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
+    ],
+)
+def test_another_configuration_is_refused(world, tmp_path, before, now, refused):
+    began = run.describe(Flags("elsewhere", **before), "grpo", world)
+    (tmp_path / "run.json").write_text(json.dumps(began))
+    check = partial(run.check_configuration, Flags(str(tmp_path), **now))
+    if refused:
+        with pytest.raises(BadInput) as error:
+            check("grpo")
+        assert refused in str(error.value) and "\n" not in str(error.value)
+    else:
+        check("grpo")
+    with pytest.raises(BadInput, match=r"is a run of grpo.py, not of rloo.py"):
+        check("rloo")
+    run.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
+    run.check_configuration(Flags("", seed=5), "grpo")
+    began["args"]["old_flag"] = 1
+    (tmp_path / "run.json").write_text(json.dumps(began))
+    with pytest.raises(BadInput, match="--old-flag 1, now None"):
+        check("grpo")
+
+
+def test_flags_that_may_differ_are_flags():
+    flags = [set(run.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
+    assert set(run.MAY_DIFFER) <= set.intersection(*flags)
+    assert {"learning_rate", "seed", "dataset", "temperature", "group_size", "schedule", "dtype"}.isdisjoint(
+        run.MAY_DIFFER
+    )
+
+
+@pytest.mark.parametrize(
+    "given, environment, said",
+    [
+        (["--steps", "9"], {}, "python -u algos/grpo.py --steps 9 --run-dir 'my run' --resume auto"),
+        (
+            ["--run_dir=x", "--resume", "auto", "--template", "a b", "--run-dir", "y"],
+            {},
+            "python -u algos/grpo.py --template 'a b' --run-dir 'my run' --resume auto",
+        ),
+        (
+            [],
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun --nproc-per-node 8 algos/grpo.py --run-dir 'my run' --resume auto",
+        ),
+        (
+            [],
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun --nnodes 2 --nproc-per-node 4 algos/grpo.py --run-dir 'my run' --resume auto",
+        ),
+    ],
+)
+def test_the_command_that_goes_on(monkeypatch, given, environment, said):
+    monkeypatch.setattr(sys, "argv", ["algos/grpo.py", *given])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "algos/grpo.py", *given])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert stopping.command(Path("my run")) == said
+
+
+def test_a_second_signal_leaves_at_once(monkeypatch):
+    signals, before = stopping.StopSignals(), signal.getsignal(signal.SIGTERM)
+    signals.install()
+    sent = []
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append((*given, signal.getsignal(signal.SIGTERM))))
+    try:
+        assert not signals.asked
+        kill(os.getpid(), signal.SIGTERM)
+        kill(os.getpid(), signal.SIGTERM)  # a launcher's, of the same Ctrl-C
+        assert signals.asked == "SIGTERM" and not sent
+        signals.since = time.monotonic() - 2 * stopping.ONE_REQUEST
+        kill(os.getpid(), signal.SIGTERM)
+        assert sent == [(os.getpid(), signal.SIGTERM, signal.SIG_DFL)]
+    finally:
+        signals.remove()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.__name__)
+def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch, capsys, algorithm):
+    for module, name in ((placement, "init"), (model, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
+    saving = checkpoint.Saving(dry_run=True, save_every=5)
+    args = algorithm.Args(model=models["untied"], dtype="float32", run_dir=str(tmp_path / "run"), saving=saving)
+    placement.launch(algorithm.main, args)
+    said = capsys.readouterr().out
+    responses = args.prompts_per_step * args.group_size
+    for part in (
+        "qwen2, 0.8 M parameters", "7,844 to train on, 256 held out; up to 6 tokens", "every 5 steps, each 12.",
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses of up to 48 tokens",
+        f"4 of {responses // 4} responses", f"steps          {args.steps}: ", "starts         anew", "1 on CPU",
+    ):  # fmt: skip
+        assert part in said, said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as left:  # what is wrong is still found
+        placement.launch(algorithm.main, dataclasses.replace(args, prompts_per_step=7))
+    assert left.value.code == 2

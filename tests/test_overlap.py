@@ -5,11 +5,19 @@ import time
 
 import pytest
 
+from common.data import PromptLoader
 from common.overlap import Prefetcher
 from common.placement import Layout, RunFailed
 from common.tracking import Figures
 
 AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
+
+
+class Loader(PromptLoader):
+    """Of the data, only the place in it."""
+
+    def __init__(self):
+        self.position, self.in_flight = 0, None
 
 
 def recorder(calls: list, **events):
@@ -25,7 +33,7 @@ def recorder(calls: list, **events):
 
 def test_without_overlap_it_is_a_plain_call(world):
     calls, tracker = [], Figures(world)
-    rollouts = Prefetcher(recorder(calls), world, tracker, Layout())
+    rollouts = Prefetcher(recorder(calls), Loader(), world, tracker, Layout())
     assert [rollouts.get(1), rollouts.get(2)] == ["batch 1", "batch 2"]
     assert calls == [(1, True), (2, True)] and rollouts.beside is world
     assert len(tracker.sums["time/rollout"]) == 2 and "time/wait" not in tracker.sums
@@ -33,7 +41,7 @@ def test_without_overlap_it_is_a_plain_call(world):
 
 def test_ahead_the_next_step_is_under_way_while_one_trains(world):
     calls, tracker = [], Figures(world)
-    rollouts = Prefetcher(recorder(calls), world, tracker, AHEAD)
+    rollouts = Prefetcher(recorder(calls), Loader(), world, tracker, AHEAD)
     assert rollouts.get(1) == "batch 1"
     rollouts.wait()
     assert calls == [(1, False), (2, False)]
@@ -47,7 +55,7 @@ def test_ahead_the_next_step_is_under_way_while_one_trains(world):
 
 
 def test_training_does_not_wait_for_the_next_batch(world):
-    rollouts = Prefetcher(recorder([], hold=lambda: time.sleep(0.3)), world, Figures(world), AHEAD)
+    rollouts = Prefetcher(recorder([], hold=lambda: time.sleep(0.3)), Loader(), world, Figures(world), AHEAD)
     rollouts.get(1)
     began = time.perf_counter()
     time.sleep(0.3)  # training
@@ -61,7 +69,7 @@ def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
             raise RunFailed("the server is gone")
         return step
 
-    rollouts = Prefetcher(sample, world, Figures(world), AHEAD)
+    rollouts = Prefetcher(sample, Loader(), world, Figures(world), AHEAD)
     assert rollouts.get(1) == 1
     rollouts.wait()  # not here
     with pytest.raises(RunFailed, match="the server is gone"):
@@ -69,6 +77,19 @@ def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
 
 
 def test_its_collectives_are_its_own(world):
-    rollouts = Prefetcher(recorder([]), world, Figures(world), AHEAD)
+    rollouts = Prefetcher(recorder([]), Loader(), world, Figures(world), AHEAD)
     assert rollouts.beside.group is not None and world.group is None
     assert rollouts.beside.sum(2) == 2.0
+
+
+@pytest.mark.parametrize("layout", [AHEAD, Layout()])
+def test_a_checkpoint_knows_what_was_trained_on_not_what_is_in_flight(world, layout):
+    loader = Loader()
+
+    def sample(step, world, figures):
+        loader.position += 8
+
+    rollouts = Prefetcher(sample, loader, world, Figures(world), layout)
+    rollouts.get(1)
+    rollouts.wait()
+    assert loader.resume_at == 8 and loader.position == (16 if layout is AHEAD else 8)

@@ -24,7 +24,7 @@ ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than th
 
 
 def main(runs: Path) -> None:
-    checkpoint.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
+    checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
     for name, sizes in ALGORITHMS.items():
         algorithm = importlib.import_module(f"algos.{name}")
         compute_advantages = algorithm.compute_advantages

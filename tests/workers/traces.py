@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common import data, embedded, placement, report
+from common import checkpoint, data, embedded, placement, report
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
-    "rollout_backend": "hf", "dtype": "float32", "steps": 2, "save_every": 1, "rollouts_every": 1,
+    "rollout_backend": "hf", "dtype": "float32", "steps": 2, "rollouts_every": 1,
     "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3,
-    "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0),
+    "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0), "saving": checkpoint.Saving(save_every=1),
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {},

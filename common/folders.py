@@ -1,0 +1,97 @@
+"""Checkpoints as folders on disk: which are complete, and which are kept.
+
+checkpoints/step_000010/             complete: written under the next name, flushed to the disk, then renamed
+checkpoints/step_000010.unfinished/  being written, or deleted; what a killed run leaves of it the next save removes
+checkpoints/step_000010.replaced/    complete, too: out of the way of a new step_000010 that is about to be renamed
+checkpoints/best.json                which of those that are there has the best eval/accuracy
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = []
+    for state in run_dir.glob("checkpoints/step_*/state.json"):
+        match = COMPLETE.fullmatch(state.parent.name)
+        if match:
+            found.append((int(match[1]), not match[2], state.parent))
+    return [folder for *_, folder in sorted(found)]
+
+
+def begin(folder: Path) -> Path:
+    """The empty folder in which the checkpoint `folder` is to be written. Removes what killed saves have left."""
+    for leftover in folder.parent.glob("step_*.unfinished"):
+        shutil.rmtree(leftover)
+    for replaced in folder.parent.glob("step_*.replaced"):
+        whole = replaced.with_suffix("")
+        if (whole / "state.json").is_file():
+            remove(replaced)
+        else:
+            replaced.rename(whole)
+    unfinished = folder.with_suffix(".unfinished")
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def finish(folder: Path) -> None:
+    """What begin() returned gets its name, when all of it is on the disk: after a power cut, too, a name means whole.
+
+    A folder of that name is there, or its .replaced, at every moment.
+    """
+    unfinished, replaced = folder.with_suffix(".unfinished"), folder.with_suffix(".replaced")
+    for path in (*unfinished.rglob("*"), unfinished):
+        flush(path)
+    if folder.exists():
+        folder.rename(replaced)
+    unfinished.rename(folder)
+    flush(folder.parent)
+    if replaced.exists():
+        remove(replaced)
+
+
+def remove(folder: Path) -> None:
+    """Delete a complete checkpoint; killed in the middle, what is left has a name that says so."""
+    unfinished = folder.with_suffix(".unfinished")
+    folder.rename(unfinished)
+    shutil.rmtree(unfinished)
+
+
+def rotate(run_dir: Path, keep: int) -> None:
+    """Write best.json, and delete all complete checkpoints but the newest `keep` and the best; keep 0: none."""
+    folders = complete(run_dir)
+    states = {folder: json.loads((folder / "state.json").read_text()) for folder in folders}
+    evaluated = [folder for folder in folders if states[folder].get("eval/accuracy") is not None]
+    best = max(evaluated, key=lambda folder: states[folder]["eval/accuracy"], default=None)  # of equals the first
+    if best:
+        said = {"folder": best.name, **{key: states[best][key] for key in ("step", "eval/accuracy")}}
+        write(run_dir / "checkpoints/best.json", json.dumps(said) + "\n")
+    for folder in folders[:-keep] if keep else []:
+        if folder != best:
+            remove(folder)
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at one moment: a process killed here leaves the old text or the new."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(text, encoding="utf-8")
+    flush(scratch)
+    scratch.replace(path)
+
+
+def flush(path: Path) -> None:
+    """A file's contents, or a folder's names, from the system's memory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

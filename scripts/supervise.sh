@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Run a training command until it ends, again and again with --resume auto after a crash:
+#   bash scripts/supervise.sh python algos/grpo.py --run-dir runs/night --save-every 10
+#   bash scripts/supervise.sh torchrun --nproc-per-node 8 algos/grpo.py --run-dir runs/night --save-every 10
+# Stops when the command is done (exit code 0), when its input is wrong (2), when it was asked to stop (Ctrl-C or
+# SIGTERM here: the step is ended and saved), and after RESTARTS (5) crashes in a row. It waits DELAY seconds (10) before
+# the first restart and twice as long before each next; a run of an HOUR (3600 seconds) makes it count anew.
+# torchrun restarts crashed ranks by itself, and sooner: --max-restarts 5 --shutdown-timeout 600, and --resume auto.
+set -uo pipefail
+restarts=${RESTARTS:-5} delay=${DELAY:-10} hour=${HOUR:-3600}
+case " $* " in *" --run-dir "* | *" --run-dir="*) ;; *)
+  echo "error: supervise.sh: the command needs --run-dir, the run to go on with" >&2
+  exit 2
+  ;;
+esac
+asked=
+trap 'asked=yes; kill -TERM "$child" 2> /dev/null' INT TERM
+crashes=0
+while :; do
+  began=$SECONDS
+  "$@" --resume auto &
+  child=$!
+  wait "$child"
+  code=$?
+  while kill -0 "$child" 2> /dev/null; do # a signal ended the wait, not the command
+    wait "$child"
+    code=$?
+  done
+  [ "$code" = 0 ] || [ "$code" = 2 ] || [ -n "$asked" ] && exit "$code"
+  [ $((SECONDS - began)) -lt "$hour" ] || crashes=0
+  crashes=$((crashes + 1))
+  if [ "$crashes" -gt "$restarts" ]; then
+    echo "supervise.sh: exit code $code, crash $crashes in a row: giving up" >&2
+    exit "$code"
+  fi
+  pause=$((delay << (crashes - 1)))
+  echo "supervise.sh: exit code $code; restart $crashes of $restarts in $pause s" >&2
+  sleep "$pause" &
+  child=$!
+  wait "$child"
+  [ -z "$asked" ] || exit "$code"
+done

@@ -1,0 +1,102 @@
+"""Runs that stop and go on: all algorithms, bit for bit; killed ranks; the scripts that supervise and kill."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+from conftest import ROOT, launch
+from test_learns import metrics, same, weights
+
+from common import folders
+
+NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime")
+WORKERS = ROOT / "tests/workers"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder of the runs of tests/workers/resume.py, and what they printed."""
+    folder = tmp_path_factory.mktemp("resume")
+    return folder, launch(WORKERS / "resume.py", folder).stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_a_signal_and_three_more_are_six(runs, name):
+    whole, parts = (runs[0] / f"{name}-{kind}" for kind in ("whole", "parts"))
+    assert [row["step"] for row in metrics(whole)] == list(range(name != "grpo", 7))
+    assert metrics(whole) == metrics(parts)  # bit for bit
+    assert same(weights(whole, 6), weights(parts, 6))
+    for step in range(1, 7):
+        file = f"rollouts/step_{step:06d}.jsonl"
+        assert (whole / file).read_text() == (parts / file).read_text()
+    assert [path.name for path in folders.complete(whole)] == ["step_000006"]
+    assert [path.name for path in folders.complete(parts)] == ["step_000003", "step_000006"]
+    assert any(not torch.equal(tensor, weights(parts, 6)[key]) for key, tensor in weights(parts, 3).items())
+    said = [line for line in runs[1].splitlines() if f"--run-dir {name}-parts" in line]
+    assert len(said) == 1 and said[0].startswith("stopped after step 3 of 6; to go on: ")
+
+
+def test_ten_prompts_end_an_epoch_in_three_steps(runs):
+    ids = []
+    for step in (1, 2, 3):
+        rows = (runs[0] / f"grpo-whole/rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        ids += [json.loads(row)["id"] for row in rows[::4]]
+    assert len(ids) == 12 and len(set(ids)) == 10
+
+
+def test_a_crashed_rank_is_restarted_and_a_signal_to_one_rank_stops_both(tmp_path):
+    """Two ranks; then one goes on alone."""
+    flags = [tmp_path / "run", "--steps", 6]
+    restart = ["--max-restarts", "1"]
+    result = launch(WORKERS / "crash.py", *flags, ranks=2, launcher_flags=restart, timeout=300)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "run/crashed").exists() and "resumed after step 2" in result.stdout
+    assert f"stopped after step 5 of 6; to go on: torchrun --nproc-per-node 2 {WORKERS}/crash.py" in result.stdout
+    assert [path.name for path in folders.complete(tmp_path / "run")] == ["step_000002", "step_000004", "step_000005"]
+    result = launch(WORKERS / "crash.py", *flags)
+    assert "saved by 2 ranks, now 1: it goes on, but not bit for bit" in result.stdout
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_killed_in_a_save_it_goes_on_as_if_nothing_had_happened():
+    result = launch(ROOT / "scripts/kill_test.py", "--kills", 2, "--phases", "save", "--steps", 3)
+    assert "2 of 2 killed runs ended as the uninterrupted one" in result.stdout
+
+
+def supervise(script: str, tmp_path, **settings) -> subprocess.Popen:
+    (tmp_path / "command.sh").write_text(script)
+    command = ["bash", ROOT / "scripts/supervise.sh", "bash", tmp_path / "command.sh", "--run-dir", "runs/x"]
+    environment = {**os.environ, "DELAY": "0", **settings}
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    "codes, runs, left",
+    [((3, 1, 0), 3, 0), ((1, 2), 2, 2), ((0,), 1, 0), ((1, 1, 1, 1), 3, 1)],
+    ids=["crashes", "bad input", "done", "gives up"],
+)
+def test_supervise_restarts_after_crashes(tmp_path, codes, runs, left):
+    script = f"codes=({' '.join(map(str, codes))})\nn=$(cat n 2> /dev/null || echo 0)\necho $((n + 1)) > n\n"
+    process = supervise(f'{script}echo "$*" >> said\nexit "${{codes[$n]}}"\n', tmp_path, RESTARTS="2")
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == left and (tmp_path / "n").read_text() == f"{runs}\n", said
+    assert (tmp_path / "said").read_text() == "--run-dir runs/x --resume auto\n" * runs
+
+
+def test_supervise_passes_a_signal_on_and_stops(tmp_path):
+    script = 'trap "echo asked; sleep 0.3; echo saved; exit 1" TERM\necho ready\nwhile :; do sleep 0.05; done\n'
+    process = supervise(f"exec > said\n{script}", tmp_path)
+    while not (tmp_path / "said").exists() or "ready" not in (tmp_path / "said").read_text():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 1 and (tmp_path / "said").read_text() == "ready\nasked\nsaved\n"
+
+
+def test_supervise_wants_a_run_to_go_on_with(tmp_path):
+    command = ["bash", ROOT / "scripts/supervise.sh", "python", "algos/grpo.py"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "needs --run-dir" in result.stderr
