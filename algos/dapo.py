@@ -186,7 +186,7 @@ def check_args(args: Args, size: int) -> None:
 
 def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = placement.check_world(args.rollout_tp)
+    size = placement.check_world(args.rollout_tp, args.compute)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
     resume = run.check_directory(args.run_dir, args.resume, args.track)
@@ -200,7 +200,7 @@ def main(args: Args) -> None:
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     args.compute = batching.plan(args.compute, args.model, placement.compute_dtype(args.dtype))
 
-    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    world, dtype = placement.init(args.seed, args.rollout_tp, args.compute), placement.compute_dtype(args.dtype)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

@@ -59,14 +59,23 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         sys.exit(2 if isinstance(error, BadInput) else 3)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the trainer is laid over the ranks."""
+
+    sequence_parallel: int = 1  # ranks that compute one row together: a sequence this many times as long fits a rank
+    shard_size: int = 0  # ranks that hold one sharded copy of the weights, such as those of a node; 0: all
+
+
 @dataclass(frozen=True)
 class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # 1-D over all ranks: parameters are sharded and gradients averaged over it
+    mesh: DeviceMesh  # (ranks,), or (copies, shards): parameters are sharded over the last, gradients averaged over all
     rollout_tp: int  # ranks that share one engine
     tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
+    sp_group: dist.ProcessGroup | None  # ranks that compute one row together; None when each has its own
 
     @property
     def is_main(self) -> bool:
@@ -104,11 +113,13 @@ def finish(world: World, engine=None) -> None:
         dist.destroy_process_group()
 
 
-def check_world(rollout_tp: int) -> int:
+def check_world(rollout_tp: int, layout: Layout = Layout()) -> int:
     """Number of ranks torchrun started (1 without it), before any of them is joined. Raises BadInput."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if rollout_tp < 1 or size % rollout_tp:
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {size} ranks")
+    together = {"rollout-tp": rollout_tp, "sequence-parallel": layout.sequence_parallel}
+    for flag, ranks in {**together, "shard-size": layout.shard_size or size}.items():
+        if ranks < 1 or size % ranks:
+            raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
     if torch.cuda.is_available():
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if local_size > torch.cuda.device_count():
@@ -116,7 +127,7 @@ def check_world(rollout_tp: int) -> int:
     return size
 
 
-def init(seed: int, rollout_tp: int = 1) -> World:
+def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
     """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it."""
     if "RANK" not in os.environ:  # plain python: a world of one, by the same variables torchrun sets
         with socket.socket() as probe:
@@ -138,12 +149,12 @@ def init(seed: int, rollout_tp: int = 1) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     use_cores()
     torch.manual_seed(seed)
-    tp_group = None
-    for first in range(0, size, rollout_tp):  # new_group is collective: every rank makes every group
-        ranks = list(range(first, first + rollout_tp))
-        group = dist.new_group(ranks, backend="gloo") if rollout_tp > 1 else None
-        tp_group = group if rank in ranks else tp_group
-    return World(rank, size, device, init_device_mesh(device.type, (size,)), rollout_tp, tp_group)
+    tp_group = dist.new_subgroups(rollout_tp, backend="gloo")[0] if rollout_tp > 1 else None
+    sp_group = dist.new_subgroups(layout.sequence_parallel)[0] if layout.sequence_parallel > 1 else None
+    shards = layout.shard_size or size
+    sizes, names = ((size,), ("ranks",)) if shards == size else ((size // shards, shards), ("copies", "shards"))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group)
 
 
 def use_cores() -> None:

@@ -182,6 +182,7 @@ def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
             "source": {**flags["source"], "eval_prompts": 0},
             "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,
+            "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},  # other ranks than the run's
             "rollouts_every": 1,
             "track": "none",
         }
