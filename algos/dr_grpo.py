@@ -179,7 +179,7 @@ def check_args(args: Args, size: int) -> None:
 
 def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend)
+    size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_args(args, size)
     reward = rewards.load(args.reward, args.reward_failure)
     resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
@@ -202,7 +202,7 @@ def main(args: Args) -> None:
     if args.saving.dry_run:
         return plan.show(args, size, prompts, held_out, resume)
 
-    world = placement.init(args.seed, args.rollout_tp, args.layout)
+    world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
     policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
     ref_policy = None
     if args.kl_coef > 0:

@@ -49,7 +49,7 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 
 def main(args: Args) -> None:
-    size = roles.check_world(rollout_tp=1)
+    size = roles.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise placement.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:
@@ -61,7 +61,7 @@ def main(args: Args) -> None:
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise placement.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
-    world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype)
+    world, dtype = placement.init(args.seed, sharding=args.compute), placement.compute_dtype(args.dtype)
     start = args.model or embedded.new_model(Path(args.output), args.seed, world)
     args.compute = batching.plan(args.compute, start, dtype)
     policy = model.load(start, world, dtype, args.compute)

@@ -9,11 +9,13 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from common.attention import Spans, spans
-from common.placement import BadInput, World, say
+from common.placement import BadInput, Sharding, World, say
 from common.rollout import Rollout
+from common.sequence_parallel import check_heads, cut, take_turns
 
 SHORT_PROMPT = 32  # tokens; the attention of a shared prompt is a call of its own, which costs more than so few tokens
 SHARE = 0.2  # of a rank's memory that the activations of one micro-batch may take
@@ -21,7 +23,7 @@ MOST = 16384  # tokens: beyond it a larger micro-batch is no faster
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(Sharding):
     token_budget: int = 0  # tokens per forward and rank; 0: as many as memory allows
     shared_prompts: bool = True  # compute a prompt once for all its responses in a micro-batch
     activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
@@ -29,9 +31,9 @@ class Compute:
 
 @dataclass
 class MicroBatch:
-    """n responses and their prompts in one row of L tokens, R of which are response tokens."""
+    """n responses and their prompts in one row of L tokens, R of which are response tokens; or a slice of the row."""
 
-    rows: torch.Tensor  # (n,) which rows of the rollout
+    rows: torch.Tensor  # (n,) which rows of the rollout; none, of another rank's turn of a sequence-parallel group
     input_ids: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L), starting again at 0 for each prompt, at the prompt's length for each response
     spans: Spans  # which tokens attend to which
@@ -44,6 +46,7 @@ class MicroBatch:
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -> list[MicroBatch]:
     """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens (at least one sequence each).
 
+    With sequence parallelism of K times as many: each is one rank's of the group, and all of it compute it together.
     With shared prompts, responses to one prompt that meet in a micro-batch have it computed once for all of them.
     Groups are taken in order of their longest row, so that neighbours have similar lengths. Every forward and
     backward of an FSDP model is a collective, so ranks with fewer micro-batches than the fullest one run dummies
@@ -60,44 +63,66 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -
         for row in sorted(unit, key=length):
             if (len(rollout.response_ids[row]) if joined else length(row)) > room:
                 bins.append([])
-                room, joined = compute.token_budget, False
+                room, joined = compute.token_budget * compute.sequence_parallel, False
             if not joined:
                 bins[-1].append([])
                 room -= len(rollout.prompt_ids[row])
                 joined = True
             bins[-1][-1].append(row)
             room -= len(rollout.response_ids[row])
-    micro_batches = [pack_groups(rollout, groups) for groups in bins]
-    for _ in range(int(world.max(len(bins))) - len(bins)):
-        dummy = pack_groups(rollout, [rows[:1].tolist() or [0]])
+    micro_batches = pack_bins(rollout, bins, world)
+    missing = int(world.max(len(micro_batches))) - len(micro_batches)
+    missing *= world.rank % compute.sequence_parallel == 0  # the first rank of a group has its dummies
+    for dummy in pack_bins(rollout, [[rows[:1].tolist() or [0]]] * missing, world):
         dummy.response_mask = torch.zeros_like(dummy.response_mask)
         micro_batches.append(dummy)
     return micro_batches
 
 
+def pack_bins(rollout: Rollout, bins: list[list[list[int]]], world: World) -> list[MicroBatch]:
+    """A micro-batch of each bin of groups. Collective.
+
+    With sequence parallelism slices: of this rank's bins and, in their turns and without rows, of the other ranks'.
+    """
+    if world.sp_group is None:
+        return [pack_groups(rollout, groups) for groups in bins]
+    micro_batches = []
+    for rank, i, texts in take_turns([texts_of(rollout, groups) for groups in bins], world.sp_group):
+        rows = [row for group in bins[i] for row in group] if rank == dist.get_rank(world.sp_group) else []
+        micro_batches.append(cut(lay_out(texts, rows, rollout.response_mask), rank, world.sp_group))
+    return micro_batches
+
+
 def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
-    """Lay rows of the rollout end to end, those of one group behind one prompt.
+    """Lay rows of the rollout end to end, those of one group behind one prompt."""
+    return lay_out(texts_of(rollout, groups), [row for group in groups for row in group], rollout.response_mask)
+
+
+def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[tuple[list[int], list[list[int]]]]:
+    """The prompt and the responses of each group, as token ids."""
+    return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]
+
+
+def lay_out(texts: list[tuple[list[int], list[list[int]]]], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
+    """Texts end to end; response_mask (N, T) is the rollout's, of which they are `rows`.
 
     The one shift of the whole repository is here: the last prompt token predicts response token 0.
     """
-    device, width = rollout.response_mask.device, rollout.response_mask.shape[1]
-    rows = [row for group in groups for row in group]
+    device, width = response_mask.device, response_mask.shape[1]
     tokens, positions, predictors, targets, scatter = [], [], [], [], []
-    for group in groups:
-        prompt = rollout.prompt_ids[group[0]]
+    for prompt, responses in texts:
         tokens += prompt
         positions += range(len(prompt))
         last_of_prompt = len(tokens) - 1
-        for row in group:
-            response = rollout.response_ids[row]
+        for response in responses:
             predictors += [last_of_prompt, *range(len(tokens), len(tokens) + len(response) - 1)][: len(response)]
             targets += response
             tokens += response
             positions += range(len(prompt), len(prompt) + len(response))
-    for i, row in enumerate(rows):
-        scatter += range(i * width, i * width + len(rollout.response_ids[row]))
+    lengths = [(len(prompt), [len(response) for response in responses]) for prompt, responses in texts]
+    for i, length in enumerate(length for _, of_prompt in lengths for length in of_prompt):
+        scatter += range(i * width, i * width + length)
     as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)
-    lengths = [(len(rollout.prompt_ids[g[0]]), [len(rollout.response_ids[row]) for row in g]) for g in groups]
     return MicroBatch(
         rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
@@ -106,7 +131,7 @@ def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),
         scatter=as_tensor(scatter),
-        response_mask=rollout.response_mask[as_tensor(rows)],
+        response_mask=response_mask[as_tensor(rows)],
     )
 
 
@@ -116,9 +141,10 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
     """
     if compute.token_budget < 0:
         raise BadInput(f"--token-budget {compute.token_budget}: must be at least 1, or 0 to choose it from memory")
+    config = AutoConfig.from_pretrained(model_path)
+    check_heads(config, compute.sequence_parallel, model_path)
     if compute.token_budget:
         return compute
-    config = AutoConfig.from_pretrained(model_path)
     per_token = activation_bytes(config, dtype, compute.activation_checkpointing)
     budget = 1024
     while budget < MOST and 2 * budget * per_token <= SHARE * rank_memory():

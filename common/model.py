@@ -27,11 +27,11 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from common.attention import packed_attention
-from common.batching import Compute, MicroBatch, pack_groups, rank_memory
+from common.batching import Compute, MicroBatch, pack_bins, pack_groups, rank_memory
 from common.logits import ChunkedLogprobs
 from common.placement import BadInput, World
 from common.rollout import Rollout, collate
+from common.sequence_parallel import SlicedSpans, sliced_attention, to_owner
 
 WHOLE_GRADIENTS = 0.1  # of a rank's memory that unreduced gradients may take between micro-batches
 
@@ -56,7 +56,7 @@ def load(
         (AutoModelForTokenClassification, token_values) if value_head else (AutoModelForCausalLM, token_logprobs)
     )
     disable_progress_bar()  # transformers': they would tear the run's own
-    AttentionInterface.register("packed", packed_attention)
+    AttentionInterface.register("packed", sliced_attention)
     AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the lengths say it all
     config = AutoConfig.from_pretrained(model_path)
     config._attn_implementation = "packed"
@@ -75,7 +75,7 @@ def load(
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
-    if world.size == 1:
+    if world.mesh.size(-1) == 1:
         settings["reshard_after_forward"] = False  # nothing is saved by gathering from oneself twice
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -110,7 +110,8 @@ def check_packing(model: nn.Module, model_path: str, world: World, tolerance: fl
     prompts, responses = [ids[i // 2, :6].tolist() for i in range(4)], [row[6:].tolist() for row in ids]
     rollout = collate(prompts, responses, None, [False] * 4, 0, world.device)
     alone = [response_logprobs(model, pack_groups(rollout, [[i]]), 1.0)[0] for i in range(4)]
-    alone, together = torch.cat(alone), response_logprobs(model, pack_groups(rollout, [[0, 1], [2, 3]]), 1.0)[0]
+    together = [response_logprobs(model, micro, 1.0)[0] for micro in pack_bins(rollout, [[[0, 1], [2, 3]]], world)]
+    alone, together = torch.cat(alone), torch.cat(together)  # of another rank's turn there are no rows
     reshard(model)
     if (together - alone).norm() > tolerance * (alone - alone.mean()).norm():
         raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
@@ -150,9 +151,11 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
     """Before each backward of an optimizer step: only the last reduces gradients over the ranks, layer by layer.
 
     Until then each rank keeps whole gradients in float32. Where they would take too much of its memory, or with
-    offload, each backward reduces its own. The sums are the same but for rounding.
+    offload, each backward reduces its own, over the ranks of one copy of the weights; over the copies the last does.
+    The sums are the same but for rounding.
     """
     model.set_requires_gradient_sync(last or not model.whole_gradients)
+    model.set_requires_all_reduce(last)
 
 
 def response_logprobs(
@@ -174,7 +177,9 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """(R,) -> (n, T): packed response tokens back in their rows."""
+    """(R,) -> (n, T): packed response tokens back in their rows; of a slice, on the rank whose rows they are."""
+    if isinstance(micro.spans, SlicedSpans):
+        values = to_owner(values, micro.spans)
     shape = micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
 

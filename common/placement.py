@@ -79,6 +79,14 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         sys.exit(2 if isinstance(error, BadInput) else 3)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How the trainer is laid over the ranks."""
+
+    sequence_parallel: int = 1  # ranks that compute one row together: a sequence this many times as long fits a rank
+    shard_size: int = 0  # ranks that hold one sharded copy of the weights, such as those of a node; 0: all
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where responses are generated, and what the engine may take."""
@@ -102,9 +110,10 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # 1-D over all ranks: parameters are sharded and gradients averaged over it
+    mesh: DeviceMesh  # (ranks,), or (copies, shards): parameters are sharded over the last, gradients averaged over all
     rollout_tp: int  # ranks that share one engine
     tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
+    sp_group: dist.ProcessGroup | None = None  # ranks that compute one row together; None when each has its own
     group: dist.ProcessGroup | None = None  # all ranks, for numbers; None: torch's default group
 
     @property
@@ -147,7 +156,7 @@ def finish(world: World, engine=None) -> None:
         dist.destroy_process_group()
 
 
-def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
+def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sharding = Sharding()) -> World:
     """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it.
 
     A split layout's rollout devices are left to the servers: its ranks take what remains, in order.
@@ -179,12 +188,12 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout()) -> World:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
     use_cores()
     torch.manual_seed(seed)
-    tp_group = None
-    for first in range(0, size, rollout_tp):  # new_group is collective: every rank makes every group
-        ranks = list(range(first, first + rollout_tp))
-        group = dist.new_group(ranks, backend="gloo") if rollout_tp > 1 else None
-        tp_group = group if rank in ranks else tp_group
-    return World(rank, size, device, init_device_mesh(device.type, (size,)), rollout_tp, tp_group)
+    tp_group = dist.new_subgroups(rollout_tp, backend="gloo")[0] if rollout_tp > 1 else None
+    sp_group = dist.new_subgroups(sharding.sequence_parallel)[0] if sharding.sequence_parallel > 1 else None
+    shards = sharding.shard_size or size
+    sizes, names = ((size,), ("ranks",)) if shards == size else ((size // shards, shards), ("copies", "shards"))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group)
 
 
 def use_cores() -> None:

@@ -15,18 +15,23 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.batching import rank_memory
-from common.placement import BadInput, Layout, say
+from common.placement import BadInput, Layout, Sharding, say
 from common.reward_model import RewardModel, RewardModelOnCPU
 from common.reward_service import RewardService
 
 TRAINED, FROZEN = 16, 4  # bytes a parameter
 
 
-def check_world(rollout_tp: int, layout: Layout = Layout(), backend: str = "vllm") -> int:
+def check_world(
+    rollout_tp: int, layout: Layout = Layout(), backend: str = "vllm", sharding: Sharding = Sharding()
+) -> int:
     """Number of ranks torchrun started (1 without it), before any of them is joined. Raises BadInput."""
     size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if rollout_tp < 1 or (not layout.split and size % rollout_tp):
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {size} ranks")
+    together = {"rollout-tp": size if layout.split and rollout_tp > 0 else rollout_tp}
+    together |= {"sequence-parallel": sharding.sequence_parallel, "shard-size": sharding.shard_size or size}
+    for flag, ranks in together.items():
+        if ranks < 1 or size % ranks:
+            raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
     if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
         servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
         raise BadInput(f"{local_size} ranks{servers} on this node but {torch.cuda.device_count()} GPUs")

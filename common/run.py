@@ -28,6 +28,7 @@ MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, a
     **dict.fromkeys(("token_budget", "shared_prompts", "activation_checkpointing", "offload", "rollout_tp"), LAYOUT),
     **dict.fromkeys(("rollout_memory", "rollout_max_seqs", "rollout_batched_tokens"), LAYOUT),
     **dict.fromkeys(("rollout_placement", "rollout_devices", "rollout_urls"), LAYOUT),
+    **dict.fromkeys(("sequence_parallel", "shard_size"), LAYOUT),
 }
 
 

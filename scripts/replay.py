@@ -184,6 +184,7 @@ def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
             "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,
             "layout": dataclasses.asdict(placement.Layout()),
+            "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},  # other ranks than the run's
             "rollouts_every": 1,
             "track": "none",
         }

@@ -41,14 +41,15 @@ def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:
-    """Folders of the embedded architecture: untied and tied embeddings, and grouped-query attention."""
+    """Folders of the embedded architecture: untied and tied embeddings, grouped-query attention, both."""
     folder = tmp_path_factory.mktemp("models")
-    grouped = embedded.config()
-    grouped.num_key_value_heads = 2
+    grouped, both = embedded.config(), embedded.config(tie_word_embeddings=True)
+    grouped.num_key_value_heads = both.num_key_value_heads = 2
     return {
         "untied": save_model(folder / "untied", embedded.config(), 0.05),
         "tied": save_model(folder / "tied", embedded.config(tie_word_embeddings=True), 0.05),
         "grouped": save_model(folder / "grouped", grouped, 0.05),
+        "tied and grouped": save_model(folder / "both", both, 0.05),
     }
 
 

@@ -23,6 +23,8 @@ CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"steps": 0}, "--steps 0: must be at least 1"),
     ({"kl_coef": -1.0}, "--kl-coef must be >= 0"),
     ({"rollout_tp": 3}, "--rollout-tp 3 does not divide the 1 ranks"),
+    ({"compute": Compute(sequence_parallel=2)}, "--sequence-parallel 2 does not divide the 1 ranks"),
+    ({"compute": Compute(shard_size=-1)}, "--shard-size -1 does not divide the 1 ranks"),
     ({"reward": ("gsm8",)}, 'unknown reward "gsm8" (did you mean gsm8k?)'),
     ({"reward": ("absent.py:score",)}, "absent.py: file not found"),
     ({"model": "./no/such/folder"}, "--model ./no/such/folder: no such folder"),

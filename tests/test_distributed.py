@@ -8,29 +8,48 @@ import pytest
 import torch
 from conftest import ROOT, launch, relative_difference
 
-SYNC, GRADIENT, MAINS = (ROOT / f"tests/workers/{name}.py" for name in ("sync", "gradient", "mains"))
+WORKERS = ROOT / "tests/workers"
+SYNC, GRADIENT, MAINS, LAYOUTS = (WORKERS / f"{name}.py" for name in ("sync", "gradient", "mains", "layouts"))
+
+PLAIN = {"token_budget": 1000, "shared_prompts": False}
+CUTS = {  # ranks -> batching.Compute and how many micro-batches it cuts of 8 rows, 6 of them on one of two ranks
+    1: [({**PLAIN, "token_budget": 1}, 8)],
+    2: [
+        ({"token_budget": 1000}, 1),
+        ({**PLAIN, "token_budget": 12}, 5),
+        ({"token_budget": 20}, 2),
+        ({**PLAIN, "token_budget": 5, "sequence_parallel": 2}, 6),  # 5 and 1, one after the other; slices of 4 or 5
+        ({"token_budget": 20, "sequence_parallel": 2, "activation_checkpointing": True}, 2),
+        ({**PLAIN, "token_budget": 12, "shard_size": 1}, 5),
+    ],
+    4: [({**PLAIN, "token_budget": 5, "sequence_parallel": 2, "shard_size": 2}, 4)],  # 3 and a dummy on the last two
+}
 
 
 @pytest.fixture(scope="module")
 def whole(models, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of one rank that takes all rows in one micro-batch."""
     output = tmp_path_factory.mktemp("gradient") / "whole"
-    launch(GRADIENT, models["tied"], 1000, output)
-    return torch.load(output)
+    launch(GRADIENT, models["tied and grouped"], output, json.dumps(PLAIN))
+    (whole,) = torch.load(output)
+    assert whole.pop("micro-batches") == 1
+    return whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, budget, shared", [(1, 1, ""), (2, 1000, "shared"), (2, 12, ""), (2, 20, "shared")])
-def test_gradient_does_not_depend_on_ranks_budget_or_sharing(models, whole, tmp_path, ranks, budget, shared):
-    """All seven algorithms; 6 rows on one rank, 2 on the other: with a small budget, micro-batches against dummies.
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whole, tmp_path, ranks):
+    """All seven algorithms; micro-batches of one rank or group against dummies of another.
 
     The layers compute in float64: in float32 rounding alone is up to 1.5e-6 where advantages of opposite sign cancel.
     A wrong denominator is over 1e-2.
     """
-    launch(GRADIENT, models["tied"], budget, tmp_path / "cut", *filter(None, [shared]), ranks=ranks)
-    cut = torch.load(tmp_path / "cut")
-    differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-    assert len(cut) == 9 and max(differences.values()) <= 1e-6, differences
+    layouts = [json.dumps(compute) for compute, _ in CUTS[ranks]]
+    launch(GRADIENT, models["tied and grouped"], tmp_path / "cut", *layouts, ranks=ranks)
+    for (compute, count), cut in zip(CUTS[ranks], torch.load(tmp_path / "cut"), strict=True):
+        assert cut.pop("micro-batches") == count, compute
+        differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
+        assert len(cut) == 9 and max(differences.values()) <= 1e-6, (compute, differences)
 
 
 def gaps(*command, ranks: int = 1) -> list[float]:
@@ -98,3 +117,19 @@ def test_a_single_update_needs_no_pass_of_its_own(models, tmp_path):
             assert one["train/clip_frac"] == 0 and one["train/grad_norm"] > 0
             for key in filter(re.compile("reward/.*|loss/.*|mismatch/.*|.*grad_norm|train/entropy").fullmatch, one):
                 assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (name, key)
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_in_any_layout(tmp_path):
+    """Rollouts, rewards, losses, evaluation, weights in the engine; and a checkpoint goes on in another layout."""
+    launch(LAYOUTS, tmp_path, ranks=2)
+    runs = {run.name: (run / "metrics.jsonl").read_text().splitlines() for run in tmp_path.iterdir()}
+    runs = {name: [json.loads(line) for line in lines] for name, lines in runs.items()}
+    assert [len(runs[name]) for name in ("plain", "slices", "copies", "resumed")] == [3, 3, 3, 1]
+    for name, lines in runs.items():
+        for plain, line in zip(runs["plain"][-len(lines) :], lines):
+            for key in filter(re.compile("step|reward/.*|response/.*|eval/.*").fullmatch, plain):
+                assert line[key] == plain[key], (name, line["step"], key)
+            for key in filter(re.compile("loss/.*|train/.*").fullmatch, plain):
+                assert line[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-5), (name, line["step"], key)
+            assert line.get("mismatch/logprob_abs_max", 0) <= 1e-5, (name, line["step"])

@@ -8,7 +8,7 @@ from conftest import relative_difference
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Lfm2Config
 
-from common import attention, batching, embedded, logits, model
+from common import attention, batching, embedded, logits, model, sequence_parallel
 from common.attention import Sequence, similar_lengths
 from common.batching import Compute
 from common.placement import BadInput
@@ -246,6 +246,23 @@ def test_the_token_budget_follows_from_memory(models, monkeypatch, capsys):
     assert batching.plan(Compute(77), models["tied"], torch.float32) == Compute(77)
     monkeypatch.setattr(batching, "rank_memory", lambda: 1e15)
     assert batching.plan(Compute(), models["tied"], torch.float32).token_budget == batching.MOST
+
+
+@pytest.mark.parametrize("kind, ranks, keys", [("untied", 3, 4), ("grouped", 4, 2)])
+def test_heads_that_cannot_be_dealt_to_the_ranks_are_refused(models, kind, ranks, keys):
+    batching.plan(Compute(77, sequence_parallel=2), models[kind], torch.float32)
+    with pytest.raises(BadInput) as refused:
+        batching.plan(Compute(77, sequence_parallel=ranks), models[kind], torch.float32)
+    heads = f"4 query heads and {keys} key and value heads of --model {models[kind]}"
+    assert str(refused.value) == f"--sequence-parallel {ranks}: does not divide the {heads}"
+
+
+def test_slices_refuse_positions_that_depend_on_the_row(models):
+    config = embedded.config()
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    sequence_parallel.check_heads(config, 1, "m")
+    with pytest.raises(BadInput, match="--sequence-parallel 2: --model m has rotary frequencies"):
+        sequence_parallel.check_heads(config, 2, "m")
 
 
 def test_similar_lengths_bounds_the_padding():

@@ -64,6 +64,7 @@ def test_following_grpo_takes_at_most_3400_lines():
         "server_engine",
         "server_main",
         "server_requests",
+        "sequence_parallel",
         "servers",
         "traces",
         "worker_main",

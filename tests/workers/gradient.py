@@ -1,13 +1,15 @@
-"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL BUDGET OUTPUT [shared]
+"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL OUTPUT COMPUTE ...
 
 Everything after sampling, as the algorithm files do it: rewards, advantages over all ranks, denominator, packed
-micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy. "shared": the two
-responses of a group have their prompt computed once.
+micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy. Each COMPUTE is
+batching.Compute's fields as JSON; with shared prompts the two responses of a group have theirs computed once.
 """
 
+import json
 import sys
 
 import torch
+import torch.distributed as dist
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
 from common import batching, model, placement
@@ -16,10 +18,21 @@ from common.rollout import collate
 G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
-def main(model_path: str, budget: int, output: str, shared: bool) -> None:
+def main(model_path: str, output: str, *layouts: str) -> None:
     batching.SHORT_PROMPT = 1
-    compute = batching.Compute(budget, shared_prompts=shared)
-    world = placement.init(seed=0)
+    out = []
+    for compute in (batching.Compute(**json.loads(layout)) for layout in layouts):
+        world = placement.init(0, sharding=compute)
+        dist.init_process_group = lambda *given: None  # once is enough
+        shards = compute.shard_size or world.size  # neighbours hold one copy: they are of one node
+        assert world.mesh.size(-1) == shards and world.mesh.get_local_rank(world.mesh.ndim - 1) == world.rank % shards
+        out.append(all_gradients(model_path, compute, world))
+    if world.is_main:
+        torch.save(out, output)
+    placement.finish(world)
+
+
+def all_gradients(model_path: str, compute: batching.Compute, world: placement.World) -> dict[str, dict]:
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 2, 5, 4, 1, 2]
     prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(4)]
@@ -32,7 +45,8 @@ def main(model_path: str, budget: int, output: str, shared: bool) -> None:
         torch.ones(8),
     )
     correct = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0])
-    mine = torch.arange(8) if world.size == 1 else [torch.arange(6), torch.arange(6, 8)][world.rank]  # 6 and 2 rows
+    shares = {1: [8], 2: [6, 2], 4: [2, 2, 2, 2]}[world.size]
+    mine = torch.arange(8).split(shares)[world.rank]
     batch = collate(
         [prompts[i] for i in mine], [responses[i] for i in mine], None, [False] * len(mine), 0, world.device
     )
@@ -52,8 +66,8 @@ def main(model_path: str, budget: int, output: str, shared: bool) -> None:
         trained.zero_grad()
         return out
 
-    policy = model.load(model_path, world, torch.float64)
-    critic = model.load(model_path, world, torch.float64, value_head=True)
+    policy = model.load(model_path, world, torch.float64, compute)
+    critic = model.load(model_path, world, torch.float64, compute, value_head=True)
     with torch.no_grad():  # a head of zeros would hide the layers below it
         critic.score.weight.fill_(0.1)
 
@@ -95,9 +109,8 @@ def main(model_path: str, budget: int, output: str, shared: bool) -> None:
         return prime.prm_loss(logprobs, *given).sum() / sequences
 
     out["prime process model"] = gradients(policy, prm_loss)
-    if world.is_main:
-        torch.save(out, output)
-    placement.finish(world)
+    out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))
+    return out
 
 
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:] == ["shared"])
+main(*sys.argv[1:])

@@ -1,17 +1,20 @@
 """Runs of the algorithms' own mains, and replays of their second step, some from a damaged file: traces.py RUNS_DIR
 
-One process for all, on one rank. With torchrun DAPO alone, whose ranks keep different numbers of prompts; its run is
-in RUNS_DIR/ranks, and is replayed on one rank, too. What the replays say goes to replays-RANKS.json.
+One process for all, on one rank. With torchrun DAPO alone, whose ranks keep different numbers of prompts and compute
+each row together; its run is in RUNS_DIR/ranks, and is replayed on one rank, too. What the replays say goes to
+replays-RANKS.json.
 """
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
 from common import checkpoint, data, embedded, placement, report
+from common.batching import Compute
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
@@ -49,7 +52,7 @@ def no_baselines(rows: list[dict]) -> None:
         row["baseline_response_ids"] = [1]
 
 
-def train(runs: Path, names: list[str]) -> None:
+def train(runs: Path, names: list[str], compute: Compute) -> None:
     """Two steps of each algorithm."""
     runs.mkdir(exist_ok=True)
     problems = embedded.problems("train")[:40]  # all of them would take a second to tokenize, twice a run
@@ -57,7 +60,7 @@ def train(runs: Path, names: list[str]) -> None:
     for name in names:
         algorithm = importlib.import_module(f"algos.{name}")
         sys.argv[0] = algorithm.__file__  # as if it had been started itself: replay reads it in run.json
-        flags = {**FLAGS, **OWN[name], "dataset": (str(runs / "problems.jsonl"),)}
+        flags = {**FLAGS, **OWN[name], "dataset": (str(runs / "problems.jsonl"),), "compute": compute}
         algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
 
 
@@ -66,14 +69,15 @@ def main(runs: Path) -> None:
     import replay
 
     report.write = lambda *given: None  # tested elsewhere
-    world, finish, destroy = placement.init(seed=0), placement.finish, dist.destroy_process_group
+    compute = Compute(sequence_parallel=int(os.environ.get("WORLD_SIZE", "1")))
+    world, finish, destroy = placement.init(0, sharding=compute), placement.finish, dist.destroy_process_group
     placement.init = lambda *given: world  # one process group for all
     placement.finish = dist.destroy_process_group = lambda *given: None
     if world.size > 1:
-        train(runs / "ranks", ["dapo"])
+        train(runs / "ranks", ["dapo"], compute)
         tables = {"2 ranks": replay.replay(runs / "ranks/dapo", 2)}
     else:
-        train(runs, list(OWN))
+        train(runs, list(OWN), compute)
         tables = {name: replay.replay(runs / name, 2) for name in OWN}
         tables["2 ranks on 1"] = replay.replay(runs / "ranks/dapo", 2)
         for name, change in (("grpo", other_token), ("ppo", other_advantage), ("remax", no_baselines)):
