@@ -88,9 +88,7 @@ def time_phases(size: str) -> None:
         policy = model.load(folder, world, dtype, compute)
         longest = max(prompt + response for _, _, prompt, response, _ in WORK)
         sequences = max(prompts * group for prompts, group, *_ in WORK)
-        engine = rollout.start(
-            "vllm", folder, [1], world, dtype, max_model_len=longest, sequences=sequences, limits=rollout.Limits()
-        )
+        engine = rollout.start("vllm", folder, [1], world, dtype, max_model_len=longest, sequences=sequences)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     turns = 0
     results = None

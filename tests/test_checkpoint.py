@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
-from common import checkpoint, data, embedded, folders, model, placement, rewards, rollout, run, stopping, tracking
+from common import checkpoint, data, embedded, folders, model, placement, rewards, run, stopping, tracking
 from common.placement import BadInput, RunFailed
 
 ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
@@ -287,7 +287,7 @@ class Flags:
     "before, now, refused",
     [
         ({}, {}, ""),
-        ({}, {"steps": 20, "eval_every": 5, "limits": rollout.Limits(0.5)}, ""),
+        ({}, {"steps": 20, "eval_every": 5, "layout": placement.Layout(rollout_memory=0.5)}, ""),
         ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
         ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
         ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
