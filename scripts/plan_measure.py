@@ -35,13 +35,10 @@ from plan_model import (
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import batching, embedded, model, placement, rollout, weight_sync
+from common.grading import Result
 
 FILE = Path(__file__)
 PHASES = ("rollout", "logprobs", "update", "sync")
-SPREAD = """# differs inside every group, so that no row skips the update
-def score(items, lengths, truncated):
-    return [sum(item.response_ids) % 9973 / 9973 for item in items]
-"""
 ALONE = Layout(1, 1, 1, False)  # one rank, which does everything
 STEP = {"prompts_per_step": 10, "group_size": 8, "mini_batches": 2, "max_prompt_tokens": 100, "max_response_tokens": 56}
 PROMPT_MEAN = 65.0  # tokens, of run_steps: 30 to 100, all alike often
@@ -137,12 +134,20 @@ def one_step(policy, optimizer, engine, world, compute: batching.Compute, work: 
     return {"seconds": spent, "job": job}
 
 
+def spread(items, lengths, truncated) -> list:
+    """A reward that differs inside every group, so that no row skips the update."""
+    return [Result(sum(item.response_ids) % 9973 / 9973, None) for item in items]
+
+
 def run_steps(size: str) -> None:
     """A turn: one step of algos/grpo.py, its metrics. The wait is put between two steps."""
     import tyro
 
     from algos import grpo
+    from common import rewards
     from common.tracking import Tracker
+
+    rewards.load = lambda *given: rewards.Rewards({"spread": spread}, {"spread": 1.0}, None, "drop")
 
     begin, write = Tracker.begin, Tracker.write
     last = {}
@@ -161,9 +166,8 @@ def run_steps(size: str) -> None:
         prompts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=30 + k % 71)) for k in range(710)]
         rows = [json.dumps({"prompt": text, "answer": "1"}) for text in prompts]
         (Path(scratch) / "prompts.jsonl").write_text("\n".join(rows))
-        (Path(scratch) / "spread.py").write_text(SPREAD)
         flags = ["--model", write_model(size, f"{scratch}/model"), "--dataset", f"{scratch}/prompts.jsonl"]
-        flags += ["--reward", f"{scratch}/spread.py:score", "--run-dir", f"{scratch}/run", "--steps", 10**6]
+        flags += ["--run-dir", f"{scratch}/run", "--steps", 10**6]
         flags += ["--learning-rate", 1e-6, "--schedule", "constant", "--eval-prompts", 0, "--rollouts-every", 10**6]
         for name, value in STEP.items():
             flags += [f"--{name.replace('_', '-')}", value]
