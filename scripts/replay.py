@@ -66,6 +66,7 @@ class ReplayEngine:
             if "baseline_response_ids" in group[0]:
                 names = ("response_ids", "finish_reason")
                 greedy = {name: group[0][f"baseline_{name}"] for name in names}
+                greedy["weight_versions"] = group[0]["weight_versions"][:1] * len(greedy["response_ids"])
                 self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
 
     def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int) -> Recorded:
