@@ -58,9 +58,9 @@ def mark(monkeypatch):
 
 @needs_two_cores
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_two_servers_follow_the_trainer(models, kind, mark):
-    result = launch(ROOT / "tests/workers/sync.py", models[kind], 1, "servers", servers=True)
+def test_two_servers_follow_the_trainer(models, mark):
+    """With tied embeddings; the runs below have a model without."""
+    result = launch(ROOT / "tests/workers/sync.py", models["tied"], 1, "servers", servers=True)
     gaps = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("gap")]
     assert len(gaps) == 6 and max(gaps) <= 1e-5, gaps
 
@@ -68,7 +68,7 @@ def test_two_servers_follow_the_trainer(models, kind, mark):
 @needs_two_cores
 @pytest.mark.slow
 def test_it_learns_on_servers(tmp_path, mark):
-    launch(GRPO, *SPLIT, "--steps", 10, "--run-dir", tmp_path / "run", servers=True)
+    launch(GRPO, *SPLIT, "--steps", 8, "--run-dir", tmp_path / "run", servers=True)
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
     assert max(row["mismatch/logprob_abs_max"] for row in found[1:]) <= 1e-4
@@ -77,24 +77,22 @@ def test_it_learns_on_servers(tmp_path, mark):
 
 @needs_two_cores
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--inflight-updates", "--tis-cap", 2]])
-def test_it_learns_one_step_behind(tmp_path, mark, flags):
-    ahead = ["--max-inflight-batches", 2, "--steps", 10, "--save-every", 5, "--run-dir", tmp_path / "run", *flags]
-    launch(GRPO, *SPLIT, *ahead, servers=True)
+def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
+    ahead = ["--max-inflight-batches", 2, "--inflight-updates", "--tis-cap", 2, "--steps", 8, "--save-every", 4]
+    launch(GRPO, *SPLIT, *ahead, "--run-dir", tmp_path / "run", servers=True)
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
     staleness = [row["mismatch/staleness"] for row in found[1:]]
-    assert staleness[0] == staleness[5] == 0  # nothing is in flight at the start and after a checkpoint
-    rest = staleness[1:5] + staleness[6:]
-    assert all(0 < value <= 1 for value in rest) if flags else rest == [1.0] * 8
+    assert staleness[0] == staleness[4] == 0  # nothing is in flight at the start and after a checkpoint
+    assert all(0 < value <= 1 for value in staleness[1:4] + staleness[5:]), staleness
     assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in found[1:])
 
 
 @needs_two_cores
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["server", "interrupt", "kill"])
-def test_whatever_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
-    """A killed engine of a server, Ctrl-C and SIGKILL of the trainer."""
+@pytest.mark.parametrize("end", ["server", "interrupt"])
+def test_what_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
+    """A killed engine of a server, and Ctrl-C."""
     command = [sys.executable, GRPO, *SPLIT, "--steps", 500, "--eval-prompts", 0, "--run-dir", tmp_path / "run"]
     log = tmp_path / "log"
     with open(log, "w") as file:
@@ -107,7 +105,7 @@ def test_whatever_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, en
                 engines = [p for p in psutil.Process(run.pid).children(recursive=True) if "EngineCor" in p.name()]
                 engines[0].kill()
             else:
-                run.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
+                run.send_signal(signal.SIGINT)
             began = time.monotonic()
             code = run.wait(timeout=30)
         finally:
@@ -117,7 +115,23 @@ def test_whatever_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, en
         assert code == 3 and len(said) == 1 and "rollout server http://127.0.0.1:" in said[0], log.read_text()[-2000:]
         assert time.monotonic() - began < 30
     else:
-        assert code == (0 if end == "interrupt" else -signal.SIGKILL), log.read_text()[-2000:]
+        assert code == 0 and "to go on: " in log.read_text(), log.read_text()[-2000:]
+
+
+def test_a_server_does_not_outlive_who_started_it(mark):
+    """However that ends: its end of the server's standard input closes."""
+    starter = (
+        "import subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'common.server_main', '-', '--model', 'none']\n"
+        "subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
+        "print('started', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        run.stdout.readline()
+        time.sleep(2)  # it is importing vLLM
+        assert len(marked(mark)) == 2
+        run.kill()
 
 
 def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> None:
