@@ -19,7 +19,7 @@ CUTS = {  # ranks -> batching.Compute and how many micro-batches it cuts of 8 ro
         ({**PLAIN, "token_budget": 12}, 5),
         ({"token_budget": 20}, 2),
         ({**PLAIN, "token_budget": 5, "sequence_parallel": 2}, 6),  # 5 and 1, one after the other; slices of 4 or 5
-        ({"token_budget": 20, "sequence_parallel": 2, "activation_checkpointing": True}, 2),
+        ({"token_budget": 7, "sequence_parallel": 2, "activation_checkpointing": True}, 4),  # cut behind its prompt
         ({**PLAIN, "token_budget": 12, "shard_size": 1}, 5),
     ],
     4: [({**PLAIN, "token_budget": 5, "sequence_parallel": 2, "shard_size": 2}, 4)],  # 3 and a dummy on the last two
