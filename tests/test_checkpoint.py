@@ -29,9 +29,9 @@ class Engine:
 
 
 def step(policy, optimizer) -> None:
-    """One optimizer step on made-up gradients."""
+    """One optimizer step on made-up gradients, other ones each time: of equal ones Adam's momentum shows in nothing."""
     for i, parameter in enumerate(policy.parameters()):
-        parameter.grad = torch.full_like(parameter, 0.1 * (i % 3 - 1))
+        parameter.grad = parameter.detach() + 0.1 * (i % 3 - 1)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -206,6 +206,15 @@ def fake(run_dir, step: int, accuracy=None) -> None:
     folders.finish(folder)
 
 
+def test_a_replaced_one_without_its_successor_takes_its_name_back(tmp_path):
+    fake(tmp_path, 2)
+    fake(tmp_path, 4)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step_000004").rename(checkpoints / "step_000004.replaced")  # and then it was killed
+    folders.begin(checkpoints / "step_000006")
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000002", "step_000004"]
+
+
 @pytest.mark.parametrize(
     "keep, stay, best",
     [(0, [2, 4, 6, 8, 10], 4), (1, [4, 10], 4), (2, [4, 8, 10], 4), (9, [2, 4, 6, 8, 10], 4)],
@@ -354,7 +363,7 @@ def test_the_command_that_goes_on(monkeypatch, given, environment, said):
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch):
-    signals, before = stopping.StopSignals(), signal.getsignal(signal.SIGTERM)
+    signals, before = stopping.StopSignals(), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     signals.install()
     sent = []
     kill = os.kill
@@ -369,7 +378,7 @@ def test_a_second_signal_leaves_at_once(monkeypatch):
         assert sent == [(os.getpid(), signal.SIGTERM, signal.SIG_DFL)]
     finally:
         signals.remove()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.__name__)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
@@ -334,17 +333,3 @@ def test_validate_predicts_what_the_costs_it_found_make(monkeypatch, tmp_path):
     rows = [line.split(" | ") for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 320x8")]
     assert [row[2].strip("*") for row in rows] == ["rollout", "logprobs", "update", "sync", "step"]
     assert all(row[5].strip("|* ") == "1.00" for row in rows), rows
-
-
-@pytest.mark.slow
-def test_validate_as_a_user_runs_it(tmp_path):
-    """One turn of each, of models too small to say anything about time: every phase is timed, on both sides."""
-    flags = ["--sizes", "64x1", "--held-out", "128x1", "--rounds", "1", "--output", tmp_path / "page.md"]
-    command = [sys.executable, ROOT / "scripts/plan.py", "validate", *flags, "--constants", tmp_path / "costs.json"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-4000:]
-    rows = [line.split(" | ") for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 128x1")]
-    assert [row[2].strip("*") for row in rows] == ["rollout", "logprobs", "update", "sync", "step"]
-    found = json.loads((tmp_path / "costs.json").read_text())
-    assert all(sum(found["costs"][phase].values()) > 0 for phase in plan_measure.PHASES)
-    assert found["sizes"] == ["64x1"] and "128x1" not in json.dumps(found)
