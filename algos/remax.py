@@ -337,6 +337,7 @@ def main(args: Args) -> None:
         with tracker.time("save"):  # counts in the next step
             saver.step_done(step, metrics)
 
+    rollouts.wait()  # of a run that was stopped early a batch may be in flight
     tracker.close()
     placement.finish(world, engine)
 
