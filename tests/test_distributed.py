@@ -73,17 +73,17 @@ def test_hf_engine_follows_the_trainer(models):
 @pytest.mark.slow
 def test_without_the_repair_a_tied_head_goes_stale(models, tmp_path):
     """The same worker with the repair taken out: the test above would have seen it."""
-    source = (ROOT / "common/vllm_engine.py").read_text()
+    source = (ROOT / "common/weight_transfer.py").read_text()
     repair = "head.quant_method.process_weights_after_loading(head)"
     assert source.count(repair) == 1
     worker = tmp_path / "stale.py"
     worker.write_text(
         "import sys, common, importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('common.vllm_engine', {str(tmp_path / 'broken.py')!r})\n"
+        f"spec = importlib.util.spec_from_file_location('common.weight_transfer', {str(tmp_path / 'broken.py')!r})\n"
         "import common.rollout\n"
         "class Broken:\n"
         "    def find_spec(name, path=None, target=None):\n"
-        "        return spec if name == 'common.vllm_engine' else None\n"
+        "        return spec if name == 'common.weight_transfer' else None\n"
         "sys.meta_path.insert(0, Broken)\n"
         f"exec(open({str(SYNC)!r}).read())\n"
     )

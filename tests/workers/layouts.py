@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from algos import grpo
-from common import data, model, placement, report
+from common import checkpoint, data, model, placement, report
 from common.batching import Compute
 
 ARGS = grpo.Args(
-    rollout_backend="hf", dtype="float32", steps=2, save_every=1, prompts_per_step=8, group_size=4, mini_batches=2,
+    rollout_backend="hf", dtype="float32", steps=2, prompts_per_step=8, group_size=4, mini_batches=2,
     epochs=2, temperature=1.3, warmup_steps=1, kl_coef=0.1, eval_every=1, source=data.TrainSource(eval_prompts=16),
 )  # fmt: skip
 LAYOUTS = {
@@ -31,10 +31,11 @@ def main(runs: Path) -> None:
     rank_memory = model.rank_memory
     for name, compute in LAYOUTS.items():
         resume = str(runs / "plain/checkpoints/step_000001") if name == "resumed" else ""
+        saving = checkpoint.Saving(resume=resume, save_every=1)
         # No room for whole gradients: each backward of "copies" reduces its own, the last one over the copies.
         model.rank_memory = (lambda: 1e6) if name == "copies" else rank_memory
-        grpo.main(dataclasses.replace(ARGS, run_dir=str(runs / name), compute=compute, resume=resume))
-        dist.init_process_group = lambda *given: None  # once is enough
+        grpo.main(dataclasses.replace(ARGS, run_dir=str(runs / name), compute=compute, saving=saving))
+        dist.init_process_group = lambda *given, **named: None  # once is enough
     finish(None)
 
 

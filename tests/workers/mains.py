@@ -27,6 +27,8 @@ OWN = {
 
 
 class StubEngine:
+    weight_version, wire_dtype = 0, None
+
     def __init__(self, world):
         self.world, self.tokenizer = world, embedded.tokenizer()
 
