@@ -226,4 +226,4 @@ def test_kubernetes_flags_parse():
 
     _, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
     args = tyro.cli(grpo.Args, args=job["spec"]["template"]["spec"]["containers"][0]["args"][1:])
-    assert args.resume == "auto" and args.run_dir.startswith("/runs/")
+    assert args.saving.resume == "auto" and args.run_dir.startswith("/runs/")
