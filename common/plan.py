@@ -7,11 +7,12 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from common import folders
 from common.data import Prompt
 from common.placement import compute_dtype, say
+from common.roles import parameters
 
 
 def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume: Path | None) -> None:
@@ -24,8 +25,7 @@ def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume:
 
 def the_model(flags: dict, size: int) -> list[tuple[str, str]]:
     config = AutoConfig.from_pretrained(flags["model"])
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    count = parameters(flags["model"])
     dtype = compute_dtype(flags["dtype"])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     each = folders.size((12 + dtype.itemsize) * count)

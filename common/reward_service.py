@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from common.grading import Item, Result
 from common.placement import BadInput, RunFailed
+from common.servers import is_local
 
 VERSION = 1
 ITEMS, BYTES = 64, 4 * 2**20  # at most, in a request
@@ -67,7 +68,7 @@ class RewardService:
             raise BadInput(f"--reward {self.url}: expected http://HOST:PORT or https://HOST/PATH, no ? and no #")
         self.url = self.url.rstrip("/")
         # A proxy cannot reach this machine's loopback, and few set NO_PROXY. Elsewhere HTTP_PROXY etc. count.
-        self.trust_env = not (url.host in ("localhost", "::1") or url.host.startswith("127."))
+        self.trust_env = not is_local(self.url)
 
     def client(self) -> httpx.Client:
         """Raises BadInput for a token that is no header."""
