@@ -36,6 +36,7 @@ from common import (
     checkpoint,
     data,
     embedded,
+    errors,
     evaluation,
     model,
     overlap,
@@ -174,31 +175,31 @@ def clipped_tokens(
 def check_args(args: Args, size: int) -> None:
     """Numbers that cannot work together. Raises BadInput naming both."""
     if args.group_size < 2:
-        raise placement.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+        raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
     if args.tis_cap < 0:
-        raise placement.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
+        raise errors.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
     if args.temperature <= 0:
-        raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+        raise errors.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
     share = args.mini_batches * size
     if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
-        raise placement.BadInput(
+        raise errors.BadInput(
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
     if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
-        raise placement.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
+        raise errors.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
     if args.gen_prompts and args.gen_prompts * args.max_gen_batches < args.prompts_per_step:
-        raise placement.BadInput(
+        raise errors.BadInput(
             f"--gen-prompts {args.gen_prompts} x --max-gen-batches {args.max_gen_batches} draws fewer prompts than "
             f"--prompts-per-step {args.prompts_per_step}"
         )
     if not 0 <= args.overlong_cache <= args.max_response_tokens or args.overlong_factor < 0:
-        raise placement.BadInput("--overlong-cache must be in [0, --max-response-tokens], --overlong-factor >= 0")
+        raise errors.BadInput("--overlong-cache must be in [0, --max-response-tokens], --overlong-factor >= 0")
     for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "rollouts_every"):
         if getattr(args, name) < 1:
-            raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+            raise errors.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:
-        raise placement.BadInput("--clip-low must be inside (0, 1), --clip-high > 0 and --clip-dual > 1 + --clip-high")
+        raise errors.BadInput("--clip-low must be inside (0, 1), --clip-high > 0 and --clip-dual > 1 + --clip-high")
 
 
 def main(args: Args) -> None:
@@ -281,10 +282,11 @@ def main(args: Args) -> None:
             if world.min(len(mine)) >= share:
                 break
         else:
-            raise placement.RunFailed(
+            raise errors.RunFailed(
                 f"step {step}: after --max-gen-batches {args.max_gen_batches} draws a rank has only "
                 f"{world.min(len(mine)):.0f} of its {share} prompts with both right and wrong responses: too easy, too "
-                "hard, or a constant reward"
+                "hard, or a constant reward",
+                code="no-signal",
             )
         engine.sleep()
         tracker.add("sampling/prompts_kept", len(mine), 0)
@@ -361,4 +363,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

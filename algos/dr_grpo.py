@@ -34,6 +34,7 @@ from common import (
     checkpoint,
     data,
     embedded,
+    errors,
     evaluation,
     model,
     overlap,
@@ -159,22 +160,22 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 def check_args(args: Args, size: int) -> None:
     """Numbers that cannot work together. Raises BadInput naming both."""
     if args.group_size < 2:
-        raise placement.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+        raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
     if args.tis_cap < 0:
-        raise placement.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
+        raise errors.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
     if args.temperature <= 0:
-        raise placement.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+        raise errors.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
     share = args.mini_batches * size
     if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
-        raise placement.BadInput(
+        raise errors.BadInput(
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
     for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "rollouts_every"):
         if getattr(args, name) < 1:
-            raise placement.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+            raise errors.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:
-        raise placement.BadInput("--kl-coef must be >= 0, --clip-low inside (0, 1) and --clip-high > 0")
+        raise errors.BadInput("--kl-coef must be >= 0, --clip-low inside (0, 1) and --clip-high > 0")
 
 
 def main(args: Args) -> None:
@@ -324,4 +325,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -19,7 +19,7 @@ import torch
 import tyro
 from tqdm import trange
 
-from common import batching, checkpoint, data, embedded, model, placement, roles, rollout
+from common import batching, checkpoint, data, embedded, errors, model, placement, roles, rollout
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 def main(args: Args) -> None:
     size = roles.check_world(1, sharding=args.compute)
     if args.batch_size % size:
-        raise placement.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
+        raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:
         args.model = data.resolve_model(args.model, args.source.hub)
         tokenizer, _ = data.load_tokenizer(args.model)
@@ -60,7 +60,7 @@ def main(args: Args) -> None:
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
-        raise placement.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
+        raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     world, dtype = placement.init(args.seed, sharding=args.compute), placement.compute_dtype(args.dtype)
     start = args.model or embedded.new_model(Path(args.output), args.seed, world)
     args.compute = batching.plan(args.compute, start, dtype)
@@ -96,4 +96,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args))
+    errors.launch(main, tyro.cli(Args))

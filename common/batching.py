@@ -13,7 +13,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from common.attention import Spans, spans
-from common.placement import BadInput, Sharding, World, say
+from common.errors import BadInput, say
+from common.placement import Sharding, World
 from common.rollout import Rollout
 from common.sequence_parallel import check_heads, cut, take_turns
 

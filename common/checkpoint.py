@@ -31,7 +31,8 @@ from transformers import PreTrainedTokenizerBase
 
 from common import folders, stopping
 from common.data import PromptLoader
-from common.placement import RunFailed, World, say
+from common.errors import RunFailed, say
+from common.placement import World
 from common.reward_mixture import Rewards
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
@@ -70,7 +71,10 @@ class Saver:
         saved = json.loads((folder / "state.json").read_text()) if folder else {"step": 0}
         self.done = saved["step"]
         if self.world.min(self.done) != self.world.max(self.done):
-            raise RunFailed(f"--resume: this rank finds step {self.done}, others another; they need one file system")
+            raise RunFailed(
+                f"--resume: this rank finds step {self.done}, others another; they need one file system",
+                code="not-shared",
+            )
         if folder is None:
             return 0
         state = states(self.trained, saved["fresh"])
@@ -173,7 +177,8 @@ class Saver:
         if needed > free:
             raise RunFailed(
                 f"step {step}: a checkpoint needs {folders.size(needed)}, and {self.run_dir} has {folders.size(free)} "
-                "left: make room there, then --resume auto goes on"
+                "left: make room there, then --resume auto goes on",
+                code="disk-full",
             )
 
 

@@ -16,7 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from common import rendering, sources
-from common.placement import BadInput, say, split_weight
+from common.errors import BadInput, say
+from common.placement import split_weight
 
 INSTRUCTIONS = {  # what follows a question of a built-in data set, unless --template says it another way
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",

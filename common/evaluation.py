@@ -1,7 +1,8 @@
 """Accuracy of what an engine samples now."""
 
 from common.data import Prompt
-from common.placement import BadInput, RunFailed, World
+from common.errors import BadInput, RunFailed
+from common.placement import World
 from common.reward_mixture import Rewards
 
 
@@ -22,7 +23,7 @@ def evaluate(
     results = reward.score(mine, responses, rollout, world)
     graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
     if not world.sum(sum(graded)):
-        raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded")
+        raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
     return [[result.acc for result in results[i * n : (i + 1) * n]] for i in range(len(mine)) if graded[i]]
 
 

@@ -28,8 +28,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from common.batching import Compute, MicroBatch, pack_bins, pack_groups, rank_memory
+from common.errors import BadInput
 from common.logits import ChunkedLogprobs
-from common.placement import BadInput, World
+from common.placement import World
 from common.rollout import Rollout, collate
 from common.sequence_parallel import SlicedSpans, sliced_attention, to_owner
 

@@ -9,10 +9,8 @@ consecutive ranks hold one engine together. "split": the engines are vLLM server
 import os
 import re
 import socket
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,53 +28,12 @@ TORCHRUN_VARIABLES = (
 )
 
 
-class BadInput(ValueError):
-    """Something the user gave is wrong. The message is one line: what was found, what was expected."""
-
-
-def refuse_all(errors: list[str]) -> None:
-    """Raise one BadInput that says the first five of the errors and counts the rest; nothing without errors."""
-    if errors:
-        more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
-        raise BadInput("\n".join(errors[:5] + more))
-
-
 def split_weight(entry: str) -> tuple[str, float]:
     """SPEC=WEIGHT as (SPEC, WEIGHT); anything else weighs 1, as it is: a folder's name or a URL may hold a "="."""
     spec, _, number = entry.rpartition("=")
     if spec and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
         return spec, float(number)
     return entry, 1.0
-
-
-class RunFailed(RuntimeError):
-    """Training cannot go on. The message is one line: what happened and what to do. Raised on all ranks together."""
-
-
-def raise_together(error: BadInput | RunFailed | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has an error, raise the first rank's on all of them. Collective: every rank calls it."""
-    errors: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and (type(error) is BadInput, str(error)), group=group)
-    for found in errors:
-        if found:
-            raise (BadInput if found[0] else RunFailed)(found[1])
-
-
-def say(line: str, file=None) -> None:
-    """Print on rank 0 alone; works before init, too."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=file, flush=True)
-
-
-def launch(main: Callable[[Any], None], args: Any) -> None:
-    """Call main(args); bad input (exit code 2) and a failed run (3) become one line on stderr, not a traceback."""
-    try:
-        main(args)
-    except (BadInput, RunFailed) as error:
-        say(f"error: {error}", file=sys.stderr)
-        if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
-            print(f"error on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, BadInput) else 3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from transformers import AutoConfig
 
 from common import folders
 from common.data import Prompt
-from common.placement import compute_dtype, say
+from common.errors import say
+from common.placement import compute_dtype
 from common.roles import parameters
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.placement import BadInput
+from common.errors import BadInput
 from common.sources import lookup
 
 Messages = list[dict[str, str]]

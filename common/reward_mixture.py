@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.errors import BadInput, RunFailed, raise_together, refuse_all, say, warn
 from common.grading import Item, Result, Reward, parse_gold
 from common.math_grading import parse_math_gold
-from common.placement import BadInput, RunFailed, World, raise_together, refuse_all, say
+from common.placement import World
 
 CERTAIN_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
 DROPPED_AT_MOST = 0.2  # of a step's responses
@@ -106,7 +107,7 @@ class Rewards:
         dist.broadcast_object_list(found, src=0, group=world.group)
         weights, complaint = found
         if complaint and complaint != self.complaint:
-            say(f"error: {complaint}; the weights stay {self.weights}")
+            warn(f"{complaint}; the weights stay {self.weights}", "reward-weights")
         if weights != self.weights:
             digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
             say(f"reward weights are now {weights} ({self.file}, sha256 {digest})")
@@ -188,11 +189,17 @@ class Rewards:
         said = f"step {step}: {total:.0f} of {rows:.0f} responses could not be graded{reason}"
         if step is not None:
             if self.failure == "abort":
-                raise RunFailed(f"{said}; --reward-failure abort")
+                raise RunFailed(f"{said}; --reward-failure abort", code="reward-failed")
             if self.failure == "drop" and step - self.first_step < CERTAIN_STEPS:
-                raise RunFailed(f"{said}; in the first {CERTAIN_STEPS} steps of a run that is an error in its set-up")
+                raise RunFailed(
+                    f"{said}; in the first {CERTAIN_STEPS} steps of a run that is an error in its set-up",
+                    code="reward-failed",
+                )
             if self.failure == "drop" and total > DROPPED_AT_MOST * rows:
-                raise RunFailed(f"{said}; --reward-failure drop leaves out at most {DROPPED_AT_MOST:.0%} of a step")
+                raise RunFailed(
+                    f"{said}; --reward-failure drop leaves out at most {DROPPED_AT_MOST:.0%} of a step",
+                    code="reward-failed",
+                )
         say(said)
         if self.failure == "zero":
             return [dataclasses.replace(r, score=0.0, acc=0.0) if r.score is None else r for r in results]

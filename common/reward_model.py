@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
+from common.errors import BadInput, RunFailed
 from common.grading import Item, Result, grade_gsm8k, parse_gold
-from common.placement import BadInput, RunFailed
 from common.workers import Failure, WorkerPool
 
 TOKENS_PER_BATCH = 16384  # padded tokens per forward
@@ -135,5 +135,5 @@ class RewardModelOnCPU:
         """Raises RunFailed: a model that fails on one batch fails on the next."""
         (outcome,) = self.pool.run([(items, lengths, truncated)])
         if isinstance(outcome, Failure):
-            raise RunFailed(f'reward "{self.spec}" {outcome.kind}: {outcome.message}')
+            raise RunFailed(f'reward "{self.spec}" {outcome.kind}: {outcome.message}', code="reward-failed")
         return outcome

@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import httpx
 from tqdm import tqdm
 
+from common.errors import BadInput, RunFailed
 from common.grading import Item, Result
-from common.placement import BadInput, RunFailed
 from common.servers import is_local
 
 VERSION = 1
@@ -138,7 +138,9 @@ class RewardService:
             except httpx.TransportError as error:  # nobody there, too slow, or gone in the middle of the reply
                 reason = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
-                raise RunFailed(f"--reward {self.url}: POST /score: Content-Encoding: {error}") from None
+                raise RunFailed(
+                    f"--reward {self.url}: POST /score: Content-Encoding: {error}", code="reward-service"
+                ) from None
             else:
                 if reply.status_code not in (408, 429) and reply.status_code < 500:
                     return self.read(reply, request_id, batch)
@@ -150,11 +152,15 @@ class RewardService:
 
     def read(self, reply: httpx.Response, request_id: str, batch: dict[int, bytes]) -> dict[int, Result]:
         if reply.status_code != 200:
-            raise RunFailed(f"--reward {self.url}: POST /score was refused: {self.describe(reply)}")
+            raise RunFailed(
+                f"--reward {self.url}: POST /score was refused: {self.describe(reply)}", code="reward-service"
+            )
         try:
             return parse(reply.content, request_id, batch)
         except (ValueError, RecursionError) as error:
-            raise RunFailed(f"--reward {self.url}: POST /score: {error}: {self.describe(reply)}") from None
+            raise RunFailed(
+                f"--reward {self.url}: POST /score: {error}: {self.describe(reply)}", code="reward-service"
+            ) from None
 
     def describe(self, reply: httpx.Response) -> str:
         return f"status {reply.status_code}, {reply.content[:500]!r}{HINTS.get(reply.status_code, '')}"

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from common import text_rewards
+from common.errors import BadInput
 from common.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
-from common.placement import BadInput, split_weight
+from common.placement import split_weight
 from common.reward_mixture import Rewards, check_weights, read_weights
 from common.reward_model import RewardModel, RewardModelOnCPU
 from common.reward_service import RewardService

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.batching import rank_memory
-from common.placement import BadInput, Layout, Sharding, say
+from common.errors import BadInput, say
+from common.placement import Layout, Sharding
 from common.reward_model import RewardModel, RewardModelOnCPU
 from common.reward_service import RewardService
 

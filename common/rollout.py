@@ -29,7 +29,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from common.placement import Layout, World, say, use_cores
+from common.errors import say
+from common.placement import Layout, World, use_cores
 
 
 @dataclass

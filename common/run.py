@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from common import folders
-from common.placement import BadInput, RunFailed, World
+from common.errors import BadInput, RunFailed
+from common.placement import World
 
 LAYOUT = "how the work is laid out: the same figures but for rounding and for which rank draws what"
 MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, and why; all others may not
@@ -138,13 +139,14 @@ def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
     step = metrics["step"]
     for name, value in metrics.items():
         if not math.isfinite(value):
-            raise RunFailed(f"step {step}: {name} is {value}; look at the last file in rollouts/")
+            raise RunFailed(f"step {step}: {name} is {value}; look at the last file in rollouts/", code="non-finite")
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
     stale = metrics.get("mismatch/staleness", 0.0) > 0  # then the gap is also what was learned since
     if gap > max_logprob_gap * (10 if stale else 1):
         raise RunFailed(
             f"step {step}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
-            f"{max_logprob_gap}: stale weights, another temperature, or too coarse a --dtype"
+            f"{max_logprob_gap}: stale weights, another temperature, or too coarse a --dtype",
+            code="logprob-gap",
         )
     if metrics.get("response/truncated_frac") == 1.0:
-        raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it")
+        raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it", code="all-truncated")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.attention import Spans, packed_attention
-from common.placement import BadInput
+from common.errors import BadInput
 
 
 @dataclass

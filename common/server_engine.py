@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common import servers
-from common.placement import Layout, RunFailed, World, raise_together
+from common.errors import RunFailed, raise_together
+from common.placement import Layout, World
 from common.rollout import Rollout, collate
 from common.server_requests import ask_all, versions
 from common.weight_sync import FullParameters, checksum
@@ -167,7 +168,7 @@ class ServerEngine:
     def explained(self, error: RunFailed) -> RunFailed:
         """The same with what the server wrote, where this rank started it."""
         said = [f"; it wrote: {server.last_words()}" for server in self.owned if f"{server.url} " in f"{error} "]
-        return RunFailed(f"{error}{''.join(said)}")
+        return RunFailed(f"{error}{''.join(said)}", code=error.code)
 
     def sleep(self) -> None:
         """Nothing to give back: the servers' memory is their own."""
@@ -186,7 +187,9 @@ def parts(weights: Iterator[tuple[str, torch.Tensor]], check: bool) -> Iterator[
             try:
                 save_file(tensors, file.name)
             except (OSError, SafetensorError) as failed:
-                raise RunFailed(f"{folder}: no room for {PART >> 20} MiB of weights or a tensor: {failed}") from None
+                raise RunFailed(
+                    f"{folder}: no room for {PART >> 20} MiB of weights or a tensor: {failed}", code="disk-full"
+                ) from None
             sums = {name: checksum(tensor) for name, tensor in tensors.items()} if check else {}
             yield {"path": file.name, "checksums": sums}
 

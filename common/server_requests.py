@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from common.placement import RunFailed
+from common.errors import RunFailed
 from common.servers import is_local
 
 HEALTH_EVERY, HEALTH_WITHIN = 4.0, 5.0  # seconds: a server that hangs is found within three times their sum
@@ -36,9 +36,11 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict) -> list[dict]:
     try:
         reply = await client.post(f"{url}/inference/v1/generate", json=body)
     except httpx.HTTPError as error:
-        raise RunFailed(f"rollout server {url} is gone: {type(error).__name__}: {error}") from None
+        raise RunFailed(f"rollout server {url} is gone: {type(error).__name__}: {error}", code="server-gone") from None
     if reply.status_code != 200:
-        raise RunFailed(f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}")
+        raise RunFailed(
+            f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}", code="server-refused"
+        )
     return check_reply(url, reply.json(), body["sampling_params"]["n"])
 
 
@@ -52,7 +54,9 @@ def check_reply(url: str, reply: dict, n: int) -> list[dict]:
         for choice in found
     ]
     if len(found) != n or not all(whole):
-        raise RunFailed(f"rollout server {url} gave {sum(whole)} whole responses where {n} were asked for")
+        raise RunFailed(
+            f"rollout server {url} gave {sum(whole)} whole responses where {n} were asked for", code="server-refused"
+        )
     return found
 
 
@@ -65,11 +69,16 @@ async def watch(url: str) -> None:
             try:
                 reply = await client.get(f"{url}/health")
                 if reply.status_code != 200:
-                    raise RunFailed(f"rollout server {url}: its engine is dead (health {reply.status_code})")
+                    raise RunFailed(
+                        f"rollout server {url}: its engine is dead (health {reply.status_code})", code="server-gone"
+                    )
                 missed = 0
             except httpx.HTTPError:
                 missed += 1
-    raise RunFailed(f"rollout server {url} does not answer: no health in {3 * (HEALTH_EVERY + HEALTH_WITHIN):.0f} s")
+    raise RunFailed(
+        f"rollout server {url} does not answer: no health in {3 * (HEALTH_EVERY + HEALTH_WITHIN):.0f} s",
+        code="server-gone",
+    )
 
 
 def versions(response: dict) -> list[int]:

@@ -17,7 +17,8 @@ from pathlib import Path
 import httpx
 import torch
 
-from common.placement import TORCHRUN_VARIABLES, Layout, RunFailed, say
+from common.errors import RunFailed, say
+from common.placement import TORCHRUN_VARIABLES, Layout
 
 START_WITHIN = 600.0  # seconds: a large model is read from a slow disk
 ANSWER_WITHIN = 10.0  # seconds, of what a living server answers at once
@@ -139,12 +140,17 @@ def wait_until_ready(server: Server) -> None:
     deadline = time.monotonic() + START_WITHIN
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise RunFailed(f"rollout server {server.url} ended while it started: {server.last_words()}")
+            raise RunFailed(
+                f"rollout server {server.url} ended while it started: {server.last_words()}", code="server-start"
+            )
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{server.url}/health", timeout=ANSWER_WITHIN, trust_env=False).status_code == 200:
                 return
         time.sleep(0.2)
-    raise RunFailed(f"rollout server {server.url} did not answer within {START_WITHIN:.0f} s: {server.last_words()}")
+    raise RunFailed(
+        f"rollout server {server.url} did not answer within {START_WITHIN:.0f} s: {server.last_words()}",
+        code="server-start",
+    )
 
 
 @dataclass
@@ -171,11 +177,18 @@ class Control:
         try:
             reply = httpx.request(method, url + path, json=body, timeout=timeout, trust_env=not is_local(url))
         except httpx.HTTPError as error:
-            raise RunFailed(f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}") from None
+            raise RunFailed(
+                f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}", code="server-gone"
+            ) from None
         if reply.status_code == 404:
-            raise RunFailed(f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has")
+            raise RunFailed(
+                f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has",
+                code="server-refused",
+            )
         if reply.status_code != 200:
-            raise RunFailed(f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}")
+            raise RunFailed(
+                f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code="server-refused"
+            )
         return reply.json()
 
     def check(self) -> None:
@@ -215,11 +228,15 @@ class Control:
         for url in self.urls:
             found = self.request("GET", url, "/weight_info")["weight_version"]
             if found != self.version:
-                raise RunFailed(f"rollout server {url} has weights of version {found}, not {self.version}")
+                raise RunFailed(
+                    f"rollout server {url} has weights of version {found}, not {self.version}", code="weight-version"
+                )
 
     def check_alike(self) -> None:
         """Raises RunFailed naming a server whose weights are not those of the first."""
         checksums = [reply["checksums"] for reply in self.everywhere("/weight_checker", {"action": "checksum"})]
         for url, found in zip(self.urls, checksums):
             if found != checksums[0]:
-                raise RunFailed(f"rollout servers {self.urls[0]} and {url} hold different weights")
+                raise RunFailed(
+                    f"rollout servers {self.urls[0]} and {url} hold different weights", code="weight-checksum"
+                )

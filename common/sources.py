@@ -16,8 +16,8 @@ from huggingface_hub import dataset_info
 from huggingface_hub.errors import HfHubHTTPError
 
 from common import embedded
+from common.errors import BadInput, refuse_all, say
 from common.grading import last_box
-from common.placement import BadInput, refuse_all, say
 
 Row = tuple[str, dict]
 

@@ -6,8 +6,8 @@ one of them is named first.
 
 import re
 
+from common.errors import BadInput
 from common.grading import Item, Result
-from common.placement import BadInput
 
 DAPO_CLIP = 300  # characters at the end of a response, as in DAPO's code
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.placement import BadInput, World
+from common.errors import BadInput
+from common.placement import World
 from common.rollout import Rollout
 
 

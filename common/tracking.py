@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common import folders, traces
-from common.placement import RunFailed, World
+from common.errors import RunFailed
+from common.placement import World
 from common.rollout import Rollout
 from common.run import describe
 
@@ -63,13 +64,14 @@ class Figures:
         """mismatch/ figures: d = trainer - engine log-prob of the tokens of `rows`, (N,) bool; KL = mean(e^d - 1 - d).
 
         weight_version: the trainer's. Of older tokens the gap is also what was learned since: mismatch/staleness, in
-        updates of the engine.
+        updates of the engine, is the mean over all rows.
         """
         mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
         difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
         self.add("mismatch/logprob_abs_mean", difference.abs().sum(), mask.sum())
         self.add("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), mask.sum())
-        self.add("mismatch/staleness", ((weight_version - batch.weight_versions) * mask).sum(), mask.sum())
+        behind = (weight_version - batch.weight_versions) * batch.response_mask
+        self.add("mismatch/staleness", behind.sum(), batch.response_mask.sum())
         self.peak("mismatch/logprob_abs_max", difference.abs().max())
         weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # of importance sampling, not truncated
         self.add("mismatch/weight_over_2_frac", (weights > 2).sum(), mask.sum())
@@ -87,7 +89,7 @@ class Figures:
         """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
-            raise RunFailed(f"step {step}: {name} is {float(norm)}; this update was not applied")
+            raise RunFailed(f"step {step}: {name} is {float(norm)}; this update was not applied", code="non-finite")
         self.add(name, norm)
         self.add(loss, 0.0)  # its mean is over optimizer steps
 

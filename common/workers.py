@@ -26,9 +26,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.errors import BadInput, RunFailed, warn
 from common.grading import Item, Result
 from common.math_grading import grade_by_string, last_answer
-from common.placement import BadInput, RunFailed, say
 
 Task = tuple[list[Item], list[int], list[bool]]  # what a reward takes
 START_SECONDS = 60.0  # for a worker's imports; sympy needs one, or ten on a busy machine
@@ -174,7 +174,7 @@ class WorkerPool:
 def warn_of_timeouts(name: str, results: list[Result]) -> None:
     late = sum("timeout" in result.info for result in results)
     if late > MANY_TIMEOUTS * len(results):
-        say(f'warning: reward "{name}" took too long on {late} of {len(results)} responses')
+        warn(f'reward "{name}" took too long on {late} of {len(results)} responses', "reward-slow")
 
 
 class MathReward:
@@ -199,7 +199,7 @@ class MathReward:
             if not isinstance(outcome, Failure):
                 results[row] = outcome[0]
             elif outcome.kind == "start":
-                raise RunFailed(f'reward "{self.spec}" {outcome.message}')
+                raise RunFailed(f'reward "{self.spec}" {outcome.message}', code="reward-failed")
             else:
                 why = outcome.message.rpartition("\n")[2]
                 results[row] = Result(0.0, 0.0, None, {"error": why} if outcome.kind == "raised" else {outcome.kind: 1})
@@ -242,8 +242,10 @@ class UserReward:
         if outcome.kind in ("timeout", "died"):
             return [Result(None, None, None, {outcome.kind: 1})] * len(items)
         if outcome.kind == "start":
-            raise RunFailed(f'reward "{self.name}" {outcome.message}')
+            raise RunFailed(f'reward "{self.name}" {outcome.message}', code="reward-failed")
         if outcome.kind == "wrong":
             raise BadInput(f'reward "{self.name}": row {first + outcome.row}: {outcome.message}')
         about = f"prompt {items[0].prompt[:200]!r}, response {items[0].response[:200]!r}"
-        raise RunFailed(f'reward "{self.name}" raised an error for {rows}, {about}:\n{outcome.message}')
+        raise RunFailed(
+            f'reward "{self.name}" raised an error for {rows}, {about}:\n{outcome.message}', code="reward-failed"
+        )

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from common import data, evaluation, placement, rewards, roles, rollout
+from common import data, errors, evaluation, placement, rewards, roles, rollout
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def main(args: Args) -> None:
     roles.check_world(args.rollout_tp)
     if args.n < 0 or args.temperature <= 0:
-        raise placement.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
+        raise errors.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
     args.model = data.resolve_model(args.model, args.source.hub)
     tokenizer, stop_token_ids = data.load_tokenizer(args.model)
     reward = rewards.load(args.reward)
@@ -80,4 +80,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -25,7 +25,7 @@ import tyro
 from safetensors import safe_open
 
 from algos import grpo
-from common import checkpoint, data, embedded, folders, placement, tracking
+from common import checkpoint, data, embedded, errors, folders, tracking
 
 FLAGS = {
     "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24,
@@ -72,7 +72,7 @@ def train(args: Args, run_dir: Path, asynchronous: bool, resume: str, moment: Mo
     tracking.Tracker.begin, tracking.Tracker.time = begin_step, timed_phase
     saving = checkpoint.Saving(resume=resume, save_every=1, keep_checkpoints=2, async_save=asynchronous)
     own = {"steps": args.steps, "rollout_backend": args.backend, "dataset": (str(run_dir.parent / "problems.jsonl"),)}
-    placement.launch(grpo.main, grpo.Args(**{**FLAGS, **own}, run_dir=str(run_dir), saving=saving))
+    errors.launch(grpo.main, grpo.Args(**{**FLAGS, **own}, run_dir=str(run_dir), saving=saving))
 
 
 def run(*given) -> int:

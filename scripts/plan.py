@@ -38,8 +38,8 @@ from plan_model import (
 )
 from transformers import AutoConfig
 
-from common import data, placement
-from common.placement import BadInput
+from common import data, errors, placement
+from common.errors import BadInput
 
 SHEETS = {  # data sheets, SXM: bytes, dense bfloat16 FLOP/s, HBM bytes/s, NVLink bytes/s in one direction
     "a100-80gb": (80e9, 312e12, 2.0e12, 300e9),
@@ -334,4 +334,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -34,7 +34,7 @@ from plan_model import (
 )
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import batching, embedded, model, placement, rollout, weight_sync
+from common import batching, embedded, errors, model, placement, rollout, weight_sync
 from common.grading import Result
 
 FILE = Path(__file__)
@@ -171,7 +171,7 @@ def run_steps(size: str) -> None:
         flags += ["--learning-rate", 1e-6, "--schedule", "constant", "--eval-prompts", 0, "--rollouts-every", 10**6]
         for name, value in STEP.items():
             flags += [f"--{name.replace('_', '-')}", value]
-        placement.launch(grpo.main, tyro.cli(grpo.Args, args=list(map(str, flags))))
+        errors.launch(grpo.main, tyro.cli(grpo.Args, args=list(map(str, flags))))
 
 
 # ---- the session that gives them their turns ------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Worker:
             if line.startswith("TURN "):
                 return json.loads(line.removeprefix("TURN "))
         tail = "\n".join(self.log.read_text().splitlines()[-20:])
-        raise placement.RunFailed(f"the process of {self.size} ended; the end of its log:\n{tail}")
+        raise errors.RunFailed(f"the process of {self.size} ended; the end of its log:\n{tail}", code="process-ended")
 
     def take_turn(self) -> None:
         self.process.stdin.write("\n")

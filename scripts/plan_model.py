@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from common.batching import MOST, SHARE, SHORT_PROMPT, activation_bytes
+from common.errors import BadInput
 from common.logits import LOGITS_PER_CHUNK
 from common.model import WHOLE_GRADIENTS
-from common.placement import BadInput
 
 GIB = 2**30
 MOST_RESPONSES = 512  # that an engine works on at once, as rollout.start has it

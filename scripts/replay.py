@@ -28,7 +28,7 @@ from unittest import mock
 import torch.distributed as dist
 import tyro
 
-from common import data, folders, placement, reward_mixture, rollout, run, traces, tracking
+from common import data, errors, folders, placement, reward_mixture, rollout, run, traces, tracking
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 
@@ -74,7 +74,7 @@ class ReplayEngine:
         groups = [waiting[tuple(ids)].pop(0) if waiting.get(tuple(ids)) else [] for ids in prompt_ids]
         missing = next((ids for ids, group in zip(prompt_ids, groups) if len(group) != n), None)
         if missing is not None:
-            raise placement.BadInput(f"the file does not hold {n} responses to the prompt {missing}")
+            raise errors.BadInput(f"the file does not hold {n} responses to the prompt {missing}")
         rows = [row for group in groups for row in group]
         batch = rollout.collate(
             [row["prompt_ids"] for row in rows],
@@ -104,14 +104,14 @@ class ReplayLoader(data.PromptLoader):
             row = next(group)
             prompt = by_id.get(row["id"])
             if prompt is None or prompt.ids != row["prompt_ids"]:
-                raise placement.BadInput(f"{row['id']}: the data set or the tokenizer is not the one of the run")
+                raise errors.BadInput(f"{row['id']}: the data set or the tokenizer is not the one of the run")
             self.waiting.append(prompt)
 
     def take(self, count: int) -> list[data.Prompt]:
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         if not taken:
-            raise placement.RunFailed(
-                "a filter dropped prompts that the run kept: the reward grades them otherwise now"
+            raise errors.RunFailed(
+                "a filter dropped prompts that the run kept: the reward grades them otherwise now", code="reward-failed"
             )
         return taken
 
@@ -124,7 +124,9 @@ def as_recorded(results: list, batch: Recorded) -> list:
         if "ungraded" in row["info"]:
             results[i] = dataclasses.replace(result, score=row["score"], acc=row["acc"], info=row["info"])
         elif "ungraded" in result.info and not row["dropped"]:
-            raise placement.RunFailed(f"{row['id']}: was graded in the run, now: {result.info['ungraded']}")
+            raise errors.RunFailed(
+                f"{row['id']}: was graded in the run, now: {result.info['ungraded']}", code="reward-failed"
+            )
     return results
 
 
@@ -134,7 +136,7 @@ def rebuild(kind, value) -> Any:
         types = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(types))
         if unknown:
-            raise placement.BadInput(f"run.json: {unknown} are no flags of this version: check out the run's commit")
+            raise errors.BadInput(f"run.json: {unknown} are no flags of this version: check out the run's commit")
         return kind(**{name: rebuild(types[name], part) for name, part in value.items()})
     if isinstance(value, list) and typing.get_origin(kind) is not list:
         return tuple(rebuild(None, part) for part in value)
@@ -145,15 +147,15 @@ def load_run(run_dir: Path, step: int) -> tuple[Any, dict, dict]:
     """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput."""
     for file in ("run.json", "metrics.jsonl"):
         if not (run_dir / file).is_file():
-            raise placement.BadInput(f"{run_dir}: no {file}; is this the directory of a run?")
+            raise errors.BadInput(f"{run_dir}: no {file}; is this the directory of a run?")
     described = json.loads((run_dir / "run.json").read_text())
     name = Path(described["argv"][0]).stem
     if not (ALGORITHMS / f"{name}.py").is_file():
-        raise placement.BadInput(f"{run_dir / 'run.json'}: the run was made by {described['argv'][0]}, not in algos/")
+        raise errors.BadInput(f"{run_dir / 'run.json'}: the run was made by {described['argv'][0]}, not in algos/")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     metrics = next((row for row in map(json.loads, lines) if row["step"] == step), None)
     if metrics is None:
-        raise placement.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
+        raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
     return importlib.import_module(f"algos.{name}"), described["args"], metrics
 
 
@@ -166,7 +168,7 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
     if step == 1:
         return ""
     saved = [run.saved_step(folder) + 1 for folder in folders.complete(run_dir)]
-    raise placement.BadInput(
+    raise errors.BadInput(
         f"--step {step}: no checkpoint of step {step - 1} in {run_dir}; pick 1 or one of {saved}, if its rollouts are "
         "saved, or run again with --save-every 1"
     )
@@ -234,7 +236,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    raise placement.BadInput(f"--step {step}: the run's --steps {args.steps} end before it")
+    raise errors.BadInput(f"--step {step}: the run's --steps {args.steps} end before it")
 
 
 def gap(before: float, now: float) -> float:
@@ -257,15 +259,15 @@ def mean(values: list[float]) -> float:
 
 def main(args: Args) -> None:
     if args.step < 1:
-        raise placement.BadInput(f"--step {args.step}: steps count from 1")
+        raise errors.BadInput(f"--step {args.step}: steps count from 1")
     table = replay(args.run_dir, args.step)
-    placement.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
+    errors.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
     for name, before, now, difference in table:
         mark = "  differs" if difference > args.tolerance else ""
-        placement.say(f"{name:<32}{before:>16.9g}{now:>16.9g}{difference:>14.1e}{mark}")
+        errors.say(f"{name:<32}{before:>16.9g}{now:>16.9g}{difference:>14.1e}{mark}")
     if any(row[-1] > args.tolerance for row in table):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

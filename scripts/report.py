@@ -4,14 +4,14 @@ from pathlib import Path
 
 import tyro
 
-from common import placement, report
+from common import errors, report
 
 
 def main(run_dir: Path) -> None:
     if not (run_dir / "metrics.jsonl").is_file():
-        raise placement.BadInput(f"{run_dir}: no metrics.jsonl; is this a run directory?")
+        raise errors.BadInput(f"{run_dir}: no metrics.jsonl; is this a run directory?")
     print(report.write(run_dir))
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Path, prog="report.py", description=__doc__))
+    errors.launch(main, tyro.cli(Path, prog="report.py", description=__doc__))

@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
-from common import placement, rewards
+from common import errors, rewards
 from common.grading import Item, Result, Reward
 from common.reward_service import BYTES, ITEMS, VERSION, plain
 
@@ -137,15 +137,15 @@ def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
 
 def main(args: Args) -> None:
     if args.threads < 1 or not 0 < args.port < 65536:
-        raise placement.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
+        raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
     if args.reward == "repetition":
-        raise placement.BadInput("--reward repetition looks at token ids, which stay in the trainer: use it there")
+        raise errors.BadInput("--reward repetition looks at token ids, which stay in the trainer: use it there")
     reward, token = rewards.load_one(args.reward), os.environ.get("REWARD_TOKEN", "").strip()
     if not token and args.host not in ("127.0.0.1", "localhost", "::1"):
-        placement.say(f"warning: --host {args.host} without REWARD_TOKEN: whoever reaches this port can use the grader")
+        errors.say(f"warning: --host {args.host} without REWARD_TOKEN: whoever reaches this port can use the grader")
     app = serve(reward, args.reward, token, args.threads)
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
-from common import batching, data, embedded, model, placement, roles, rollout, sources
+from common import batching, data, embedded, errors, model, placement, roles, rollout, sources
 from common.reward_model import conversation
 
 
@@ -64,19 +64,17 @@ def load_pairs(dataset: str) -> list[dict]:
         missing = [key for key in ("prompt", "chosen", "rejected") if not row.get(key)]
         if missing:
             errors.append(f'{where}: missing key "{missing[0]}" (found: {", ".join(row) or "nothing"})')
-    placement.refuse_all(errors)
+    errors.refuse_all(errors)
     return [row for _, row in rows]
 
 
 def main(args: Args) -> None:
     size = roles.check_world(rollout_tp=1)
     if args.batch_size % size or min(args.batch_size, args.steps, args.pairs_per_forward, args.held_out) < 1:
-        raise placement.BadInput(
-            f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1"
-        )
+        raise errors.BadInput(f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1")
     pairs = load_pairs(args.dataset)
     if len(pairs) - args.held_out < args.batch_size:
-        raise placement.BadInput(
+        raise errors.BadInput(
             f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
         )
     if args.model == "embedded":
@@ -143,4 +141,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -18,7 +18,7 @@ from typing import Literal
 
 import tyro
 
-from common import data, placement, traces
+from common import data, errors, traces
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
@@ -117,7 +117,7 @@ def load_tokenizer(path: Path):
     try:
         run = json.loads((path.resolve().parents[1] / "run.json").read_text())
         return data.load_tokenizer(run["args"]["model"])[0]
-    except (OSError, placement.BadInput) as error:
+    except (OSError, errors.BadInput) as error:
         print(f"whole responses without colours, the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
 
@@ -165,7 +165,7 @@ def main(args: Args) -> None:
     rows = choose(everything, args)
     found = [abs(number) for row in rows for number in numbers(row, args.color) or []]
     if rows and args.color == "value" and not found:
-        raise placement.BadInput(f"--color value: {path} has no values; a run with a critic (PPO) saves them")
+        raise errors.BadInput(f"--color value: {path} has no values; a run with a critic (PPO) saves them")
     scale = max((number for number in found if math.isfinite(number)), default=0.0) or 1.0
     tokenizer = load_tokenizer(path)
     marked = [tokens(row, tokenizer, scale, args.color) for row in rows]
@@ -189,4 +189,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

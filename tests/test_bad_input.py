@@ -10,7 +10,7 @@ from conftest import ROOT, launch
 from pyarrow import parquet
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
-from common import data, model, placement
+from common import data, errors, model, placement
 from common.batching import Compute
 from common.checkpoint import Saving
 
@@ -145,11 +145,11 @@ def refused(tmp_path, monkeypatch, capsys):
     def call(algorithm, **flags) -> str:
         began = time.perf_counter()
         with pytest.raises(SystemExit) as left:
-            placement.launch(algorithm.main, algorithm.Args(**flags))
+            errors.launch(algorithm.main, algorithm.Args(**flags))
         assert left.value.code == 2 and time.perf_counter() - began < 15
         said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.endswith("\n")
-        return said[len("error: ") : -1]
+        assert said.startswith("error[bad-input]: ") and said.endswith("\n")
+        return said[len("error[bad-input]: ") : -1]
 
     return call
 
@@ -189,8 +189,8 @@ def test_sft_refuses_data_without_solutions(tmp_path, refused):
     [
         (["--dataset", "{rows}=2", "arithmetic", "--columns", "prompt=problem", "--model", "{untied}"],
          'rows.jsonl:1: missing key "problem" (found: question, answer)\n'),
-        (["--model", "no-such-org/no-such-model"], "error: --model no-such-org/no-such-model: neither a folder nor"),
-        (["--group-size", "1"], "error: --group-size 1: a group of one"),
+        (["--model", "no-such-org/no-such-model"], "--model no-such-org/no-such-model: neither a folder nor"),
+        (["--group-size", "1"], "--group-size 1: a group of one"),
     ],
 )  # fmt: skip
 def test_the_command_line_says_it_in_one_line(flags, message, tmp_path, models):

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
-from common import checkpoint, data, embedded, folders, model, placement, rewards, run, stopping, tracking
-from common.placement import BadInput, RunFailed
+from common import checkpoint, data, embedded, errors, folders, model, placement, rewards, run, stopping, tracking
+from common.errors import BadInput, RunFailed
 
 ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
 
@@ -387,7 +387,7 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
     saving = checkpoint.Saving(dry_run=True, save_every=5)
     args = algorithm.Args(model=models["untied"], dtype="float32", run_dir=str(tmp_path / "run"), saving=saving)
-    placement.launch(algorithm.main, args)
+    errors.launch(algorithm.main, args)
     said = capsys.readouterr().out
     responses = args.prompts_per_step * args.group_size
     for part in (
@@ -398,5 +398,5 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
         assert part in said, said
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as left:  # what is wrong is still found
-        placement.launch(algorithm.main, dataclasses.replace(args, prompts_per_step=7))
+        errors.launch(algorithm.main, dataclasses.replace(args, prompts_per_step=7))
     assert left.value.code == 2

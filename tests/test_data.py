@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from common import data, embedded, rendering
-from common.placement import BadInput
+from common.errors import BadInput
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 TOKENIZER = embedded.tokenizer()

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from common.data import PromptLoader
+from common.errors import RunFailed
 from common.overlap import Prefetcher
-from common.placement import Layout, RunFailed
+from common.placement import Layout
 from common.tracking import Figures
 
 AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
@@ -66,7 +67,7 @@ def test_training_does_not_wait_for_the_next_batch(world):
 def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
     def sample(step, world, figures):
         if step == 2:
-            raise RunFailed("the server is gone")
+            raise RunFailed("the server is gone", code="server-gone")
         return step
 
     rollouts = Prefetcher(sample, Loader(), world, Figures(world), AHEAD)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config
 from common import attention, batching, embedded, logits, model, sequence_parallel
 from common.attention import Sequence, similar_lengths
 from common.batching import Compute
-from common.placement import BadInput
+from common.errors import BadInput
 from common.rollout import collate
 
 TEMPERATURE = 0.7

@@ -11,7 +11,7 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
-from common import batching, model, placement, rollout
+from common import batching, errors, model, placement, rollout
 
 sys.path.append(str(ROOT / "scripts"))  # as python has it for a script there
 import plan
@@ -60,7 +60,7 @@ def test_parameters_and_kv_cache_of_real_models(config, parameters, kv):
 def test_a_mixture_of_experts_is_refused():
     config = Qwen2Config()
     config.num_experts = 8
-    with pytest.raises(placement.BadInput, match="dense models only"):
+    with pytest.raises(errors.BadInput, match="dense models only"):
         plan_model.from_config(config)
 
 
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused():
     assert with_reference / GIB == pytest.approx(17.73, rel=1e-3)
     one = dataclasses.replace(H100, gpus=1)
     costs = plan_model.assumed_costs(H100, Assumed())
-    with pytest.raises(placement.BadInput, match=r"no layout can run: colocate.* needs \d+\.\d GiB a rank of 75 GiB"):
+    with pytest.raises(errors.BadInput, match=r"no layout can run: colocate.* needs \d+\.\d GiB a rank of 75 GiB"):
         plan_model.recommend(plan_model.predictions(SEVEN, JOB, one, costs))
     rollout_peaks = [
         plan_model.peak_bytes(SEVEN, job, Layout(8, 8, 1, split), H100)["rollout"] for split in (False, True)
@@ -288,7 +288,7 @@ def test_scale(capsys, tmp_path):
     ],
 )
 def test_bad_input(flags, message):
-    with pytest.raises(placement.BadInput) as error:
+    with pytest.raises(errors.BadInput) as error:
         run("predict", *flags)
     assert message in str(error.value)
 

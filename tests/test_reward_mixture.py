@@ -12,8 +12,8 @@ from conftest import ROOT, launch
 from algos import dr_grpo, grpo
 from common import rewards, rollout
 from common.data import Prompt
+from common.errors import BadInput, RunFailed
 from common.grading import Item, Result
-from common.placement import BadInput, RunFailed
 from common.reward_mixture import Rewards
 
 
@@ -186,8 +186,10 @@ def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path
     log = lambda name, total, count=1: logged.update({name: total})
     for step in (1, 2):
         reward.score(*batch(["1", "<think></think><answer></answer>"], 2), world, step, log)
-    said = capsys.readouterr().out
-    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1  # once, not each step
+    said = capsys.readouterr().err
+    assert (
+        len([line for line in said.splitlines() if line.startswith("warning[reward-weights]: ")]) == 1
+    )  # once, not each step
     assert re.search(message, said) and "the weights stay {'gsm8k': 1.0, 'format': 0.25}" in said
     assert reward.weights == {"gsm8k": 1.0, "format": 0.25} and logged["reward/weights_stale"] == 1.0
     write(file, {"gsm8k": 1.0, "format": 0.5})

@@ -8,7 +8,7 @@ from conftest import ROOT, launch
 from transformers import AutoModelForSequenceClassification
 
 from common import embedded, rewards
-from common.placement import BadInput
+from common.errors import BadInput
 from common.reward_model import RewardModel, conversation
 from common.rewards import Item
 

@@ -19,8 +19,8 @@ import uvicorn
 from conftest import ROOT, launch
 from test_readme import load
 
+from common.errors import BadInput, RunFailed
 from common.grading import Item, Result, grade_gsm8k, gsm8k_reward
-from common.placement import BadInput, RunFailed
 from common.reward_service import RewardService, envelope, split
 
 serve_reward = load("scripts/serve_reward.py")
@@ -557,7 +557,7 @@ def test_a_grader_that_raises_once_is_asked_again(serve):
 
 def test_why_a_grader_fails_reaches_the_trainer(serve):
     def grader(items, lengths, truncated):
-        raise RunFailed("the grader raised an error\nTraceback ...\nZeroDivisionError: \ud800")
+        raise RunFailed("the grader raised an error\nTraceback ...\nZeroDivisionError: \ud800", code="reward-failed")
 
     reason = ask(quick(serve(grader), tries=2))[0].info["error"]
     assert "status 500" in reason and "ZeroDivisionError: \\\\ud800" in reason

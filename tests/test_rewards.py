@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from algos.dapo import overlong_penalty
+from common.errors import BadInput
 from common.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
 from common.math_grading import grade_by_string
-from common.placement import BadInput
 from common.text_rewards import (
     dapo_lenient_reward,
     dapo_reward,

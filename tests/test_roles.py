@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import roles, rollout
+from common.errors import BadInput
 from common.grading import gsm8k_reward
-from common.placement import BadInput, Layout
+from common.placement import Layout
 
 GIVEN = {"size": 2, "layout": Layout(), "backend": "hf", "rollout_tp": 1, "dtype": torch.float32, "offload": "none"}
 

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from common import data, embedded, sources
-from common.placement import BadInput
+from common.errors import BadInput
 
 TOKENIZER = embedded.tokenizer()
 GOOD = b'{"question": "1+1=", "answer": "2"}'

@@ -10,7 +10,7 @@ from test_readme import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common import embedded, grading, placement, rollout, traces
+from common import embedded, errors, grading, rollout, traces
 from common.data import Prompt
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
@@ -79,12 +79,12 @@ def test_a_file_has_everything(run):
 
 
 def test_what_is_missing_is_named(run, tmp_path):
-    with pytest.raises(placement.BadInput, match=r"--step 3: .* has the steps 7; --rollouts-every 1 saves all"):
+    with pytest.raises(errors.BadInput, match=r"--step 3: .* has the steps 7; --rollouts-every 1 saves all"):
         traces.find(run, 3)
-    with pytest.raises(placement.BadInput, match=r"no rollouts/step_\*.jsonl"):
+    with pytest.raises(errors.BadInput, match=r"no rollouts/step_\*.jsonl"):
         traces.find(tmp_path)
     (tmp_path / "half.jsonl").write_text('{"index": 0}\n{"ind')
-    with pytest.raises(placement.BadInput, match=r"half.jsonl:2: invalid JSON .* stopped while writing"):
+    with pytest.raises(errors.BadInput, match=r"half.jsonl:2: invalid JSON .* stopped while writing"):
         traces.read(tmp_path / "half.jsonl")
 
 
@@ -148,7 +148,7 @@ def test_without_its_tokenizer_a_file_is_still_shown(run, tmp_path, capsys):
     assert "<script" not in page and "&lt;script&gt;" in page
     rows = [{name: value for name, value in row.items() if name != "values"} for row in traces.read(alone)]
     alone.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(placement.BadInput, match="--color value: .* has no values"):
+    with pytest.raises(errors.BadInput, match="--color value: .* has no values"):
         view.main(view.Args(alone, color="value"))
 
 
@@ -167,7 +167,7 @@ class Outer:
 def test_flags_come_back_from_json():
     args = Outer(3, ("b=1", "c=2"), Inner(("x=y",)))
     assert replay.rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(args)))) == args
-    with pytest.raises(placement.BadInput, match=r"\['gone'\] are no flags of this version"):
+    with pytest.raises(errors.BadInput, match=r"\['gone'\] are no flags of this version"):
         replay.rebuild(Outer, {"steps": 1, "gone": 2})
 
 
@@ -179,7 +179,7 @@ def test_rows_that_could_not_be_graded_stay_so(run):
     results = replay.as_recorded([grading.Result(0.0, 0.0), grading.Result(1.0, 1.0)], batch)
     assert [result.score for result in results] == [0.0, 0.0] and results[1].info == {"ungraded": "timeout"}
     assert batch.response_mask.tolist() == [[True], [False]]
-    with pytest.raises(placement.RunFailed, match="x: was graded in the run, now: busy"):
+    with pytest.raises(errors.RunFailed, match="x: was graded in the run, now: busy"):
         replay.as_recorded([grading.Result(0.0, 0.0, None, {"ungraded": "busy"})], batch)
 
 
@@ -230,10 +230,10 @@ def test_a_file_of_two_ranks_holds_the_rows_of_both(replays):
 @pytest.mark.slow
 def test_what_cannot_be_replayed_is_said(replays, monkeypatch):
     run = replays[0] / "dapo"
-    with pytest.raises(placement.BadInput, match="--step 9: not in"):
+    with pytest.raises(errors.BadInput, match="--step 9: not in"):
         replay.replay(run, 9)
     assert replay.checkpoint_before(run, 1, "") == ""
-    with pytest.raises(placement.BadInput, match=r"no checkpoint of step 7 .*; pick 1 or one of \[2, 3\]"):
+    with pytest.raises(errors.BadInput, match=r"no checkpoint of step 7 .*; pick 1 or one of \[2, 3\]"):
         replay.checkpoint_before(run, 8, "")
     elsewhere = str(run / "checkpoints/step_000002")
     assert replay.checkpoint_before(run.parent / "none", 3, elsewhere) == elsewhere  # the run was resumed from there

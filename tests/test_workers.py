@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from common.errors import BadInput, RunFailed
 from common.grading import Item, Result
 from common.math_grading import grade_math
-from common.placement import BadInput, RunFailed
 from common.workers import Failure, MathReward, UserReward, WorkerPool
 
 MINE = r'''

@@ -17,7 +17,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM
 
-from common import batching, data, grading, model, placement, rollout
+from common import batching, data, errors, grading, model, placement, rollout
 from common.rollout import Rollout
 
 GROUP, LONGEST = 8, 192
@@ -146,4 +146,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

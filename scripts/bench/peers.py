@@ -35,7 +35,7 @@ def ours(job: dict, backend: str) -> None:
     import tyro
 
     from algos import grpo
-    from common.placement import launch
+    from common.errors import launch
     from common.tracking import Tracker
 
     init, write = Tracker.__init__, Tracker.write

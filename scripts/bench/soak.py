@@ -12,7 +12,7 @@ import psutil
 import tyro
 
 from algos import grpo
-from common import placement, tracking
+from common import errors, tracking
 
 WARM_UP = 50  # steps
 
@@ -29,7 +29,7 @@ def main(args: grpo.Args) -> None:
     tracking.Tracker.write = write_and_look
     with tempfile.TemporaryDirectory() as scratch:
         args.run_dir = args.run_dir or scratch + "/run"
-        placement.launch(grpo.main, args)
+        errors.launch(grpo.main, args)
     print("| step | resident, MB | file handles | threads | child processes |\n" + "|---" * 5 + "|")
     for row in [row for row in rows if row[0] == 1 or row[0] % (args.steps // 10 or 1) == 0]:
         print("| {} | {:.1f} | {} | {} | {} |".format(*row))

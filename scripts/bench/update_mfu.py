@@ -19,7 +19,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from common import batching, model, placement, rollout
+from common import batching, errors, model, placement, rollout
 
 SIZES = {
     "smollm2-135m": LlamaConfig(
@@ -121,4 +121,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    placement.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from common import placement, rollout
 from common.data import Prompt
+from common.errors import BadInput, RunFailed
 from common.grading import Result
-from common.placement import BadInput, RunFailed
 from common.reward_mixture import Rewards
 
 

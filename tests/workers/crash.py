@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from algos import grpo
-from common import placement, tracking
+from common import errors, tracking
 
 run_dir, *flags = sys.argv[1:]
 begin = tracking.Tracker.begin
@@ -29,4 +29,4 @@ tracking.Tracker.begin = begin_step
 small = ["--rollout-backend", "hf", "--prompts-per-step", "8", "--group-size", "4", "--mini-batches", "2"]
 small += ["--eval-prompts", "0", "--schedule", "constant", "--save-every", "2"]
 args = tyro.cli(grpo.Args, args=["--run-dir", run_dir, "--resume", "auto", *small, *flags])
-placement.launch(grpo.main, args)
+errors.launch(grpo.main, args)

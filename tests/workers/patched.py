@@ -14,7 +14,7 @@ import torch
 import tyro
 
 from algos import grpo
-from common import batching, placement, rollout, weight_sync
+from common import batching, errors, rollout, weight_sync
 
 broken, run_dir, *flags = sys.argv[1:]
 compute_advantages, collate = grpo.compute_advantages, rollout.collate
@@ -34,4 +34,4 @@ if broken == "stale":
     weight_sync.push = lambda policy, engine: None
 if broken == "nan":
     grpo.compute_advantages = lambda *args: compute_advantages(*args) * torch.nan
-placement.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags]))
+errors.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags]))

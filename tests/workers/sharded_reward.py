@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-from common import embedded, placement, reward_model
+from common import embedded, errors, placement, reward_model
 from common.grading import Item
 
 world = placement.init(seed=0)
@@ -18,7 +18,7 @@ too_long = Item("1+1=", "1" * 300, "2") if world.rank else items[0]
 try:
     reward([too_long], [0], [False])
     said = ""
-except placement.BadInput as error:
+except errors.BadInput as error:
     said = str(error)
 everyone = [None] * world.size
 dist.all_gather_object(everyone, {"scores": scores, "said": said, "kind": type(reward.model.base_model).__name__})

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from common import checkpoint, data, placement, report
+from common import checkpoint, data, errors, report
 
 FLAGS = {
     "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
@@ -36,7 +36,7 @@ def main(runs: Path) -> None:
         for kind, function in (("right", compute_advantages), ("flipped", flipped)):
             algorithm.compute_advantages = function
             args = algorithm.Args(**{**FLAGS, **sizes}, run_dir=str(runs / f"{name}-{kind}"))
-            placement.launch(algorithm.main, args)
+            errors.launch(algorithm.main, args)
 
 
 main(Path(sys.argv[1]))
