@@ -187,9 +187,7 @@ def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path
     for step in (1, 2):
         reward.score(*batch(["1", "<think></think><answer></answer>"], 2), world, step, log)
     said = capsys.readouterr().err
-    assert (
-        len([line for line in said.splitlines() if line.startswith("warning[reward-weights]: ")]) == 1
-    )  # once, not each step
+    assert said.count("warning[reward-weights]: ") == 1  # once, not each step
     assert re.search(message, said) and "the weights stay {'gsm8k': 1.0, 'format': 0.25}" in said
     assert reward.weights == {"gsm8k": 1.0, "format": 0.25} and logged["reward/weights_stale"] == 1.0
     write(file, {"gsm8k": 1.0, "format": 0.5})

@@ -201,7 +201,7 @@ def test_late_and_dead_workers_leave_their_prompt_ungraded(mine, capsys):
     results = rewarded(mine, "each", items, deadline=1.0)
     assert [result.score for result in results] == [None, None, 1.0, None]
     assert [result.info for result in results] == [{"timeout": 1}, {"timeout": 1}, {}, {"died": 1}]
-    assert f'warning: reward "{mine}:each" took too long on 2 of 4 responses' in capsys.readouterr().out
+    assert f'warning[reward-slow]: reward "{mine}:each" took too long on 2 of 4 responses' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(mat
     results = grade(math_reward, [*((rf"\boxed{{{text}}}", "7") for text in bad), (r"\boxed{1/2}", "0.5")])
     assert time.monotonic() - start < 12 * len(bad) + 20
     assert [result.acc for result in results] == [0, 0, 0, 0, 1]
-    assert "timeout" in results[0].info and "took too long" in capsys.readouterr().out
+    assert "timeout" in results[0].info and "took too long" in capsys.readouterr().err
 
 
 def test_math_rows_whose_worker_fails_are_wrong(mine):
