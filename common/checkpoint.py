@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common import folders, stopping
 from common.data import PromptLoader
-from common.errors import RunFailed, say
+from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
 from common.reward_mixture import Rewards
 
@@ -61,7 +61,8 @@ class Saver:
         self.run_dir = Path()
         self.writing: Future | None = None
         if saving.async_save:
-            self.group = dist.new_group(backend="gloo")  # its own: two threads in one would take each other's turn
+            # Its own: two threads in one would take each other's turn.
+            self.group = dist.new_group(backend="gloo", timeout=world.timeout)
             self.thread = ThreadPoolExecutor(1, "checkpoint")
 
     def load(self, folder: Path | None) -> int:
@@ -77,6 +78,11 @@ class Saver:
             )
         if folder is None:
             return 0
+        if saved.get("data", self.loader.fingerprint()) != self.loader.fingerprint():
+            said = f"--resume {folder}: the prompts are not those of that run any more: a file of --dataset has changed"
+            if self.saving.resume == "auto":
+                raise BadInput(f"{said}; restore it, or start another run: --resume {folder}", code="data-changed")
+            warn(f"{said}; the order of the data goes on in the new ones", "data-changed")
         state = states(self.trained, saved["fresh"])
         if saved["ranks"] == self.world.size:
             state["random"] = random_states(self.world)
@@ -137,6 +143,7 @@ class Saver:
         facts = {
             "step": step,
             "position": self.loader.resume_at,
+            "data": self.loader.fingerprint(),
             "fresh": new,
             "ranks": self.world.size,
             "weight_version": self.engine.weight_version,
@@ -157,6 +164,7 @@ class Saver:
         if self.world.is_main:
             unfinished = folder.with_suffix(".unfinished")
             write_model(self.trained["policy"][0], weights, self.tokenizer, unfinished / "model", self.dtype)
+            facts["files"] = folders.sizes(unfinished)
             (unfinished / "state.json").write_text(json.dumps(facts) + "\n")
             folders.finish(folder)
             folders.rotate(self.run_dir, self.saving.keep_checkpoints)

@@ -3,6 +3,7 @@
 Everything wrong with the data is said before a model is loaded, as `file:line: found, expected`.
 """
 
+import hashlib
 import math
 import random
 import re
@@ -201,6 +202,14 @@ class PromptLoader:
     def resume_at(self) -> int:
         """Where a resumed run draws first: behind what has been trained on."""
         return self.position if self.in_flight is None else self.in_flight
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all prompts and answers, in their order: another file of the same name has another."""
+        digest = hashlib.sha256()
+        for dataset in self.datasets:
+            for prompt in dataset:
+                digest.update(repr((prompt.ids, prompt.answer)).encode())
+        return digest.hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""

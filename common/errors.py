@@ -1,15 +1,23 @@
 """What ends a run, or should be looked at: one line with a stable code, explained in docs/errors.md."""
 
+import contextlib
+import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
-# What the libraries below say when another rank is gone or does not come.
-LATE = ("timed out", "timeout", "Timed out")
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+# What gloo, NCCL and torch's store say when another rank does not come, or is gone.
+LATE = ("timed out", "timeout")
+GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection was likely closed", "remote process")
+GIVE_UP_TOGETHER = 3.0  # seconds: ranks that wait for the same one run out of patience at about the same time
+FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
 
 
 class OneLine(Exception):
@@ -72,3 +80,77 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
             print(f"error[{error.code}] on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, BadInput) else 3)
+    except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
+        found = recognized(error)
+        if found is None:
+            raise
+        if first_to_tell():  # of the ranks that are left: rank 0 may be the one that is not
+            print(f"error[{found.code}]: {found}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(3)  # threads and destructors would wait for the other ranks
+
+
+def recognized(error: BaseException) -> RunFailed | None:
+    """What a library's error means, where that is known: another rank, the memory, the disk."""
+    said = f"{error}".lower()
+    short = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+        return RunFailed(f"out of memory, {here()}: {short}; {memory()}", code="out-of-memory")
+    if any(words in said for words in FULL):
+        return RunFailed(f"{here()}: {short}; make room, then --resume auto goes on", code="disk-full")
+    if isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said:
+        if any(words in said for words in LATE):
+            return RunFailed(f"{here()}, waited in vain for {missing()} ({short})", code="collective-timeout")
+        if any(words in said for words in GONE):
+            return RunFailed(f"{here()}, lost {missing()} ({short})", code="rank-lost")
+    return None
+
+
+def here() -> str:
+    """This rank and its phase."""
+    if not dist.is_initialized():
+        return "at the start"
+    return f"rank {dist.get_rank()} in {note(dist.get_rank())[0]}"
+
+
+def note(rank: int) -> tuple[str, float]:
+    """What World.enter() left of a rank: its phase, and for how many seconds it has been in it."""
+    with contextlib.suppress(RuntimeError):  # the store may have died with the rank or the agent that kept it
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([f"phase/{rank}"]):
+            began, _, phase = store.get(f"phase/{rank}").decode().partition(" ")
+            return phase, time.time() - float(began)
+    return "its start", 0.0
+
+
+def missing() -> str:
+    """The ranks that do not fail as this one does: those that hang, or are dead. Called by each that fails."""
+    if not dist.is_initialized():
+        return "the other ranks"
+    found = []
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"gave-up/{dist.get_rank()}", "")
+        time.sleep(GIVE_UP_TOGETHER)
+        found = [rank for rank in range(dist.get_world_size()) if not store.check([f"gave-up/{rank}"])]
+    said = [f"rank {rank}, in {phase} for {seconds:.0f} s" for rank in found[:4] for phase, seconds in [note(rank)]]
+    return "; ".join(said) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "another rank"
+
+
+def memory() -> str:
+    """What is taken, and the flags that lower it, from the one that costs least."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+    else:
+        free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    return (
+        f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken, and the table at the start has each "
+        "role's share: lower --token-budget or --rollout-memory, then --activation-checkpointing, --offload all"
+    )
+
+
+def first_to_tell() -> bool:
+    """Whether no other rank has said why the run ends."""
+    with contextlib.suppress(RuntimeError, ValueError):  # no store any more, or none yet
+        return dist.distributed_c10d._get_default_store().add("told", 1) == 1
+    return True

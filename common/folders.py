@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+from common.errors import BadInput
+
 COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
 
 
@@ -23,6 +25,27 @@ def complete(run_dir: Path) -> list[Path]:
         if match:
             found.append((int(match[1]), not match[2], state.parent))
     return [folder for *_, folder in sorted(found)]
+
+
+def check(folder: Path) -> None:
+    """Whether a complete checkpoint is still what was written. Raises BadInput naming the first file that is not."""
+    older = [other for other in complete(folder.parent.parent) if other.name < folder.name]
+    cure = f"{older[-1]} is whole: --resume it, with another --run-dir" if older else "there is no older one"
+    try:
+        files = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("files", {})
+    except (ValueError, AttributeError, OSError) as error:
+        raise BadInput(f"{folder}/state.json: {error}; {cure}", code="checkpoint-damaged") from None
+    for name, count in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else -1
+        if found != count:
+            said = f"has {found} bytes of {count}" if found >= 0 else "is missing"
+            raise BadInput(f"{path}: {said}; {cure}", code="checkpoint-damaged")
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file under it."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def begin(folder: Path) -> Path:

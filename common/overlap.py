@@ -35,10 +35,12 @@ class Prefetcher:
         last: this step ends in a checkpoint or the run; a resumed run starts there with nothing in flight, too.
         """
         if not self.ahead:
-            return self.sample(step, self.world, self.tracker)
+            self.tracker.sampled = self.sample(step, self.world, self.tracker)
+            return self.tracker.sampled
         with self.tracker.time("wait"):
             result, figures = (self.waiting or self._begin(step)).get()
         self.tracker.merge(figures)
+        self.tracker.sampled = result
         self.loader.in_flight = None if last else self.loader.position  # drawn again after a stop
         self.waiting = None if last else self._begin(step + 1)
         return result

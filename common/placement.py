@@ -9,7 +9,9 @@ consecutive ranks hold one engine together. "split": the engines are vLLM server
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -56,6 +58,7 @@ class Layout:
     rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0: 0.4, or 0.9 of one of its own
     rollout_max_seqs: int = 0  # responses it works on at once; 0: all of a step's, at most 512
     rollout_batched_tokens: int = 0  # tokens of one forward of it; 0: vLLM's own choice
+    collective_timeout: float = 1800.0  # seconds that ranks wait for each other before the run ends
 
     @property
     def split(self) -> bool:
@@ -72,6 +75,8 @@ class World:
     tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
     sp_group: dist.ProcessGroup | None = None  # ranks that compute one row together; None when each has its own
     group: dist.ProcessGroup | None = None  # all ranks, for numbers; None: torch's default group
+    store: dist.Store | None = None  # where each rank writes what it is doing
+    timeout: timedelta | None = None  # of collectives; None: torch's own
 
     @property
     def is_main(self) -> bool:
@@ -84,7 +89,12 @@ class World:
 
     def beside(self) -> "World":
         """The same world for a second thread: its collectives do not mix with the first's. Collective."""
-        return replace(self, group=dist.new_group(backend="gloo"))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout), store=None)
+
+    def enter(self, phase: str) -> None:
+        """Leave a note of what this rank does now: when a collective fails, errors.phases() reads them all."""
+        if self.store is not None:
+            self.store.set(f"phase/{self.rank}", f"{time.time():.0f} {phase}")
 
     def sum(self, value: float) -> float:
         """Sum of a number over the ranks. Collective: every rank calls it."""
@@ -142,15 +152,19 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     # After torchrun --max-restarts its store still has the addresses of the ranks that died: gloo would wait for them.
     store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
+    timeout = timedelta(seconds=layout.collective_timeout)
+    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     use_cores()
     torch.manual_seed(seed)
-    tp_group = dist.new_subgroups(rollout_tp, backend="gloo")[0] if rollout_tp > 1 else None
-    sp_group = dist.new_subgroups(sharding.sequence_parallel)[0] if sharding.sequence_parallel > 1 else None
+    tp_group = dist.new_subgroups(rollout_tp, backend="gloo", timeout=timeout)[0] if rollout_tp > 1 else None
+    sp = sharding.sequence_parallel
+    sp_group = dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None
     shards = sharding.shard_size or size
     sizes, names = ((size,), ("ranks",)) if shards == size else ((size // shards, shards), ("copies", "shards"))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group)
+    store = dist.distributed_c10d._get_default_store()  # with torch's own prefix: errors.phases() finds no other
+    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group, store=store, timeout=timeout)
 
 
 def use_cores() -> None:

@@ -167,7 +167,7 @@ class Rewards:
         return mixed
 
     def log(self, parts: dict[str, tuple[list[Result], float]], log: Callable) -> None:
-        """reward/NAME/mean, /std, /weight, /contribution and time/reward/NAME (seconds) of several rewards."""
+        """reward/NAME/mean, /std, /weight, /contribution, time/reward/NAME (seconds), accuracy of several rewards."""
         for name, (results, seconds) in parts.items() if len(parts) > 1 else ():
             short = re.sub(r"\W+", "-", name).strip("-")
             scores = [result.score for result in results if result.score is not None]
@@ -176,6 +176,9 @@ class Rewards:
             log(f"reward/{short}/weight", self.weights[name])
             log(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
             log(f"time/reward/{short}", seconds)
+        if len(parts) > 1:
+            graded = [result.acc for result in next(iter(parts.values()))[0] if result.acc is not None]
+            log("reward/accuracy", sum(graded), len(graded))
         if self.file:
             log("reward/weights_stale", float(self.stale))
 

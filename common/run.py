@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import platform
 import subprocess
@@ -30,6 +29,7 @@ MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, a
     **dict.fromkeys(("rollout_memory", "rollout_max_seqs", "rollout_batched_tokens"), LAYOUT),
     **dict.fromkeys(("rollout_placement", "rollout_devices", "rollout_urls"), LAYOUT),
     **dict.fromkeys(("sequence_parallel", "shard_size"), LAYOUT),
+    "collective_timeout": "when to give up",
 }
 
 
@@ -47,6 +47,9 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
             f"--run-dir {run_dir}: holds a run already; --resume auto goes on with it, another name keeps it"
         )
     found = find_checkpoint(resume, Path(run_dir))
+    if found:
+        folders.check(found)
+        metrics_until(Path(run_dir), saved_step(found))  # to find it now, not after the model is loaded
     newest = folders.complete(Path(run_dir))[-1:] if run_dir else []
     if found and newest and saved_step(newest[0]) > saved_step(found):
         raise BadInput(
@@ -67,6 +70,24 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     return Path(resume) if resume else None
 
 
+def metrics_until(run_dir: Path, last: int) -> list[str]:
+    """Lines of a run's metrics.jsonl up to a step; a torn one at the end, without its newline, is none.
+
+    Raises BadInput naming the line that cannot be read.
+    """
+    file, kept = run_dir / "metrics.jsonl", []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if file.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise BadInput(
+                f"{file}:{number}: is no line of metrics: remove it, and the run goes on", code="metrics-corrupt"
+            ) from None
+        kept += [line] if step <= last else []
+    return kept
+
+
 def saved_step(checkpoint: Path) -> int:
     return json.loads((checkpoint / "state.json").read_text())["step"]
 
@@ -81,7 +102,9 @@ def check_configuration(args, name: str) -> None:
         return
     began = json.loads(file.read_text())
     if began["algorithm"] != name:
-        raise BadInput(f"--run-dir {args.run_dir}: is a run of {began['algorithm']}.py, not of {name}.py")
+        raise BadInput(
+            f"--run-dir {args.run_dir}: is a run of {began['algorithm']}.py, not of {name}.py", code="run-changed"
+        )
     before, now = flat(began["args"]), flat(json.loads(json.dumps(dataclasses.asdict(args))))
     differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
     differ |= before.keys() - now.keys()  # of an older version; what is new since then had no effect in it
@@ -91,7 +114,8 @@ def check_configuration(args, name: str) -> None:
         said = lambda flag: f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}"
         raise BadInput(
             f"--run-dir {args.run_dir}: its run began with {'; '.join(map(said, sorted(differ)))}. Use what it began "
-            "with, or start another: --resume CHECKPOINT with a new --run-dir"
+            "with, or start another: --resume CHECKPOINT with a new --run-dir",
+            code="run-changed",
         )
 
 
@@ -137,9 +161,6 @@ def describe(args, name: str, world: World) -> dict:
 def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
     """Stop a run that cannot be right. Every rank calls it with the reduced metrics. Raises RunFailed."""
     step = metrics["step"]
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise RunFailed(f"step {step}: {name} is {value}; look at the last file in rollouts/", code="non-finite")
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
     stale = metrics.get("mismatch/staleness", 0.0) > 0  # then the gap is also what was learned since
     if gap > max_logprob_gap * (10 if stale else 1):

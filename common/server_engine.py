@@ -40,7 +40,8 @@ class ServerEngine:
         """Start the layout's servers, or find the ones it names. Collective. Raises RunFailed on all ranks."""
         self.stop_token_ids, self.world, self.layout, self.weight_version = stop_token_ids, world, layout, 0
         self.wire_dtype = dtype  # the engine's: no need to send more
-        self.group = dist.new_group(backend="gloo")  # of generate(), which may run beside other collectives
+        # Of generate(), which may run beside other collectives.
+        self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.lock = threading.Lock()  # rank 0's: responses are under way, or an update is
         self.most = max_num_seqs
         self.owned, self.sender, error = [], None, None

@@ -185,6 +185,8 @@ class Control:
                 f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has",
                 code="server-refused",
             )
+        if "arrived damaged" in reply.text:  # by SharedMemoryTransfer
+            raise RunFailed(f"rollout server {url}: {reply.text[:300]}", code="weight-checksum")
         if reply.status_code != 200:
             raise RunFailed(
                 f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code="server-refused"

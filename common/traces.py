@@ -5,6 +5,7 @@ for scripts/replay.py, which computes the step again from it.
 import json
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from common.errors import BadInput
@@ -18,10 +19,12 @@ def write(
 ) -> None:  # fmt: skip
     """One JSON object a response, of all ranks, in the order of the step's prompts. Collective: every rank calls it.
 
-    advantages: (N,) or (N, T); needed: (N,) rows with old_logprobs, None if all have them; values: (N, T), a critic's;
+    advantages: (N,) or (N, T); needed: (N,) rows with old_logprobs, None if all have them; both None of a step that was
+    refused before it had them; values: (N, T), a critic's;
     baseline: one greedy response to each prompt, kept on its first row.
     """
     group_size = len(responses) // len(prompts)
+    has_old = [old_logprobs is not None and (needed is None or bool(needed[i])) for i in range(len(responses))]
     rows = []
     for i, (response, result) in enumerate(zip(responses, results)):
         prompt, length = prompts[i // group_size], len(batch.response_ids[i])
@@ -34,12 +37,12 @@ def write(
             "prompt_ids": batch.prompt_ids[i],
             "response_ids": batch.response_ids[i],
             "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
-            "old_logprobs": old_logprobs[i, :length].tolist() if needed is None or needed[i] else None,
+            "old_logprobs": old_logprobs[i, :length].tolist() if has_old[i] else None,
             "score": result.score,
             "acc": result.acc,
             "extracted": result.extracted,
             "info": result.info,
-            "advantage": advantages[i].item() if advantages.dim() == 1 else advantages[i, :length].tolist(),
+            "advantage": None if advantages is None else advantage(advantages[i], length),
             "dropped": not batch.response_mask[i].any().item(),  # nothing was learned from it: see info
             "finish_reason": "length" if batch.truncated[i] else "stop",
             "weight_versions": batch.weight_versions[i, :length].tolist(),
@@ -55,6 +58,11 @@ def write(
     if world.is_main:
         lines = sorted((row for share in everyone for row in share), key=lambda row: row[0])
         path.write_text("".join(line + "\n" for _, line in lines), encoding="utf-8")
+
+
+def advantage(value: torch.Tensor, length: int) -> float | list[float]:
+    """Of one response, or of each of its tokens."""
+    return value.item() if value.dim() == 0 else value[:length].tolist()
 
 
 def find(run_dir: Path, step: int = 0) -> Path:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -16,14 +17,15 @@ from common import folders, traces
 from common.errors import RunFailed
 from common.placement import World
 from common.rollout import Rollout
-from common.run import describe
+from common.run import describe, metrics_until
+from common.trends import Trends
 
 
 class Figures:
     """Sums, counts and peaks of some part of a step, on every rank. Tensors stay tensors until the step ends."""
 
     def __init__(self, world: World):
-        self.world = world
+        self.world, self.step = world, 0
         self.sums: dict[str, list] = {}
         self.peaks: dict[str, list] = {}
 
@@ -39,6 +41,7 @@ class Figures:
     def time(self, phase: str):
         """Seconds spent inside, as time/<phase>: summed over the step, mean over ranks."""
         began = time.perf_counter()
+        self.world.enter(f"step {self.step}: {phase}")
         yield
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -85,14 +88,6 @@ class Figures:
         self.add("train/entropy", (entropy * response_mask).sum(), tokens)
         self.add("train/clip_frac", clipped, tokens)
 
-    def grad_norm(self, step: int, norm, name: str = "train/grad_norm", loss: str = "loss/policy") -> None:
-        """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            raise RunFailed(f"step {step}: {name} is {float(norm)}; this update was not applied", code="non-finite")
-        self.add(name, norm)
-        self.add(loss, 0.0)  # its mean is over optimizer steps
-
     def merge(self, other: "Figures") -> None:
         """Take over what another has collected beside an earlier step: its time/ as overlapped/, as no step's own."""
         for name, entries in other.sums.items():
@@ -113,20 +108,22 @@ class Tracker(Figures):
         self.run_dir = Path(chosen[0])
         self.step_began = time.perf_counter()
         self.profiler = None
+        self.trends = Trends()
+        self.sampled: tuple | None = None  # the prompts and ..., batch, responses, results of this step
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         folders.write(self.run_dir / "run.json", json.dumps(describe(args, name, world), indent=2) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        # A resumed run rewrites what came after its checkpoint. The last line may be torn: it has no end.
-        kept = self.metrics_file.read_text().split("\n")[:-1] if start and self.metrics_file.is_file() else []
-        kept = [line for line in kept if json.loads(line)["step"] <= start]
+        # A resumed run rewrites what came after its checkpoint.
+        kept = metrics_until(self.run_dir, start) if start else []
         folders.write(self.metrics_file, "".join(line + "\n" for line in kept))
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
         self.sink = open_sink(track, self.run_dir, args)
 
     def begin(self, step: int, profiled: tuple[int, ...]) -> None:
         """Start a step. Of a profiled one write() leaves profile/step_NNNNNN.rankR.json.gz, for ui.perfetto.dev."""
+        self.step = step
         if step in profiled:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
@@ -166,11 +163,33 @@ class Tracker(Figures):
             self.sink(step, metrics)
             self.bar.update(step - self.bar.n)
             self.bar.write(console_line(metrics))
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise RunFailed(f"step {step}: {name} is {value}{self.blame(step)}", code="non-finite")
+        self.trends.check(metrics)
         return metrics
 
     def save_rollouts(self, step: int, *given, **optional) -> None:
         """rollouts/step_NNNNNN.jsonl, from what traces.write takes. Collective: every rank calls it."""
         traces.write(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", self.world, *given, **optional)
+
+    def grad_norm(self, step: int, norm, name: str = "train/grad_norm", loss: str = "loss/policy") -> None:
+        """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            said = f"step {step}: {name} is {float(norm)}; this update was not applied"
+            raise RunFailed(said + self.blame(step), code="non-finite")
+        self.add(name, norm)
+        self.add(loss, 0.0)  # its mean is over optimizer steps
+
+    def blame(self, step: int) -> str:
+        """Write the step's responses to rollouts/refused_NNNNNN.jsonl, for people. Collective. Returns where."""
+        if self.sampled is None:
+            return ""
+        path = self.run_dir / "rollouts" / f"refused_{step:06d}.jsonl"
+        prompts, *_, batch, responses, results = self.sampled
+        traces.write(path, self.world, prompts, responses, results, batch, None, None)
+        return f"; its responses are in {path}"
 
     def close(self) -> None:
         """Write the report and say where it is."""

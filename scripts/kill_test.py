@@ -83,12 +83,14 @@ def run(*given) -> int:
     return process.exitcode
 
 
-def figures(run_dir: Path) -> tuple[list[dict], bytes, str]:
+def figures(run_dir: Path) -> tuple[list[dict], bytes, dict]:
     """Metrics without times, and what the last checkpoint holds."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
     last = folders.complete(run_dir)[-1]
-    return rows, (last / "model/model.safetensors").read_bytes(), (last / "state.json").read_text()
+    state = json.loads((last / "state.json").read_text())
+    state.pop("files")  # their sizes: the trainer's hold the folder's name
+    return rows, (last / "model/model.safetensors").read_bytes(), state
 
 
 def read(newest: Path) -> None:

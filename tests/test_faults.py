@@ -1,0 +1,176 @@
+"""Faults put in on purpose: each ends the run with its own code, before more than one step is lost, and in time."""
+
+import ast
+import asyncio
+import json
+import pickle
+import re
+
+import pytest
+from conftest import ROOT, launch
+
+from common import errors, server_requests
+from common.errors import BadInput, RunFailed
+from common.trends import SILENT_STEPS, WINDOW, Trends
+
+# name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step in metrics.jsonl)
+FAULTS = {
+    "stale_head": (3, "logprob-gap", "trainer and engine disagree by", 2),
+    "one_layer_not_synced": (3, "logprob-gap", "trainer and engine disagree by", 2),
+    "one_sync_lost": (3, "stale-weights", "", 2),
+    "wrong_temperature": (3, "wrong-temperature", "", 1),
+    "nan_gradient": (3, "non-finite", "grad_norm is nan; this update was not applied; its responses are in", None),
+    "infinite_loss": (3, "non-finite", "loss/policy is inf; its responses are in", 1),
+    "nan_reward": (2, "bad-input", "nan", None),
+    "infinite_reward": (2, "bad-input", "inf", None),
+    "killed_reward_worker": (3, "reward-failed", "died", None),
+    "constant_reward": (3, "no-signal", "for 3 steps all responses to a prompt have scored alike, 1 on average", 3),
+    "all_truncated": (3, "all-truncated", "raise it", 1),
+    "out_of_memory": (3, "out-of-memory", "rank 0 in step 1: logprobs: .*lower --token-budget", None),
+    "disk_full_while_writing": (3, "disk-full", "No space left on device", None),
+    "disk_full_before_a_checkpoint": (3, "disk-full", "a checkpoint needs", None),
+    "killed_rank": (3, "rank-lost", "rank 0 in step 2: update, lost another rank", 1),
+    "hung_collective": (3, "collective-timeout", "rank 0 in step 2: update, waited in vain", 1),
+    "truncated_checkpoint": (2, "checkpoint-damaged", r"distcp: has \d+ bytes of \d+; .*step_000002 is whole", 4),
+    "lost_checkpoint_file": (2, "checkpoint-damaged", "model.safetensors: is missing", 4),
+    "torn_state": (2, "checkpoint-damaged", "step_000004/state.json: ", 4),
+    "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: is no line of metrics", None),
+    "changed_data": (2, "data-changed", "a file of --dataset has changed", 4),
+    "changed_flag": (2, "run-changed", "--clip-high 0.2, now 0.28", 4),
+}
+LONGEST = 45.0  # seconds until any of them is over
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """All of them in one process that imports once."""
+    folder = tmp_path_factory.mktemp("faults")
+    launch(ROOT / "tests/workers/faulty.py", folder, "nothing", *FAULTS)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_the_run_with_its_own_code(faults, name):
+    code, error, said, last = FAULTS[name]
+    log = (faults / f"{name}.log").read_text()
+    found, seconds = log.rsplit("\n", 1)[1].split()
+    lines = re.findall(r"error\[.*", log)
+    assert lines and re.match(rf"error\[{error}\]: .*{said}", lines[0]), log[-2000:]
+    assert len(lines) == 1 and "Traceback" not in log, log[-2000:]
+    assert int(found) == code and float(seconds) < LONGEST
+    if last is not None:
+        rows = (faults / name / "run/metrics.jsonl").read_text().splitlines()
+        assert json.loads(rows[-1])["step"] == last
+
+
+@pytest.mark.slow
+def test_without_a_fault_it_runs_to_its_end(faults):
+    log = (faults / "nothing.log").read_text()
+    assert "error" not in log and log.rsplit("\n", 1)[1].startswith("0 "), log[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nan_gradient", "infinite_loss"])
+def test_what_was_refused_is_there_to_look_at(faults, name):
+    (path,) = (faults / name / "run/rollouts").glob("refused_000001.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 16 and rows[0]["response_ids"] and rows[0]["score"] is not None and rows[0]["advantage"] is None
+
+
+def row(step: int, **figures) -> dict:
+    names = {"reward": "reward/mean", "alike": "group/zero_std_frac", "entropy": "train/entropy"}
+    names |= {"accuracy": "reward/accuracy", "side": "reward/format/contribution", "norm": "train/grad_norm"}
+    return {"step": step, "reward/mean": 0.5, "train/grad_norm": 1.0, **{names[k]: v for k, v in figures.items()}}
+
+
+def test_a_reward_that_once_taught_something_is_a_warning(capsys):
+    trends = Trends()
+    trends.check(row(1, alike=0.5))
+    for step in range(2, 2 + 2 * SILENT_STEPS):
+        trends.check(row(step, alike=1.0))
+    assert capsys.readouterr().err.count("warning[no-signal]: step ") == 2
+    trends = Trends()
+    with pytest.raises(RunFailed, match=f"for {SILENT_STEPS} steps") as failed:
+        for step in range(1, 1 + SILENT_STEPS):
+            trends.check({"step": step, "reward/mean": 0.0})  # ReMax without an update: no groups, no gradient
+    assert step == SILENT_STEPS and failed.value.code == "no-signal"
+
+
+def test_entropy_that_is_gone_is_said_once(capsys):
+    trends = Trends()
+    for step in range(1, 40):
+        trends.check(row(step, entropy=0.5 if step < 20 else 0.02))
+    assert capsys.readouterr().err.count("warning[entropy-collapse]: step 20: ") == 1
+    trends = Trends()
+    for step in range(1, 40):
+        trends.check(row(step, entropy=0.5 * 0.95**step))  # learning takes entropy, too
+    assert "entropy" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accuracy, warned", [(0.6, True), (0.9, False)])
+def test_a_reward_that_is_gamed_is_said(capsys, accuracy, warned):
+    trends = Trends()
+    for step in range(1, 60):
+        falling = 0.9 + (accuracy - 0.9) * step / 60
+        trends.check(row(step, reward=falling + step / 60, accuracy=falling, side=step / 60))
+    said = capsys.readouterr().err
+    assert ("warning[reward-drift]" in said) == warned and ("reward/format/contribution" in said) == warned
+    assert WINDOW < 60
+
+
+def test_a_server_that_is_gone_has_a_code():
+    with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone") as failed:
+        asyncio.run(server_requests.ask_all([("http://127.0.0.1:9", {})]))
+    assert failed.value.code == "server-gone"
+
+
+def codes_in_source() -> set[str]:
+    """Literals given to RunFailed, BadInput and warn."""
+    found = {"bad-input"}
+    for folder in ("algos", "common", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            found |= set(re.findall(r'code="([^"]+)"', text))
+            found |= set(re.findall(r'warn\((?:[^()]|\([^()]*\))*"([a-z-]+)"\s*,?\s*\)', text))
+            found |= set(re.findall(r'self\.once\(\s*"([a-z-]+)"', text))
+    return found
+
+
+def test_every_code_has_a_section_in_the_docs_and_no_other_has():
+    text = (ROOT / "docs/errors.md").read_text()
+    sections = dict(re.findall(r"^### `([a-z-]+)`.*\n+((?:(?!^#).*\n)*)", text, re.MULTILINE))
+    assert set(sections) == codes_in_source()
+    for code, section in sections.items():
+        assert "**Cause**" in section and "**Cure**" in section, code
+
+
+def test_every_failure_has_a_code():
+    for folder in ("algos", "common", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "RunFailed":
+                    assert any(keyword.arg == "code" for keyword in node.keywords), f"{path}:{node.lineno}"
+
+
+def test_errors_keep_their_code_between_ranks():
+    for error in (RunFailed("a", code="non-finite"), BadInput("b"), BadInput("c", code="data-changed")):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), copy.code) == (type(error), str(error), error.code)
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv"), "collective-timeout"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "rank-lost"),
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "out-of-memory"),
+        (OSError(28, "No space left on device"), "disk-full"),
+        (RuntimeError("shape mismatch, and the request timed out"), None),  # a bug keeps its traceback
+        (ConnectionRefusedError("refused"), None),
+    ],
+)
+def test_what_a_library_says_is_recognized(error, code):
+    found = errors.recognized(error)
+    assert (found and found.code) == code
