@@ -42,9 +42,14 @@ def rise(rows: list[dict]) -> float:
     return sum(rewards[-4:]) / 4 - sum(rewards[:2]) / 2
 
 
-@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
-def test_it_learns_on_any_layout(tmp_path, ranks, tp):
-    result = launch(GRPO, "--steps", 10, "--rollout-tp", tp, "--run-dir", tmp_path / "run", ranks=ranks)
+# What is switched on by default off, and the other way round.
+SWITCHED = ["--no-shared-prompts", "--token-budget", 2048, "--activation-checkpointing", "--offload", "all"]
+SWITCHED += ["--schedule", "constant", "--tis-cap", 2, "--kl-coef", 0.001]
+
+
+@pytest.mark.parametrize("ranks, tp, flags", [(1, 1, []), (2, 1, SWITCHED), (2, 2, [])])
+def test_it_learns_on_any_layout(tmp_path, ranks, tp, flags):
+    result = launch(GRPO, "--steps", 10, "--rollout-tp", tp, *flags, "--run-dir", tmp_path / "run", ranks=ranks)
     rows = metrics(tmp_path / "run")
     assert rise(rows) > 0.05, rows
     assert rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05

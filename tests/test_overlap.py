@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from conftest import ROOT
 
 from common.data import PromptLoader
 from common.errors import RunFailed
@@ -62,6 +63,20 @@ def test_training_does_not_wait_for_the_next_batch(world):
     time.sleep(0.3)  # training
     rollouts.get(2, last=True)
     assert time.perf_counter() - began < 0.5
+
+
+def test_a_run_that_is_stopped_waits_for_its_batch_in_flight(world):
+    """Else the servers are ended under it, and a run that was asked to stop ends with an error."""
+    ended = []
+    hold = lambda: (time.sleep(0.2), ended.append(True))
+    rollouts = Prefetcher(recorder([], hold=hold), Loader(), world, Figures(world), AHEAD)
+    rollouts.get(1)
+    rollouts.wait()
+    assert len(ended) == 2
+    for path in sorted((ROOT / "algos").glob("*.py")):
+        if path.stem != "sft":
+            after = path.read_text().split("saver.step_done(step, ")[1]
+            assert after.index("\n    rollouts.wait()") < after.index("\n    placement.finish("), path
 
 
 def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):

@@ -38,7 +38,7 @@ def skip_in_sync(part: str) -> dict:
 
 
 def stale_head(folder: Path) -> dict:
-    return skip_in_sync("lm_head")
+    return skip_in_sync("embed_tokens")
 
 
 def one_layer_not_synced(folder: Path) -> dict:
@@ -61,7 +61,7 @@ def one_sync_lost(folder: Path) -> dict:
 def wrong_temperature(folder: Path) -> dict:
     generate = rollout.HFEngine.generate
     rollout.HFEngine.generate = lambda engine, ids, n, temperature, *rest, **more: generate(
-        engine, ids, n, 1.0, *rest, **more
+        engine, ids, n, 0.7, *rest, **more
     )
     return {}
 
@@ -111,7 +111,7 @@ def out_of_memory(folder: Path) -> dict:
     def too_much(*given, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    model.response_logprobs = too_much
+    model.frozen_logprobs = too_much
     return {}
 
 
