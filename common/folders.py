@@ -12,7 +12,24 @@ import re
 import shutil
 from pathlib import Path
 
+from common.errors import BadInput
+from common.json_lines import is_count, is_number, read_object
+
 COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
+FACTS = {  # of state.json: what a save writes
+    "step": is_count,
+    "position": is_count,
+    "ranks": is_count,
+    "weight_version": is_count,
+    "fresh": lambda names: isinstance(names, list) and all(isinstance(name, str) for name in names),
+    "reward": lambda reward: (
+        isinstance(reward, dict)
+        and isinstance(reward.get("weights"), dict)
+        and all(map(is_number, reward["weights"].values()))
+        and (reward.get("first_step", "") is None or is_count(reward.get("first_step")))
+    ),
+    "eval/accuracy": lambda accuracy: accuracy is None or is_number(accuracy),
+}
 
 
 def complete(run_dir: Path) -> list[Path]:
@@ -23,6 +40,16 @@ def complete(run_dir: Path) -> list[Path]:
         if match:
             found.append((int(match[1]), not match[2], state.parent))
     return [folder for *_, folder in sorted(found)]
+
+
+def state(folder: Path, needed: tuple[str, ...] = ("step",)) -> dict:
+    """What state.json of a complete checkpoint says, `needed` at least. Raises BadInput for what no save writes."""
+    file = folder / "state.json"
+    facts = read_object(file)
+    for name in (*needed, *(FACTS.keys() & facts.keys())):
+        if name not in facts or not FACTS[name](facts[name]):
+            raise BadInput(f'{file}: "{name}" is {facts.get(name)!r:.80}: not written by a save, or damaged since')
+    return facts
 
 
 def begin(folder: Path) -> Path:
@@ -66,7 +93,7 @@ def remove(folder: Path) -> None:
 def rotate(run_dir: Path, keep: int) -> None:
     """Write best.json, and delete all complete checkpoints but the newest `keep` and the best; keep 0: none."""
     folders = complete(run_dir)
-    states = {folder: json.loads((folder / "state.json").read_text()) for folder in folders}
+    states = {folder: state(folder) for folder in folders}
     evaluated = [folder for folder in folders if states[folder].get("eval/accuracy") is not None]
     best = max(evaluated, key=lambda folder: states[folder]["eval/accuracy"], default=None)  # of equals the first
     if best:

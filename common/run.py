@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 
 from common import folders
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput, RunFailed, redacted
+from common.json_lines import is_count, is_number, read, read_object
 from common.placement import World
 
 LAYOUT = "how the work is laid out: the same figures but for rounding and for which rank draws what"
 MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, and why; all others may not
     "steps": "where it ends; but not with --schedule linear, for then each step's rate depends on it",
     "run_dir": "one directory has several names",
-    **dict.fromkeys(("resume", "dry_run"), "about the start itself"),
+    **dict.fromkeys(("resume", "dry_run", "trust_pickle"), "about the start itself"),
     **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving changes nothing of what is computed"),
     **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "measured and written, not trained on"),
     "max_logprob_gap": "when to give up",
@@ -68,7 +69,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 
 
 def saved_step(checkpoint: Path) -> int:
-    return json.loads((checkpoint / "state.json").read_text())["step"]
+    return folders.state(checkpoint)["step"]
 
 
 def check_configuration(args, name: str) -> None:
@@ -79,13 +80,13 @@ def check_configuration(args, name: str) -> None:
     file = Path(args.run_dir) / "run.json"
     if not args.run_dir or not file.is_file():
         return
-    began = json.loads(file.read_text())
-    if began["algorithm"] != name:
-        raise BadInput(f"--run-dir {args.run_dir}: is a run of {began['algorithm']}.py, not of {name}.py")
-    before, now = flat(began["args"]), flat(json.loads(json.dumps(dataclasses.asdict(args))))
+    began = described(file)
+    if began.get("algorithm") != name:
+        raise BadInput(f"--run-dir {args.run_dir}: is a run of {began.get('algorithm')}.py, not of {name}.py")
+    before, now = flat(began["args"]), flat(json.loads(redacted(json.dumps(dataclasses.asdict(args)))))
     differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
     differ |= before.keys() - now.keys()  # of an older version; what is new since then had no effect in it
-    if now.get("schedule") == "linear" and before["steps"] != now["steps"]:
+    if now.get("schedule") == "linear" and before.get("steps") != now["steps"]:
         differ.add("steps")
     if differ:
         said = lambda flag: f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}"
@@ -102,6 +103,14 @@ def flat(flags: dict) -> dict:
         for flag, given in flags.items()
         for name, value in (given.items() if isinstance(given, dict) else [(flag, given)])
     }
+
+
+def described(file: Path) -> dict:
+    """What describe() wrote: a run.json. Raises BadInput."""
+    found = read_object(file)
+    if not isinstance(found.get("args"), dict) or not isinstance(found["args"].get("model", ""), str):
+        raise BadInput(f'{file}: has no "args" of a run')
+    return found
 
 
 def describe(args, name: str, world: World) -> dict:
@@ -132,6 +141,18 @@ def describe(args, name: str, world: World) -> dict:
             "threads_per_rank": torch.get_num_threads(),
         },
     }
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl; a last one without an end is left out. Raises BadInput."""
+    file, rows = run_dir / "metrics.jsonl", []
+    for number, row in read(file, torn=True):
+        wrong = next((name for name, value in row.items() if not is_number(value)), None)
+        if wrong is not None or not is_count(row.get("step")):
+            wrong = "step" if wrong is None else wrong
+            raise BadInput(f'{file}:{number}: "{wrong[:80]}" is {row.get(wrong)!r:.80}, expected a number')
+        rows.append(row)
+    return rows
 
 
 def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
