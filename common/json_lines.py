@@ -39,8 +39,8 @@ def unique(pairs: list[tuple[str, Any]]) -> dict:
     """The object of these keys and values. Raises ValueError."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in made if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f'the key "{twice[:80]}" is there twice')
     return made
 

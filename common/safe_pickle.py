@@ -136,7 +136,7 @@ def check_weights(model_path: str, trust_pickle: bool, given: str = "") -> None:
     if pickles:
         given = given or f"--model {model_path}"
         raise BadInput(
-            f"{given}: its weights are a pickle, {pickles[0]}, with no model.safetensors beside it; --trust-pickle loads "
-            "them, if you trust who wrote them",
+            f"{given}: its weights are a pickle, {pickles[0]}, with no model.safetensors beside it; --trust-pickle "
+            "loads them, if you trust who wrote them",
             code="pickle-refused",
         )
