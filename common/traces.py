@@ -34,8 +34,7 @@ FIELDS = {  # of a row: what each entry may be
     "old_logprobs": (lambda value: value is None or every(is_number)(value), "a list of numbers, or null"),
     "weight_versions": (every(is_count), "a list of whole numbers"),
     **dict.fromkeys(("score", "acc"), (lambda value: value is None or is_number(value), "a number, or null")),
-    "extracted": (lambda value: value is None or is_text(value), "a string, or null"),
-    "info": (lambda value: isinstance(value, dict), "an object"),
+    **dict.fromkeys(("extracted", "info"), (lambda value: True, "anything")),  # of a user's grader
     "advantage": (lambda value: is_number(value) or every(is_number)(value), "a number, or one for each token"),
     "dropped": (lambda value: isinstance(value, bool), "true or false"),
     "baseline_finish_reason": (is_text, "a string"),
@@ -116,6 +115,11 @@ def read(path: Path) -> list[dict]:
     if not rows:
         raise BadInput(f"{path}: holds no responses; it is empty or not a file of this version")
     return [row for _, row in rows]
+
+
+def info(row: dict) -> dict:
+    """What the reward noted of a row."""
+    return row["info"] if isinstance(row["info"], dict) else {}
 
 
 def wrong(row: dict) -> str:

@@ -121,7 +121,7 @@ def as_recorded(results: list, batch: Recorded) -> list:
     for i, (row, result) in enumerate(zip(batch.rows, results)):
         if row["dropped"]:
             batch.response_mask[i] = False
-        if "ungraded" in row["info"]:
+        if "ungraded" in traces.info(row):
             results[i] = dataclasses.replace(result, score=row["score"], acc=row["acc"], info=row["info"])
         elif "ungraded" in result.info and not row["dropped"]:
             raise errors.RunFailed(

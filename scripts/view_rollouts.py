@@ -88,11 +88,11 @@ def headline(row: dict) -> str:
         "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
-        "answer": f"{row['answer']} (found: {row['extracted']})",
+        "answer": f"{row['answer']} (found: {str(row['extracted'])[:200]})",
         "weights": f"version {' and '.join(map(str, sorted(set(row['weight_versions']))))}",
-        **{name: str(value)[:200] for name, value in row["info"].items() if name != "parts"},
+        **{name: str(value)[:200] for name, value in traces.info(row).items() if name != "parts"},
     }
-    parts = row["info"].get("parts")
+    parts = traces.info(row).get("parts")
     shown |= parts if isinstance(parts, dict) else {}
     return " | ".join(f"{name} {value}" for name, value in shown.items())
 

@@ -279,9 +279,9 @@ ROWS = [
     {"index": -1}, {"index": "0"}, {"index": 1.5}, {"index": True}, {"id": 3}, {"prompt": None}, {"response": ["2"]},
     {"response_ids": [-1, 1]}, {"response_ids": [2**40, 1]}, {"response_ids": "ab"}, {"response_ids": [1.5, 2]},
     {"rollout_logprobs": [-1.0]}, {"old_logprobs": [-1.0] * 3}, {"old_logprobs": [None, None]}, {"values": [10**400]},
-    {"score": "1"}, {"score": 10**400}, {"score": True}, {"acc": []}, {"info": []}, {"info": None},
+    {"score": "1"}, {"score": 10**400}, {"score": True}, {"acc": []}, 
     {"advantage": "x"}, {"advantage": [0.5]}, {"advantage": 10**400}, {"finish_reason": 1}, {"weight_versions": [0]},
-    {"weight_versions": ["0", "0"]}, {"dropped": "no"}, {"extracted": 4}, {"response": "x" * MIB, "score": ["\x1b"]},
+    {"weight_versions": ["0", "0"]}, {"dropped": "no"}, {"response": "x" * MIB, "score": ["\x1b"]},
 ]  # fmt: skip
 
 
@@ -294,8 +294,9 @@ def test_a_row_that_no_run_writes_is_refused(tmp_path, changes):
 
 def test_unusual_rows_are_shown(tmp_path, capsys):
     numbers = {"score": math.nan, "advantage": [math.inf, -math.inf], "values": [math.nan, 1e300], "acc": 0.5}
-    rows = [a_row(**numbers), a_row(info={"parts": [1], "x": "y" * MIB}), a_row(response_ids=[], rollout_logprobs=[],
-            old_logprobs=None, weight_versions=[], values=[], advantage=[])]  # fmt: skip
+    empty = {key: [] for key in ("response_ids", "rollout_logprobs", "weight_versions", "values", "advantage")}
+    infos = [{"parts": [1], "x": "y" * MIB}, [[1]], None]  # of a user's grader: whatever it holds
+    rows = [a_row(**numbers), *(a_row(info=info, extracted=4) for info in infos), a_row(**empty, old_logprobs=None)]
     (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for color in ("advantage", "value", "mismatch"):
         view.main(view.Args(tmp_path / "step.jsonl", color=color))
