@@ -258,12 +258,12 @@ def main(args: Args) -> None:
     # Everything that can be wrong with the input is found here, before a model is loaded.
     size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_args(args, size)
-    reward = rewards.load(args.reward, args.reward_failure)
+    reward = rewards.load(args.reward, args.reward_failure, args.saving.trust_pickle)
     resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
     if args.model == "embedded":
         args.model = embedded.warm_start(train=not args.saving.dry_run)
     args.model = data.resolve_model(args.model, args.source.hub)
-    tokenizer, stop_token_ids = data.load_tokenizer(args.model)
+    tokenizer, stop_token_ids = data.load_tokenizer(args.model, args.saving.trust_pickle)
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)

@@ -40,6 +40,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
     # bookkeeping
     seed: int = 0
+    trust_pickle: bool = False  # read weights that are a pickle: it may run code of who wrote it
     output: str = "runs/sft"  # the trained model, as a Hugging Face folder
 
 
@@ -54,7 +55,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:
         args.model = data.resolve_model(args.model, args.source.hub)
-        tokenizer, _ = data.load_tokenizer(args.model)
+        tokenizer, _ = data.load_tokenizer(args.model, args.trust_pickle)
     else:
         tokenizer = embedded.tokenizer()
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)

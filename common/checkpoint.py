@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from common import folders, stopping
+from common import folders, safe_pickle, stopping
 from common.data import PromptLoader
 from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
@@ -45,6 +45,7 @@ class Saving:
     keep_checkpoints: int = 0  # how many of the newest stay, beside the best by eval/accuracy; 0: all
     async_save: bool = False  # write while the next step runs, from a copy in host memory
     dry_run: bool = False  # check flags and data, print the plan, and leave before a model is loaded
+    trust_pickle: bool = False  # read checkpoints and weights that are pickles: they may run code of who wrote them
 
 
 class Saver:
@@ -67,9 +68,9 @@ class Saver:
 
     def load(self, folder: Path | None) -> int:
         """Restore all that was saved; returns the steps done, 0 without a folder. The caller pushes the weights to the
-        engine. Collective. Raises RunFailed.
+        engine. Collective. Raises BadInput or RunFailed on all ranks.
         """
-        saved = json.loads((folder / "state.json").read_text()) if folder else {"step": 0}
+        saved = folders.state(folder, tuple(folders.FACTS)[:-1]) if folder else {"step": 0}
         self.done = saved["step"]
         if self.world.min(self.done) != self.world.max(self.done):
             raise RunFailed(
@@ -88,7 +89,7 @@ class Saver:
             state["random"] = random_states(self.world)
         else:
             say(f"--resume: saved by {saved['ranks']} ranks, now {self.world.size}: it goes on, but not bit for bit")
-        dcp.load(state, checkpoint_id=folder / "trainer")
+        safe_pickle.load(state, folder / "trainer", self.saving.trust_pickle)
         for name, (model, optimizer) in self.trained.items():
             loaded = state[name]
             if name in saved["fresh"]:

@@ -16,7 +16,7 @@ from huggingface_hub import model_info, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from common import rendering, sources
+from common import rendering, safe_pickle, sources
 from common.errors import BadInput, say
 from common.placement import split_weight
 
@@ -59,13 +59,17 @@ def resolve_model(model_path: str, hub: str) -> str:
     return sources.download(model_path, "model", "--model")
 
 
-def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The model's tokenizer and the tokens that end a response. Reads no weights. Raises BadInput."""
+def load_tokenizer(model_path: str, trust_pickle: bool = False) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """The model's tokenizer and the tokens that end a response. Reads no weights, and refuses those that are a pickle.
+
+    Raises BadInput.
+    """
     folder = Path(model_path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise BadInput(f"--model {model_path}: the folder has no config.json")
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
         raise BadInput(f"--model {model_path}: no such folder")
+    safe_pickle.check_weights(model_path, trust_pickle)
     try:
         if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
             model_info(model_path, timeout=5)  # one request; from_pretrained would retry for half a minute

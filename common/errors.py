@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +22,38 @@ GIVE_UP_TOGETHER = 3.0  # seconds: ranks that wait for the same one run out of p
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
 
 
+# Environment variables whose values are written nowhere: not into run.json, not into a message.
+SECRETS = ("REWARD_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+LONGEST = 2000  # characters of a line that is printed: some of what it quotes has megabytes
+# What a terminal obeys instead of showing it, what turns a line around, and halves of surrogate pairs.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def redacted(text: str) -> str:
+    """The text, which may be JSON, without the values of SECRETS and without the user and password of any URL."""
+    for name in SECRETS:
+        value = os.environ.get(name, "").strip()
+        if len(value) > 5:  # a shorter one is no secret, and would be in every second word
+            text = text.replace(value, f"${name}").replace(json.dumps(value)[1:-1], f"${name}")
+    return re.sub(r"://[^\s\"'<>]*@", "://...@", text)
+
+
+def visible(text: str) -> str:
+    """The text as it may be printed: lines of at most LONGEST characters, redacted, control characters as escapes."""
+    lines = []
+    for line in text.split("\n"):
+        line = redacted(line[: 2 * LONGEST])  # cut first: of megabytes; not at LONGEST, perhaps in mid-password
+        lines.append(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
+    return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], "\n".join(lines))
+
+
 class OneLine(Exception):
     """A message of one line: what was found, what was expected, what to do; `code` is its heading in docs/errors.md."""
 
     code: str
 
     def __init__(self, message: str, code: str):
-        super().__init__(message, code)
+        super().__init__(visible(message), code)
         self.code = code
 
     def __str__(self) -> str:
@@ -44,11 +71,11 @@ class RunFailed(OneLine, RuntimeError):
     """Training cannot go on. Raised on all ranks together."""
 
 
-def refuse_all(errors: list[str]) -> None:
+def refuse_all(errors: list[str], code: str = "bad-input") -> None:
     """Raise one BadInput that says the first five of the errors and counts the rest; nothing without errors."""
     if errors:
         more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
-        raise BadInput("\n".join(errors[:5] + more))
+        raise BadInput("\n".join(errors[:5] + more), code=code)
 
 
 def raise_together(error: OneLine | None, group: dist.ProcessGroup | None = None) -> None:
@@ -61,9 +88,9 @@ def raise_together(error: OneLine | None, group: dist.ProcessGroup | None = None
 
 
 def say(line: str, file=None) -> None:
-    """Print on rank 0 alone; works before init, too."""
+    """Print on rank 0 alone, visible(); works before init, too."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=file, flush=True)
+        print(visible(line), file=file, flush=True)
 
 
 def warn(message: str, code: str) -> None:
@@ -78,14 +105,14 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
     except OneLine as error:
         say(f"error[{error.code}]: {error}", file=sys.stderr)
         if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
-            print(f"error[{error.code}] on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+            print(visible(f"error[{error.code}] on rank {dist.get_rank()}: {error}"), file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, BadInput) else 3)
     except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
         found = recognized(error)
         if found is None:
             raise
         if first_to_tell():  # of the ranks that are left: rank 0 may be the one that is not
-            print(f"error[{found.code}]: {found}", file=sys.stderr, flush=True)
+            print(visible(f"error[{found.code}]: {found}"), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(3)  # threads and destructors would wait for the other ranks
 

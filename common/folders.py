@@ -13,8 +13,24 @@ import shutil
 from pathlib import Path
 
 from common.errors import BadInput
+from common.json_lines import is_count, is_number, read_object
 
 COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
+FACTS = {  # of state.json: what a save writes
+    "step": is_count,
+    "position": is_count,
+    "ranks": is_count,
+    "weight_version": is_count,
+    "fresh": lambda names: isinstance(names, list) and all(isinstance(name, str) for name in names),
+    "reward": lambda reward: (
+        isinstance(reward, dict)
+        and isinstance(reward.get("weights"), dict)
+        and all(map(is_number, reward["weights"].values()))
+        and (reward.get("first_step", "") is None or is_count(reward.get("first_step")))
+    ),
+    "eval/accuracy": lambda accuracy: accuracy is None or is_number(accuracy),
+    "files": lambda files: isinstance(files, dict) and all(map(is_count, files.values())),
+}
 
 
 def complete(run_dir: Path) -> list[Path]:
@@ -27,14 +43,27 @@ def complete(run_dir: Path) -> list[Path]:
     return [folder for *_, folder in sorted(found)]
 
 
+def state(folder: Path, needed: tuple[str, ...] = ("step",)) -> dict:
+    """What state.json of a complete checkpoint says, `needed` at least. Raises BadInput for what no save writes."""
+    file = folder / "state.json"
+    facts = read_object(file, code="checkpoint-damaged")
+    for name in (*needed, *(FACTS.keys() & facts.keys())):
+        if name not in facts or not FACTS[name](facts[name]):
+            raise BadInput(
+                f'{file}: "{name}" is {facts.get(name)!r:.80}: not written by a save, or damaged since',
+                code="checkpoint-damaged",
+            )
+    return facts
+
+
 def check(folder: Path) -> None:
     """Whether a complete checkpoint is still what was written. Raises BadInput naming the first file that is not."""
     older = [other for other in complete(folder.parent.parent) if other.name < folder.name]
-    cure = f"{older[-1]} is whole: --resume it, with another --run-dir" if older else "there is no older one"
+    cure = f"{older[-1]} is older: --resume it, with another --run-dir" if older else "there is no older one"
     try:
-        files = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("files", {})
-    except (ValueError, AttributeError, OSError) as error:
-        raise BadInput(f"{folder}/state.json: {error}; {cure}", code="checkpoint-damaged") from None
+        files = state(folder).get("files", {})
+    except BadInput as failed:
+        raise BadInput(f"{failed}; {cure}", code=failed.code) from None
     for name, count in files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else -1
@@ -89,7 +118,7 @@ def remove(folder: Path) -> None:
 def rotate(run_dir: Path, keep: int) -> None:
     """Write best.json, and delete all complete checkpoints but the newest `keep` and the best; keep 0: none."""
     folders = complete(run_dir)
-    states = {folder: json.loads((folder / "state.json").read_text()) for folder in folders}
+    states = {folder: state(folder) for folder in folders}
     evaluated = [folder for folder in folders if states[folder].get("eval/accuracy") is not None]
     best = max(evaluated, key=lambda folder: states[folder]["eval/accuracy"], default=None)  # of equals the first
     if best:

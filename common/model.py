@@ -32,6 +32,7 @@ from common.errors import BadInput
 from common.logits import ChunkedLogprobs
 from common.placement import World
 from common.rollout import Rollout, collate
+from common.safe_pickle import has_safetensors
 from common.sequence_parallel import SlicedSpans, sliced_attention, to_owner
 
 WHOLE_GRADIENTS = 0.1  # of a rank's memory that unreduced gradients may take between micro-batches
@@ -67,7 +68,10 @@ def load(
     state = {}
     buffers = {}
     if world.is_main:
-        source, info = kind.from_pretrained(model_path, config=config, dtype=torch.float32, output_loading_info=True)
+        source, info = kind.from_pretrained(
+            model_path, config=config, dtype=torch.float32, output_loading_info=True,
+            use_safetensors=has_safetensors(model_path),
+        )  # fmt: skip
         if "score.weight" in info["missing_keys"]:
             nn.init.zeros_(source.score.weight)  # a random value would be noise in every advantage
         state, buffers = source.state_dict(), dict(source.named_buffers())

@@ -149,8 +149,11 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
         torch.cuda.set_device(device)
     elif layout.rollout_devices:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
+    if os.environ["WORLD_SIZE"] == "1":  # nobody to meet: torch's store would listen on all of this machine's addresses
+        store, rank, size = dist.HashStore(), 0, 1
+    else:
+        store, rank, size = next(dist.rendezvous("env://"))
     # After torchrun --max-restarts its store still has the addresses of the ranks that died: gloo would wait for them.
-    store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     timeout = timedelta(seconds=layout.collective_timeout)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"

@@ -63,6 +63,8 @@ def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
         raise BadInput(f"{path}: not valid UTF-8 at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise BadInput(f"{path}:{error.lineno}: invalid JSON at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets
+        raise BadInput(f"{path}: invalid JSON: {error}") from None
     if not isinstance(template, str) and not is_chat(template):
         raise BadInput(f'{path}: expected a list of {{"role": ..., "content": ...}} messages')
     if not isinstance(template, str) and not tokenizer.chat_template:

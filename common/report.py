@@ -9,6 +9,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from common import traces
+from common.run import described, read_metrics
+
 PHASES = {  # of a step, and what to try where one dominates
     "rollout": "more responses at once (--rollout-max-seqs), shorter ones (--max-response-tokens)",
     "wait": "more --rollout-devices: responses take longer than training",
@@ -26,19 +29,15 @@ text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;p
 .right{color:#087f23}.wrong{color:#b00020}"""
 
 
-def read_metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def write(run_dir: Path) -> Path:
-    """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/."""
-    run = json.loads((run_dir / "run.json").read_text())
+    """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/. Raises BadInput."""
+    run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)
     steps = [row for row in metrics if "reward/mean" in row]
-    saved = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    rollouts = [json.loads(line) for line in saved[-1].read_text().splitlines()[:8]] if saved else []
+    rollouts = traces.read(traces.find(run_dir))[:8] if traces.saved(run_dir) else []
     parts = [
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
+        f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
+        f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(run_dir.name)}</h1>",
         summary(metrics),
         draw(steps, metrics),
@@ -48,7 +47,7 @@ def write(run_dir: Path) -> Path:
         f"<pre>{html.escape(json.dumps(run, indent=2))}</pre>",
     ]
     path = run_dir / "report.html"
-    path.write_text("\n".join(parts), encoding="utf-8")
+    path.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")  # halves of surrogate pairs
     return path
 
 
@@ -107,9 +106,11 @@ def responses(rollouts: list[dict]) -> str:
     rows = ["<table><tr><th>prompt<th>response<th>score<th>advantage<th>end"]
     for row in rollouts:
         mark = "right" if row["acc"] else "wrong"
-        advantage = row["advantage"] if isinstance(row["advantage"], float) else statistics.fmean(row["advantage"])
+        score = "could not be graded" if row["score"] is None else f"{row['score']:g}"
+        each = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"]]
+        advantage, end = statistics.fmean(each or [0.0]), html.escape(row["finish_reason"])
         rows.append(
             f"<tr><td><pre>{html.escape(row['prompt'])}</pre><td><pre>{html.escape(row['response'])}</pre>"
-            f"<td class={mark}>{row['score']:g}<td>{advantage:+.2f}<td>{html.escape(row['finish_reason'])}"
+            f"<td class={mark}>{score}<td>{advantage:+.2f}<td>{end}"
         )
     return "\n".join([*rows, "</table>"])

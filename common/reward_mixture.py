@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say, warn
 from common.grading import Item, Result, Reward, parse_gold
+from common.json_lines import is_number, unique
 from common.math_grading import parse_math_gold
 from common.placement import World
 
@@ -31,10 +32,10 @@ def read_weights(file: Path, names: set[str] | None) -> dict[str, float]:
     if not file.is_file():
         raise BadInput(f"--reward {file}: file not found")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise BadInput(f"{file}:{error.lineno}:{error.colno}: invalid JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{file}: cannot be read: {error}") from None
     weights = content.get("weights") if isinstance(content, dict) else None
     if not isinstance(weights, dict):
@@ -48,8 +49,8 @@ def check_weights(where: str, weights: dict, names: set[str] | None) -> None:
     if names is not None and set(weights) != names:
         raise BadInput(f"{where}: has weights of {sorted(weights)}, the run has the rewards {sorted(names)}")
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise BadInput(f'{where}: the weight of "{name}" is {json.dumps(weight)}, expected a finite number')
+        if not is_number(weight) or not math.isfinite(weight):
+            raise BadInput(f'{where}: the weight of "{name}" is {json.dumps(weight)[:80]}, expected a finite number')
     if not any(weights.values()):
         raise BadInput(f"{where}: no reward has a weight other than 0")
 

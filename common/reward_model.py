@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common.errors import BadInput, RunFailed
 from common.grading import Item, Result, grade_gsm8k, parse_gold
+from common.safe_pickle import check_weights, has_safetensors
 from common.workers import Failure, WorkerPool
 
 TOKENS_PER_BATCH = 16384  # padded tokens per forward
@@ -38,8 +39,9 @@ def conversation(
 class RewardModel:
     """One of the rewards of common/rewards.py. Its weights are loaded at the first call."""
 
-    def __init__(self, path: str, sharded: bool = False):
+    def __init__(self, path: str, sharded: bool = False, trust_pickle: bool = False):
         """Raises BadInput, without reading weights. sharded: every call is a collective, and every rank makes it."""
+        check_weights(path, trust_pickle, f"--reward model:{path}")
         try:
             self.config = AutoConfig.from_pretrained(path)
             self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -56,8 +58,9 @@ class RewardModel:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True
-        )
+            self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True,
+            use_safetensors=has_safetensors(self.path),
+        )  # fmt: skip
         if info["missing_keys"]:
             raise BadInput(f"--reward model:{self.path}: not a reward model, has no {sorted(info['missing_keys'])[0]}")
         self.model.eval().requires_grad_(False)
@@ -125,9 +128,9 @@ class RewardModelOnCPU:
 
     waits = True  # for another process: common/reward_mixture.py calls it in a thread
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, trust_pickle: bool = False):
         """Raises BadInput, without reading weights."""
-        RewardModel(path)
+        RewardModel(path, trust_pickle=trust_pickle)
         self.spec = f"model-cpu:{path}"
         self.pool = WorkerPool(self.spec, workers=1, deadline=60.0, memory_gib=MEMORY_GIB)
 

@@ -10,18 +10,16 @@
 "truncated". Token ids stay here. The environment variable REWARD_TOKEN is sent as a bearer token.
 """
 
+import asyncio
 import json
 import math
 import os
 import random
 import re
 import sys
-import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
@@ -29,12 +27,15 @@ from typing import Any, ClassVar
 import httpx
 from tqdm import tqdm
 
-from common.errors import BadInput, RunFailed
+from common import json_lines
+from common.errors import BadInput, RunFailed, visible
 from common.grading import Item, Result
+from common.reward_reply import VERSION, parse
 from common.servers import is_local
 
-VERSION = 1
 ITEMS, BYTES = 64, 4 * 2**20  # at most, in a request
+LARGEST = 16 * 2**20  # bytes of a reply: a service that never ends one would fill the memory
+SLOWEST = 2  # times read_timeout: how long a reply may take that comes byte by byte, from asking to its end
 IN_FLIGHT = 8  # requests of one call at the same time
 PATIENCE = 300.0  # seconds: a service that asks for a longer pause is asked again after this one
 HINTS = dict.fromkeys(range(300, 400), "; redirects are not followed: give the address they lead to")
@@ -65,33 +66,56 @@ class RewardService:
         except httpx.InvalidURL as error:
             raise BadInput(f"--reward {self.url}: not a URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host or "?" in self.url or "#" in self.url:
-            raise BadInput(f"--reward {self.url}: expected http://HOST:PORT or https://HOST/PATH, no ? and no #")
+            shown = re.split("[?#]", self.url)[0]  # what follows may be a key
+            raise BadInput(f"--reward {shown}: expected http://HOST:PORT or https://HOST/PATH, no ? and no #")
         self.url = self.url.rstrip("/")
         # A proxy cannot reach this machine's loopback, and few set NO_PROXY. Elsewhere HTTP_PROXY etc. count.
         self.trust_env = not is_local(self.url)
 
-    def client(self) -> httpx.Client:
+    def client(self) -> httpx.AsyncClient:
         """Raises BadInput for a token that is no header."""
         token = os.environ.get("REWARD_TOKEN", "").strip()
         if not (token.isascii() and token.isprintable()):
             raise BadInput("REWARD_TOKEN: expected printable ASCII characters")
-        return httpx.Client(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+        return httpx.AsyncClient(
+            # Not compressed: a kilobyte could become a gigabyte.
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             timeout=httpx.Timeout(self.read_timeout, connect=self.connect_timeout),
             trust_env=self.trust_env,
-            follow_redirects=False,
+            follow_redirects=False,  # nor would the token be for whoever is there
         )
+
+    async def exchange(self, client: httpx.AsyncClient, method: str, path: str, seconds: float, **given):
+        """The reply, read to its end. Raises httpx.RequestError where none came whole, ValueError for a hostile one."""
+        try:
+            async with asyncio.timeout(seconds), client.stream(method, self.url + path, **given) as reply:
+                encoding, body = reply.headers.get("Content-Encoding", "identity"), bytearray()
+                if encoding != "identity":
+                    raise ValueError(f"Content-Encoding: {encoding[:50]!r}, and it was asked for none")
+                async for part in reply.aiter_raw():
+                    body += part
+                    if len(body) > LARGEST:
+                        raise ValueError(f"a reply of more than {LARGEST >> 20} MiB")
+        except TimeoutError:  # each of its bytes may have come in time
+            raise httpx.ReadTimeout(f"no whole reply within {seconds:g} s") from None
+        return httpx.Response(reply.status_code, headers=reply.headers, content=bytes(body))
 
     def check(self) -> None:
         """Ask the service whether it is there, once. Raises BadInput, within seconds."""
+
+        async def ask() -> httpx.Response:
+            async with self.client() as client:
+                return await self.exchange(client, "GET", "/health", 8.0, timeout=4.0)
+
         try:
-            with self.client() as client:
-                reply = client.get(f"{self.url}/health", timeout=4.0)
+            reply = asyncio.run(ask())
         except httpx.RequestError as error:
             raise BadInput(f"--reward {self.url}: no answer to GET /health ({error}); is the service up?") from None
+        except ValueError as error:
+            raise BadInput(f"--reward {self.url}: GET /health: {error}") from None
         try:
-            healthy = reply.status_code == 200 and reply.json()["status"] == "ok"
-        except (ValueError, TypeError, KeyError, RecursionError):
+            healthy = reply.status_code == 200 and json_lines.parse(reply.content)["status"] == "ok"
+        except (ValueError, TypeError, KeyError):
             healthy = False
         if not healthy:
             raise BadInput(f"--reward {self.url}: GET /health is not a reward service's: {self.describe(reply)}")
@@ -101,53 +125,55 @@ class RewardService:
 
         Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
         """
-        results: dict[int, Result] = {}
         parts = [encode(row, *given) for row, given in enumerate(zip(items, lengths, truncated))]
-        stop = threading.Event()  # one request was refused: the others need not be sent
-        bar = tqdm(
-            total=len(items), desc="reward service", unit="row", delay=3, leave=False, dynamic_ncols=True,
-            disable=os.environ.get("RANK", "0") != "0",
-        )  # fmt: skip
-        with bar, self.client() as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
-            futures = [pool.submit(self.grade, client, batch, stop) for batch in split(parts)]
-            try:
-                for future in as_completed(futures):
-                    results |= future.result()
-                    bar.update(len(results) - bar.n)
-            finally:
-                stop.set()
+        results = asyncio.run(self.grade_all(parts))
         lost = [result.info["error"] for result in results.values() if result.score is None]
         if lost:  # from every rank: only its own rows are known here
             where = f"reward service {self.url}, rank {os.environ.get('RANK', '0')}"
             print(f"{where}: {len(lost)} of {len(items)} rows not graded: {lost[0]}", file=sys.stderr, flush=True)
         return [results[row] for row in range(len(items))]
 
-    def grade(self, client: httpx.Client, batch: dict[int, bytes], stop: threading.Event) -> dict[int, Result]:
+    async def grade_all(self, parts: list[bytes]) -> dict[int, Result]:
+        """Results by row. One request that is refused ends the others."""
+        results: dict[int, Result] = {}
+        bar = tqdm(
+            total=len(parts), desc="reward service", unit="row", delay=3, leave=False, dynamic_ncols=True,
+            disable=os.environ.get("RANK", "0") != "0",
+        )  # fmt: skip
+        turn = asyncio.Semaphore(IN_FLIGHT)
+
+        async def grade(batch: dict[int, bytes]) -> None:
+            async with turn:
+                results.update(await self.grade(client, batch))
+            bar.update(len(batch))
+
+        with bar:
+            async with self.client() as client:
+                await asyncio.gather(*map(grade, split(parts)))  # the first that raises; asyncio.run ends the rest
+        return results
+
+    async def grade(self, client: httpx.AsyncClient, batch: dict[int, bytes]) -> dict[int, Result]:
         """Results of one request, by row; no scores if the service stays away. Raises RunFailed."""
         request_id = str(uuid.uuid4())  # the same in each try, so that a service may answer from memory
         body = envelope(request_id) + b",".join(batch.values()) + b"]}"
         if len(body) > BYTES:  # one item: split() made it a batch of its own
             return ungraded(batch, f"a request of {len(body)} bytes for one item, {BYTES} is the most")
-        reason = "another request failed"
+        given = {"content": body, "headers": {"Content-Type": "application/json"}}
         for attempt in range(self.tries):
-            if stop.is_set():
-                break
             pause = self.draw.uniform(0, min(self.cap, self.backoff * 2**attempt))
             try:
-                reply = client.post(f"{self.url}/score", content=body, headers={"Content-Type": "application/json"})
+                reply = await self.exchange(client, "POST", "/score", SLOWEST * self.read_timeout, **given)
             except httpx.TransportError as error:  # nobody there, too slow, or gone in the middle of the reply
-                reason = f"{type(error).__name__}: {error}"
-            except httpx.DecodingError as error:
-                raise RunFailed(
-                    f"--reward {self.url}: POST /score: Content-Encoding: {error}", code="reward-service"
-                ) from None
+                reason = visible(f"{type(error).__name__}: {error}")
+            except ValueError as error:
+                raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
             else:
                 if reply.status_code not in (408, 429) and reply.status_code < 500:
                     return self.read(reply, request_id, batch)
                 reason = self.describe(reply)
                 pause = max(pause, retry_after(reply))
             if attempt + 1 < self.tries:
-                stop.wait(pause)
+                await asyncio.sleep(pause)
         return ungraded(batch, f"{reason} (after {self.tries} tries)")
 
     def read(self, reply: httpx.Response, request_id: str, batch: dict[int, bytes]) -> dict[int, Result]:
@@ -163,7 +189,7 @@ class RewardService:
             ) from None
 
     def describe(self, reply: httpx.Response) -> str:
-        return f"status {reply.status_code}, {reply.content[:500]!r}{HINTS.get(reply.status_code, '')}"
+        return visible(f"status {reply.status_code}, {reply.content[:500]!r}{HINTS.get(reply.status_code, '')}")
 
 
 def encode(row: int, item: Item, length: int, truncated: bool) -> bytes:
@@ -216,40 +242,3 @@ def retry_after(reply: httpx.Response) -> float:
     except (ValueError, OverflowError):
         return 0.0
     return min(max(seconds, 0.0), PATIENCE)
-
-
-def parse(body: bytes, request_id: str, batch: dict[int, bytes]) -> dict[int, Result]:
-    """Results by row, whatever their order. Raises ValueError, saying what breaks the contract."""
-    reply = json.loads(body, parse_constant=refuse)
-    if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
-        raise ValueError('expected an object with a list "results"')
-    for key, expected in (("version", VERSION), ("request_id", request_id)):
-        if reply.get(key) != expected:
-            raise ValueError(f'"{key}" is {reply.get(key)!r:.50}, expected {expected!r}')
-    entries = [entry if isinstance(entry, dict) else {} for entry in reply["results"]]
-    ids = Counter(repr(entry.get("id")) for entry in entries)  # repr: 17 is not "17", and a list can be counted
-    asked = Counter(repr(str(row)) for row in batch)
-    if ids != asked:
-        some = lambda ids: ", ".join(list(ids)[:3])[:100] or "none"
-        raise ValueError(f"ids missing: {some(asked - ids)}; unknown or repeated: {some(ids - asked)}")
-    return {int(entry["id"]): parse_result(entry) for entry in entries}
-
-
-def refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def parse_result(entry: dict) -> Result:
-    """Raises ValueError."""
-    score, acc, error = entry.get("score"), entry.get("acc"), entry.get("error")
-    if error is not None:
-        return Result(None, None, None, {"error": " ".join(str(error).split())[:500]})
-    for key, value in (("score", score), ("acc", 0.0 if acc is None else acc)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or abs(value) > sys.float_info.max:  # 1e999 is inf, and an int may be larger than any float
-            raise ValueError(f'"{key}" of id {entry["id"]} is {value!r:.50}, expected a finite number')
-    info = {} if entry.get("info") is None else entry["info"]
-    if not isinstance(info, dict):
-        raise ValueError(f'"info" of id {entry["id"]} is {info!r:.50}, expected an object')
-    extracted = info.pop("extracted", None)
-    return Result(float(score), None if acc is None else float(acc), extracted and str(extracted), info)

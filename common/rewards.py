@@ -36,7 +36,7 @@ BUILT_IN: dict[str, Reward] = {
 OTHERS = "overlong:MAX:CACHE, math, math-flexible, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
 
-def load_one(spec: str) -> Reward:
+def load_one(spec: str, trust_pickle: bool = False) -> Reward:
     """One reward of --reward, without its weight. Reads no weights of a model. Raises BadInput."""
     if spec in BUILT_IN:
         return BUILT_IN[spec]
@@ -44,9 +44,9 @@ def load_one(spec: str) -> Reward:
         return MathReward(spec)
     kind, _, rest = spec.partition(":")
     if kind in ("model", "model-sharded"):
-        return RewardModel(rest, sharded=kind == "model-sharded")
+        return RewardModel(rest, kind == "model-sharded", trust_pickle)
     if kind == "model-cpu":
-        return RewardModelOnCPU(rest)
+        return RewardModelOnCPU(rest, trust_pickle)
     if spec.startswith(("http://", "https://")):
         return RewardService(spec)
     if spec.startswith("overlong"):
@@ -62,8 +62,8 @@ def load_one(spec: str) -> Reward:
     return UserReward(path, function)
 
 
-def load(specs: tuple[str, ...], failure: str = "drop") -> Rewards:
-    """--reward and --reward-failure. Asks a service whether it is there. Raises BadInput."""
+def load(specs: tuple[str, ...], failure: str = "drop", trust_pickle: bool = False) -> Rewards:
+    """--reward, --reward-failure and --trust-pickle. Asks a service whether it is there. Raises BadInput."""
     file = Path(specs[0]) if len(specs) == 1 and specs[0].endswith(".json") else None
     if file:
         weights = read_weights(file, None)
@@ -75,7 +75,7 @@ def load(specs: tuple[str, ...], failure: str = "drop") -> Rewards:
                 raise BadInput(f'--reward: "{name}" is named twice')
             weights[name] = weight
         check_weights("--reward", weights, None)
-    rewards = {name: load_one(name) for name in weights}
+    rewards = {name: load_one(name, trust_pickle) for name in weights}
     for reward in rewards.values():
         if isinstance(reward, RewardService):
             reward.check()

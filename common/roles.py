@@ -60,7 +60,7 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
             )
         return
     if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
-        raise BadInput(f"--rollout-urls {bad[0]}: expected http://HOST:PORT")
+        raise BadInput(f"--rollout-urls {re.split('[?#]', bad[0])[0]}: expected http://HOST:PORT")
     if backend != "vllm":
         raise BadInput(f"--rollout-placement split: vLLM's servers; --rollout-backend {backend} has none")
     if bool(devices) == bool(urls):

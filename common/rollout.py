@@ -31,6 +31,7 @@ from transformers import (
 
 from common.errors import say
 from common.placement import Layout, World, use_cores
+from common.safe_pickle import has_safetensors
 
 
 @dataclass
@@ -168,7 +169,9 @@ class HFEngine:
     wire_dtype = None
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(world.device).eval()
+        safe = has_safetensors(model_path)
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
+        self.model.to(world.device).eval()
         self.model.generation_config = GenerationConfig()  # else what is not set below comes from the model's folder
         self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from common import folders
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput, RunFailed, redacted
+from common.json_lines import is_count, is_number, read, read_object
 from common.placement import World
 
 LAYOUT = "how the work is laid out: the same figures but for rounding and for which rank draws what"
 MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, and why; all others may not
     "steps": "where it ends; but not with --schedule linear, for then each step's rate depends on it",
     "run_dir": "one directory has several names",
-    **dict.fromkeys(("resume", "dry_run"), "about the start itself"),
+    **dict.fromkeys(("resume", "dry_run", "trust_pickle"), "about the start itself"),
     **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving changes nothing of what is computed"),
     **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "measured and written, not trained on"),
     "max_logprob_gap": "when to give up",
@@ -49,7 +50,8 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
     found = find_checkpoint(resume, Path(run_dir))
     if found:
         folders.check(found)
-        metrics_until(Path(run_dir), saved_step(found))  # to find it now, not after the model is loaded
+        if (Path(run_dir) / "metrics.jsonl").is_file():
+            read_metrics(Path(run_dir))  # to find it now, not after the model is loaded
     newest = folders.complete(Path(run_dir))[-1:] if run_dir else []
     if found and newest and saved_step(newest[0]) > saved_step(found):
         raise BadInput(
@@ -70,26 +72,8 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     return Path(resume) if resume else None
 
 
-def metrics_until(run_dir: Path, last: int) -> list[str]:
-    """Lines of a run's metrics.jsonl up to a step; a torn one at the end, without its newline, is none.
-
-    Raises BadInput naming the line that cannot be read.
-    """
-    file, kept = run_dir / "metrics.jsonl", []
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if file.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise BadInput(
-                f"{file}:{number}: is no line of metrics: remove it, and the run goes on", code="metrics-corrupt"
-            ) from None
-        kept += [line] if step <= last else []
-    return kept
-
-
 def saved_step(checkpoint: Path) -> int:
-    return json.loads((checkpoint / "state.json").read_text())["step"]
+    return folders.state(checkpoint)["step"]
 
 
 def check_configuration(args, name: str) -> None:
@@ -100,15 +84,15 @@ def check_configuration(args, name: str) -> None:
     file = Path(args.run_dir) / "run.json"
     if not args.run_dir or not file.is_file():
         return
-    began = json.loads(file.read_text())
-    if began["algorithm"] != name:
+    began = described(file)
+    if began.get("algorithm") != name:
         raise BadInput(
-            f"--run-dir {args.run_dir}: is a run of {began['algorithm']}.py, not of {name}.py", code="run-changed"
+            f"--run-dir {args.run_dir}: is a run of {began.get('algorithm')}.py, not of {name}.py", code="run-changed"
         )
-    before, now = flat(began["args"]), flat(json.loads(json.dumps(dataclasses.asdict(args))))
+    before, now = flat(began["args"]), flat(json.loads(redacted(json.dumps(dataclasses.asdict(args)))))
     differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
     differ |= before.keys() - now.keys()  # of an older version; what is new since then had no effect in it
-    if now.get("schedule") == "linear" and before["steps"] != now["steps"]:
+    if now.get("schedule") == "linear" and before.get("steps") != now["steps"]:
         differ.add("steps")
     if differ:
         said = lambda flag: f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}"
@@ -126,6 +110,14 @@ def flat(flags: dict) -> dict:
         for flag, given in flags.items()
         for name, value in (given.items() if isinstance(given, dict) else [(flag, given)])
     }
+
+
+def described(file: Path) -> dict:
+    """What describe() wrote: a run.json. Raises BadInput."""
+    found = read_object(file)
+    if not isinstance(found.get("args"), dict) or not isinstance(found["args"].get("model", ""), str):
+        raise BadInput(f'{file}: has no "args" of a run')
+    return found
 
 
 def describe(args, name: str, world: World) -> dict:
@@ -156,6 +148,19 @@ def describe(args, name: str, world: World) -> dict:
             "threads_per_rank": torch.get_num_threads(),
         },
     }
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl; a last one without an end is left out. Raises BadInput."""
+    file, rows = run_dir / "metrics.jsonl", []
+    for number, row in read(file, hint="; remove the line, and the run goes on", torn=True, code="metrics-corrupt"):
+        wrong = next((name for name, value in row.items() if not is_number(value)), None)
+        if wrong is not None or not is_count(row.get("step")):
+            wrong = "step" if wrong is None else wrong
+            said = f'{file}:{number}: "{wrong[:80]}" is {row.get(wrong)!r:.80}, expected a number'
+            raise BadInput(said, code="metrics-corrupt")
+        rows.append(row)
+    return rows
 
 
 def check(metrics: dict[str, float], max_logprob_gap: float) -> None:

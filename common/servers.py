@@ -19,6 +19,7 @@ import torch
 
 from common.errors import RunFailed, say
 from common.placement import TORCHRUN_VARIABLES, Layout
+from common.safe_pickle import has_safetensors
 
 START_WITHIN = 600.0  # seconds: a large model is read from a slow disk
 ANSWER_WITHIN = 10.0  # seconds, of what a living server answers at once
@@ -73,6 +74,7 @@ def command(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, port: 
     cuda = torch.cuda.is_available()
     flags = {
         "model": model_path,
+        "load-format": "safetensors" if has_safetensors(model_path) else "auto",
         "host": "127.0.0.1",
         "port": port,
         "dtype": str(dtype).removeprefix("torch."),

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common import folders, traces
-from common.errors import RunFailed
+from common.errors import RunFailed, redacted
 from common.placement import World
 from common.rollout import Rollout
-from common.run import describe, metrics_until
+from common.run import describe, read_metrics
 from common.trends import Trends
 
 
@@ -113,11 +113,11 @@ class Tracker(Figures):
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
-        folders.write(self.run_dir / "run.json", json.dumps(describe(args, name, world), indent=2) + "\n")
+        folders.write(self.run_dir / "run.json", redacted(json.dumps(describe(args, name, world), indent=2)) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        # A resumed run rewrites what came after its checkpoint.
-        kept = metrics_until(self.run_dir, start) if start else []
-        folders.write(self.metrics_file, "".join(line + "\n" for line in kept))
+        # A resumed run rewrites what came after its checkpoint. The last line may be torn: it has no end.
+        kept = read_metrics(self.run_dir) if start and self.metrics_file.is_file() else []
+        folders.write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept if row["step"] <= start))
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
         self.sink = open_sink(track, self.run_dir, args)
 

@@ -12,6 +12,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from common import weight_transfer
 from common.placement import Layout, World
 from common.rollout import Rollout, collate, gather_prompts
+from common.safe_pickle import has_safetensors
 
 
 class VLLMEngine:
@@ -36,6 +37,7 @@ class VLLMEngine:
         self.asleep = False
         self.llm = LLM(
             model_path,
+            load_format="safetensors" if has_safetensors(model_path) else "auto",
             skip_tokenizer_init=True,  # token ids in, token ids out
             generation_config="vllm",  # no sampling defaults from the model's folder
             hf_overrides={"head_dtype": "float32"},  # as the trainer's: rounding logits is most of a bfloat16 gap

@@ -246,6 +246,5 @@ class UserReward:
         if outcome.kind == "wrong":
             raise BadInput(f'reward "{self.name}": row {first + outcome.row}: {outcome.message}')
         about = f"prompt {items[0].prompt[:200]!r}, response {items[0].response[:200]!r}"
-        raise RunFailed(
-            f'reward "{self.name}" raised an error for {rows}, {about}:\n{outcome.message}', code="reward-failed"
-        )
+        said = f'reward "{self.name}" raised an error for {rows}, {about}:\n{outcome.message}'
+        raise RunFailed(said, code="reward-failed")

@@ -34,6 +34,7 @@ class Args:
     rollout_tp: int = 1
     dtype: str = "auto"  # auto | float32 | bfloat16
     seed: int = 0
+    trust_pickle: bool = False  # read weights that are a pickle: it may run code of who wrote it
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -46,8 +47,8 @@ def main(args: Args) -> None:
     if args.n < 0 or args.temperature <= 0:
         raise errors.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
     args.model = data.resolve_model(args.model, args.source.hub)
-    tokenizer, stop_token_ids = data.load_tokenizer(args.model)
-    reward = rewards.load(args.reward)
+    tokenizer, stop_token_ids = data.load_tokenizer(args.model, args.trust_pickle)
+    reward = rewards.load(args.reward, trust_pickle=args.trust_pickle)
     prompts = data.load(args.dataset, args.source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     reward.check_answers(prompts)

@@ -14,7 +14,6 @@ relative to numbers above 1.
 import dataclasses
 import importlib
 import itertools
-import json
 import math
 import os
 import sys
@@ -38,6 +37,7 @@ class Args:
     run_dir: tyro.conf.Positional[Path]
     step: int
     tolerance: float = 1e-6
+    trust_pickle: bool = False  # read checkpoints and weights that are pickles: they may run code of who wrote them
 
 
 class Finished(Exception):
@@ -121,7 +121,7 @@ def as_recorded(results: list, batch: Recorded) -> list:
     for i, (row, result) in enumerate(zip(batch.rows, results)):
         if row["dropped"]:
             batch.response_mask[i] = False
-        if "ungraded" in row["info"]:
+        if "ungraded" in traces.info(row):
             results[i] = dataclasses.replace(result, score=row["score"], acc=row["acc"], info=row["info"])
         elif "ungraded" in result.info and not row["dropped"]:
             raise errors.RunFailed(
@@ -148,12 +148,13 @@ def load_run(run_dir: Path, step: int) -> tuple[Any, dict, dict]:
     for file in ("run.json", "metrics.jsonl"):
         if not (run_dir / file).is_file():
             raise errors.BadInput(f"{run_dir}: no {file}; is this the directory of a run?")
-    described = json.loads((run_dir / "run.json").read_text())
-    name = Path(described["argv"][0]).stem
+    described = run.described(run_dir / "run.json")
+    argv = described.get("argv")
+    script = str(argv[0]) if isinstance(argv, list) and argv else "an unknown script"
+    name = Path(script).stem
     if not (ALGORITHMS / f"{name}.py").is_file():
-        raise errors.BadInput(f"{run_dir / 'run.json'}: the run was made by {described['argv'][0]}, not in algos/")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    metrics = next((row for row in map(json.loads, lines) if row["step"] == step), None)
+        raise errors.BadInput(f"{run_dir / 'run.json'}: the run was made by {script}, not in algos/")
+    metrics = next((row for row in run.read_metrics(run_dir) if row["step"] == step), None)
     if metrics is None:
         raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
     return importlib.import_module(f"algos.{name}"), described["args"], metrics
@@ -174,7 +175,7 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
     )
 
 
-def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
+def replay(run_dir: Path, step: int, trust_pickle: bool = False) -> list[tuple[str, float, float, float]]:
     """(name, in the run, now, difference) of the step's figures, on rank 0. Collective. Raises BadInput, RunFailed."""
     algorithm, flags, metrics = load_run(run_dir, step)
     rows = traces.read(traces.find(run_dir, step))
@@ -182,7 +183,10 @@ def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
         flags = {
             **flags,
             "run_dir": scratch,
-            "saving": {"resume": checkpoint_before(run_dir, step, flags["saving"]["resume"])},
+            "saving": {
+                "resume": checkpoint_before(run_dir, step, flags["saving"]["resume"]),
+                "trust_pickle": trust_pickle,  # whatever run.json says
+            },
             "source": {**flags["source"], "eval_prompts": 0},
             "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,
@@ -260,7 +264,7 @@ def mean(values: list[float]) -> float:
 def main(args: Args) -> None:
     if args.step < 1:
         raise errors.BadInput(f"--step {args.step}: steps count from 1")
-    table = replay(args.run_dir, args.step)
+    table = replay(args.run_dir, args.step, args.trust_pickle)
     errors.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
     for name, before, now, difference in table:
         mark = "  differs" if difference > args.tolerance else ""

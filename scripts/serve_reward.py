@@ -40,6 +40,7 @@ class Args:
     host: str = "127.0.0.1"  # loopback: nobody else reaches it; 0.0.0.0: everybody does
     port: int = 8001
     threads: int = 1  # batches graded at once; more only if the grader may be called from several threads
+    trust_pickle: bool = False  # read a reward model's weights that are a pickle: it may run code of who wrote it
 
 
 class Row(BaseModel):
@@ -140,7 +141,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
     if args.reward == "repetition":
         raise errors.BadInput("--reward repetition looks at token ids, which stay in the trainer: use it there")
-    reward, token = rewards.load_one(args.reward), os.environ.get("REWARD_TOKEN", "").strip()
+    reward, token = rewards.load_one(args.reward, args.trust_pickle), os.environ.get("REWARD_TOKEN", "").strip()
     if not token and args.host not in ("127.0.0.1", "localhost", "::1"):
         errors.say(f"warning: --host {args.host} without REWARD_TOKEN: whoever reaches this port can use the grader")
     app = serve(reward, args.reward, token, args.threads)

@@ -47,6 +47,7 @@ class Args:
     dtype: str = "auto"  # auto | float32 | bfloat16
     activation_checkpointing: bool = False
     seed: int = 0
+    trust_pickle: bool = False  # read weights that are a pickle: it may run code of who wrote it
     output: str = "runs/reward-model"
 
 
@@ -59,12 +60,12 @@ def load_pairs(dataset: str) -> list[dict]:
     """Rows with "prompt", "chosen" and "rejected". Raises BadInput, naming lines."""
     if dataset == "arithmetic":
         return embedded.pairs()
-    rows, errors = sources.read_jsonl(Path(dataset)), []
+    rows, bad = sources.read_jsonl(Path(dataset)), []
     for where, row in rows:
         missing = [key for key in ("prompt", "chosen", "rejected") if not row.get(key)]
         if missing:
-            errors.append(f'{where}: missing key "{missing[0]}" (found: {", ".join(row) or "nothing"})')
-    errors.refuse_all(errors)
+            bad.append(f'{where}: missing key "{missing[0]}" (found: {", ".join(row) or "nothing"})')
+    errors.refuse_all(bad)
     return [row for _, row in rows]
 
 
@@ -79,7 +80,7 @@ def main(args: Args) -> None:
         )
     if args.model == "embedded":
         args.model = embedded.warm_start()
-    tokenizer, _ = data.load_tokenizer(args.model)
+    tokenizer, _ = data.load_tokenizer(args.model, args.trust_pickle)
     random.Random(args.seed).shuffle(pairs)
     world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)

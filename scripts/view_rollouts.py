@@ -9,7 +9,6 @@ Green is above zero, red below, orange how far trainer and engine are apart, vio
 
 import dataclasses
 import html
-import json
 import math
 import sys
 from functools import partial
@@ -18,16 +17,17 @@ from typing import Literal
 
 import tyro
 
-from common import data, errors, traces
+from common import data, errors, run, traces
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
 pre.prompt{background:#f6f6f6;max-height:12em;overflow:auto;margin:0}i{opacity:.4;user-select:none}"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a second wall: the page runs nothing and fetches nothing
 GREEN, RED, ORANGE, VIOLET = (70, 190, 90), (240, 90, 80), (255, 160, 40), (190, 120, 255)
 # Control characters in a response would move the cursor or rename the window; they are shown, not sent.
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 VISIBLE |= {code: "\N{SYMBOL FOR DELETE}" for code in range(127, 160)}
+# What turns the rest of a line around, and halves of surrogate pairs, which no file and no terminal can take.
+VISIBLE |= dict.fromkeys((*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), "\ufffd")
 
 
 @dataclasses.dataclass
@@ -88,11 +88,12 @@ def headline(row: dict) -> str:
         "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
-        "answer": f"{row['answer']} (found: {row['extracted']})",
+        "answer": f"{row['answer']} (found: {str(row['extracted'])[:200]})",
         "weights": f"version {' and '.join(map(str, sorted(set(row['weight_versions']))))}",
-        **{name: value for name, value in (row["info"] or {}).items() if name != "parts"},
-        **((row["info"] or {}).get("parts") or {}),
+        **{name: str(value)[:200] for name, value in traces.info(row).items() if name != "parts"},
     }
+    parts = traces.info(row).get("parts")
+    shown |= parts if isinstance(parts, dict) else {}
     return " | ".join(f"{name} {value}" for name, value in shown.items())
 
 
@@ -115,9 +116,9 @@ def choose(rows: list[dict], args: Args) -> list[dict]:
 def load_tokenizer(path: Path):
     """The tokenizer of the run the file belongs to; None, and a line that says why, if there is none."""
     try:
-        run = json.loads((path.resolve().parents[1] / "run.json").read_text())
-        return data.load_tokenizer(run["args"]["model"])[0]
-    except (OSError, errors.BadInput) as error:
+        described = run.described(path.resolve().parent.parent / "run.json")
+        return data.load_tokenizer(described["args"].get("model", ""), trust_pickle=True)[0]  # reads no weights
+    except errors.BadInput as error:
         print(f"whole responses without colours, the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
 
@@ -172,7 +173,7 @@ def main(args: Args) -> None:
     said = f"{path}: {len(rows)} of {len(everything)} responses, full colour at {args.color} {scale:.3g}"
     if args.html:
         page = [
-            f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
             f"<title>{html.escape(path.stem)}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
             *map(to_html, rows, marked),
         ]

@@ -375,7 +375,7 @@ MALFORMED = {
     "no object": (lambda asked, reply: [reply], "expected an object"),
     "no results": (lambda asked, reply: {**reply, "results": {}}, "expected an object"),
     "deep": (lambda asked, reply: b"[" * 100_000, "recursion"),
-    "not UTF-8": (lambda asked, reply: b"\xff" * 1000, "decode"),
+    "not UTF-8": (lambda asked, reply: b"\xff" * 1000, "not valid UTF-8"),
 }
 
 

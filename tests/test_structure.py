@@ -60,7 +60,10 @@ def test_following_grpo_takes_at_most_3400_lines():
     beside = {"math_grading", "rendering", "report", "reward_model", "reward_service", "sources", "text_rewards"}
     beside |= {
         "folders",
+        "json_lines",
         "plan",
+        "reward_reply",
+        "safe_pickle",
         "server_engine",
         "server_main",
         "server_requests",

@@ -86,7 +86,7 @@ def main(args: Args) -> None:
     longest = data.total_tokens(args.model, prompts, LONGEST)
     limits = {"max_model_len": longest, "sequences": args.prompts * GROUP}
     engines = {name: rollout.start(name, args.model, stops, world, torch.float32, **limits) for name in ("hf", "vllm")}
-    naive = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    naive = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_safetensors=True)
     policies = {dtype: model.load(args.model, world, dtype) for dtype in dtypes}
     optimizers = {id(p): torch.optim.AdamW(p.parameters(), lr=0.0, fused=True) for p in (naive, *policies.values())}
     budget = batching.plan(batching.Compute(), args.model, torch.float32)

@@ -100,7 +100,7 @@ def trl(job: dict) -> None:
         logging_steps=1,
         disable_tqdm=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, use_safetensors=True)
     spent = {}
 
     class Turns(TrainerCallback):

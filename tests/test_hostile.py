@@ -1,0 +1,494 @@
+"""Input written to do harm: markup in texts, paths in names, broken JSON, a reward service that does not end."""
+
+import dataclasses
+import gzip
+import html.parser
+import json
+import math
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_readme import load
+
+from common import (
+    data,
+    embedded,
+    errors,
+    folders,
+    grading,
+    json_lines,
+    report,
+    reward_mixture,
+    rollout,
+    run,
+    sources,
+    traces,
+    tracking,
+)
+from common import rewards as rewards_module
+from common.errors import BadInput, RunFailed
+from common.reward_service import LARGEST, RewardService
+
+view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
+MARKUP = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\u2028\u202e\0\x1b]0;t\x07"
+HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202e\ud800-\udfff]")
+MIB = 2**20
+
+
+def one_line(call, *names: str, seconds: float = 5.0) -> str:
+    """What a call is refused with: at once, in one short line for each of its errors, harmless to a terminal."""
+    began = time.monotonic()
+    with pytest.raises(errors.OneLine) as caught:
+        call()
+    said = str(caught.value)
+    assert time.monotonic() - began < seconds and len(said) < 3000 and not HARMFUL.search(said), said[:500]
+    assert "\n" not in said and all(name in said for name in names), said
+    return said
+
+
+# Pages
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would make of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.text = set(), set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, text):
+        self.text += text
+
+
+def a_row(**changes) -> dict:
+    """A row of a rollout file."""
+    row = {
+        "index": 0, "id": "a", "prompt": "1+1=", "response": "2", "answer": "2", "prompt_ids": [5, 6],
+        "response_ids": [7, 1], "rollout_logprobs": [-1.0, -0.5], "old_logprobs": [-1.0, -0.25], "score": 1.0,
+        "acc": 1.0, "extracted": None, "info": {}, "advantage": 0.5, "dropped": False, "finish_reason": "stop",
+        "weight_versions": [0, 0], "values": [0.5, 0.25],
+    }  # fmt: skip
+    return row | changes
+
+
+@pytest.fixture(scope="module")
+def evil_run(models, tmp_path_factory) -> Path:
+    """A run directory in which everything that can be text is markup."""
+    folder = tmp_path_factory.mktemp("x") / MARKUP.replace("/", "").replace("\0", "")[:100]
+    (folder / "rollouts").mkdir(parents=True)
+    run_json = {"algorithm": MARKUP, "argv": [MARKUP], "args": {"model": models["untied"], MARKUP: MARKUP}}
+    (folder / "run.json").write_text(json.dumps(run_json))
+    rows = [{"step": step, MARKUP: 1.0, "reward/mean": 0.5, "eval/accuracy": math.nan} for step in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = dict.fromkeys(("id", "prompt", "response", "answer", "extracted", "finish_reason"), MARKUP + "\ud800")
+    rows = [a_row(**texts, info={MARKUP: MARKUP, "ungraded": MARKUP, "parts": {MARKUP: MARKUP}}), a_row(score=None)]
+    (folder / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_report_shows_markup_as_text(evil_run):
+    page = report.write(evil_run).read_text(encoding="utf-8")
+    found = Page(page)
+    assert not {"script", "img", "iframe", "object", "a", "form"} & found.tags
+    assert not [name for name in found.attributes if name.startswith("on") or name in ("src", "srcset", "formaction")]
+    assert found.text.count("<script>alert(1)</script>") == 6  # prompt, response, end, three in run.json
+    assert "default-src 'none'" in page and "could not be graded" in page
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_the_page_of_a_step_shows_markup_as_text(evil_run, tmp_path, tokenizer):
+    path = traces.find(evil_run)
+    if not tokenizer:
+        (tmp_path / "alone").mkdir()
+        path = Path(str(tmp_path / "alone/step.jsonl"))
+        path.write_text(traces.find(evil_run).read_text())
+    view.main(view.Args(path, html=str(tmp_path / "page.html")))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    found = Page(page)
+    assert found.tags <= {"meta", "title", "style", "p", "pre", "span", "i"}
+    assert found.attributes <= {"charset", "http-equiv", "content", "class", "title", "style"}
+    assert "<script>alert(1)</script>" in found.text and not HARMFUL.search(page.replace("\n", ""))
+
+
+def test_the_terminal_shows_markup_as_text(evil_run, capsys):
+    view.main(view.Args(evil_run))
+    said = capsys.readouterr().out
+    assert "<script>alert(1)</script>" in said and not HARMFUL.search(said)
+
+
+# Paths
+
+
+def test_names_do_not_become_paths(world, tmp_path):
+    (tmp_path / "inner").mkdir()
+    args = dataclasses.make_dataclass("Args", [("seed", int), ("run_dir", str)])(0, f"{tmp_path}/inner/../run")
+    tracker = tracking.Tracker(args.run_dir, "../../name", args, world, "none", 0, 5)
+    prompts = [data.Prompt("../../../outside", "p", [5], "2", dataset="../other")]
+    batch = rollout.collate([[5]], [[7, 1]], [[-1.0, -1.0]], [False], 0, "cpu")
+    results = [grading.Result(1.0, 1.0, "../../extracted", {"../x": "../y"})]
+    tracker.save_rollouts(1, prompts, ["../../response"], results, batch, torch.zeros(1), torch.zeros(1, 2))
+    tracker.add("../../metric", 1.0)
+    tracker.write(1)
+    tracker.close()
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"run/run.json", "run/metrics.jsonl", "run/report.html", "run/rollouts/step_000001.jsonl"}
+    assert traces.read(traces.find(tmp_path / "run"))[0]["id"] == "../../../outside"
+
+
+def test_files_that_no_run_has_named_are_no_steps(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_x", "step_0", "step_-00001", "step_000002", "step_" + "9" * 50, "step_000001.."):
+        (tmp_path / f"rollouts/{name}.jsonl").write_text(json.dumps(a_row()) + "\n")
+    assert traces.find(tmp_path).name == "step_000002.jsonl" and list(traces.saved(tmp_path)) == [2]
+
+
+@pytest.mark.parametrize("argv", [["/tmp/evil.py"], ["../algos/../evil.py"], ["algos/grpo/../x.py"], "grpo", [], [3]])
+def test_a_replay_runs_the_files_of_algos_alone(evil_run, tmp_path, argv):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run.json").write_text(json.dumps({"argv": argv, "args": {}}))
+    one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
+
+
+STATES = [
+    b'{"step": "../../x"}', b'{"step": -1}', b'{"step": true}', b'{"step": NaN}', b'{"step": 1e400}', b'{"step": null}',
+    b'{"step": 1' + b"0" * 400 + b"}", b'{"step": ' + b"9" * 5000 + b"}", b'{"step": 2, "step": 3}', b"{}", b"[2]", b"",
+    b"[" * 100_000, b'{"step": ' + b"[" * 500 + b"]" * 500 + b"}", b'{"step": "' + b"x" * 10 * MIB + b'"}', b"\xff",
+    b'{"step": 2, "fresh": "policy"}', b'{"step": 2, "ranks": "1"}', b'{"step": 2, "position": -3}',
+    b'{"step": 2, "reward": {"weights": {"gsm8k": "x"}, "first_step": 1}}', b'{"step": 2, "eval/accuracy": "best"}',
+    b'{"step": 2, "weight_version": [1]}', b'{"step": "\\u001b[2J"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", STATES, ids=lambda content: repr(content[:40]))
+def test_a_hostile_state_is_refused(tmp_path, content):
+    folder = tmp_path / "run/checkpoints/step_000002"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_bytes(content)
+    for resume in ("auto", str(folder)):
+        one_line(lambda resume=resume: run.check_directory(f"{tmp_path}/run", resume, "none"), "state.json")
+    one_line(lambda: folders.rotate(tmp_path / "run", 1), "state.json")
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "checkpoints", "step_000002", "state.json"]
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]", b"{}", b'{"args": []}', b"[" * 100_000, b'{"args": {}, "args": {}}', b'{"args": {"model": ["x"]}}',
+    b'{"algorithm": "\\u001b[2J", "args": {}}',
+])  # fmt: skip
+def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
+    (tmp_path / "run.json").write_bytes(content)
+    args = dataclasses.make_dataclass("Args", [("steps", int), ("run_dir", str)])(3, str(tmp_path))
+    one_line(lambda: run.check_configuration(args, "grpo"), str(tmp_path))
+    assert view.load_tokenizer(tmp_path / "rollouts/step_000001.jsonl") is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and not HARMFUL.search(said.replace("\n", ""))
+
+
+# JSON lines
+
+LONG = b"x" * 10 * MIB
+LINES = {
+    "control character": b'{"a": "\0"}',
+    "escape sequence in a key": b'{"\\u001b]0;title\\u0007": []}',
+    "10 MB text": b'{"step": "' + LONG + b'"}',
+    "10 MB key": b'{"' + LONG + b'": []}',
+    "many keys": b"{" + b",".join(b'"%d": []' % i for i in range(50_000)) + b"}",
+    "many keys, the last one twice": b"{" + b",".join(b'"%d": []' % i for i in range(50_000)) + b', "49999": 1}',
+    "10 MB of nothing": LONG,
+    "list in list": b"[" * 100_000,
+    "object in object": b'{"a":' * 100_000,
+    "nested, and closed": b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "a key twice": b'{"step": 1, "step": 2}',
+    "lone surrogate": b'{"a": "\\ud800", "step": []}',
+    "5000 digits": b'{"step": ' + b"9" * 5000 + b"}",
+    "400 digits": b'{"step": 1' + b"0" * 400 + b"}",
+    "NaN": b'{"step": NaN}',
+    "-Infinity": b'{"step": -Infinity}',
+    "UTF-16": '{"step": 1}'.encode("utf-16"),
+    "right to left": '{"step": "\u202e"}'.encode(),
+}
+
+
+def load_data(path: Path) -> list:
+    return data.load(str(path), data.Source(), "train", embedded.tokenizer(), 64)
+
+
+READERS = {
+    "rows.jsonl": (load_data, {"question": "1+1=", "answer": "2"}),
+    "step_000001.jsonl": (traces.read, a_row()),
+    "metrics.jsonl": (lambda path: run.read_metrics(path.parent), {"step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", LINES)
+def test_a_hostile_line_is_refused_by_name_and_number(tmp_path, name, kind):
+    reader, good = READERS[name]
+    (tmp_path / name).write_bytes(json.dumps(good).encode() + b"\n" + LINES[kind] + b"\n")
+    one_line(lambda: reader(tmp_path / name), f"{name}:2: ")
+
+
+def test_many_hostile_lines_are_five(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join([b'{"' + b"\\u001b" * 100_000 + b'": 1}'] * 50))
+    with pytest.raises(BadInput) as caught:
+        load_data(tmp_path / "rows.jsonl")
+    assert len(str(caught.value)) < 6 * 4 * errors.LONGEST and str(caught.value).endswith("\n... and 45 more")
+    assert not HARMFUL.search(str(caught.value).replace("\n", ""))
+
+
+VALUES = {  # of a row of data -> what is said of it
+    "answer": ["x\ud800", [1], {}, None, True, "\x1b[2J"], "question": ["", "\ud800", {"a": 1}, 3, None],
+    "id": ["\x1b[2J" + "x" * MIB],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column, value", [(c, value) for c, values in VALUES.items() for value in values])
+def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
+    row = {"question": "1+1=", "answer": "2", "id": "a"}
+    rows = [row | {"id": "b"} | ({"id": value} if column == "id" else {}), row | {column: value}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read() -> None:
+        reward = rewards_module.load(("gsm8k",))
+        reward.check_answers(load_data(tmp_path / "rows.jsonl"))
+
+    one_line(read, "rows.jsonl:2: ")
+
+
+def test_a_prompt_of_10_mb_is_too_long(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'", "answer": 2}\n')
+    one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer", seconds=30)
+
+
+def test_marks_without_an_end_take_no_hours(tmp_path):
+    row = {"question": "q", "answer": "<<" * MIB + "<<1+1=2>>2 #### 2"}
+    began = time.monotonic()
+    assert sources.gsm8k_row("x:1", row)[1]["solution"] == "<<" * MIB + "2 #### 2" and time.monotonic() - began < 5
+
+
+ROWS = [
+    {"index": -1}, {"index": "0"}, {"index": 1.5}, {"index": True}, {"id": 3}, {"prompt": None}, {"response": ["2"]},
+    {"response_ids": [-1, 1]}, {"response_ids": [2**40, 1]}, {"response_ids": "ab"}, {"response_ids": [1.5, 2]},
+    {"rollout_logprobs": [-1.0]}, {"old_logprobs": [-1.0] * 3}, {"old_logprobs": [None, None]}, {"values": [10**400]},
+    {"score": "1"}, {"score": 10**400}, {"score": True}, {"acc": []}, 
+    {"advantage": "x"}, {"advantage": [0.5]}, {"advantage": 10**400}, {"finish_reason": 1}, {"weight_versions": [0]},
+    {"weight_versions": ["0", "0"]}, {"dropped": "no"}, {"response": "x" * MIB, "score": ["\x1b"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ROWS, ids=lambda changes: repr(changes)[:40])
+def test_a_row_that_no_run_writes_is_refused(tmp_path, changes):
+    rows = [a_row(), a_row(**changes)]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one_line(lambda: view.main(view.Args(tmp_path / "step.jsonl")), "step.jsonl:2: ", f'"{[*changes][-1]}"')
+
+
+def test_unusual_rows_are_shown(tmp_path, capsys):
+    numbers = {"score": math.nan, "advantage": [math.inf, -math.inf], "values": [math.nan, 1e300], "acc": 0.5}
+    empty = {key: [] for key in ("response_ids", "rollout_logprobs", "weight_versions", "values", "advantage")}
+    infos = [{"parts": [1], "x": "y" * MIB}, [[1]], None]  # of a user's grader: whatever it holds
+    rows = [a_row(**numbers), *(a_row(info=info, extracted=4) for info in infos), a_row(**empty, old_logprobs=None)]
+    (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for color in ("advantage", "value", "mismatch"):
+        view.main(view.Args(tmp_path / "step.jsonl", color=color))
+        view.main(view.Args(tmp_path / "step.jsonl", color=color, html=str(tmp_path / "page.html")))
+    assert len(capsys.readouterr().out) < 10_000
+
+
+@pytest.mark.parametrize("content", [
+    b"[" * 100_000, b'{"weights": {"gsm8k": 1, "gsm8k": 0}}', b'{"weights": {"gsm8k": 1' + b"0" * 400 + b"}}",
+    b'{"weights": {"gsm8k": NaN}}', b'{"weights": {"gsm8k": ' + b"9" * 5000 + b"}}", b'{"weights": {"\\u001b[2J": 1}}',
+    b'{"weights": {"../../evil.py:f": 1}}', b'{"weights": {"' + LONG + b'": 1}}', b"\xff",
+], ids=range(9))  # fmt: skip
+def test_a_hostile_weights_file_is_refused(tmp_path, content):
+    (tmp_path / "weights.json").write_bytes(content)
+    one_line(lambda: rewards_module.load((f"{tmp_path}/weights.json",)))
+    if b"\\u001b" not in content and b"evil" not in content and LONG not in content:
+        one_line(lambda: reward_mixture.read_weights(tmp_path / "weights.json", None), "weights.json")
+
+
+def test_a_hostile_template_is_refused(tmp_path):
+    (tmp_path / "t.json").write_bytes(b"[" * 100_000)
+    source = data.Source(template=str(tmp_path / "t.json"))
+    one_line(lambda: data.load("arithmetic", source, "test", embedded.tokenizer(), 64), "t.json: invalid JSON")
+
+
+def test_what_is_deep_is_found_without_recursion():
+    nest = lambda levels: b"[" * levels + b"]" * levels
+    assert json_lines.parse(nest(json_lines.DEEPEST))
+    for data_ in (nest(json_lines.DEEPEST + 1), b'{"a": ' * 101 + b"1" + b"}" * 101):
+        with pytest.raises(ValueError, match="nested more than 100 deep"):
+            json_lines.parse(data_)
+    assert json_lines.parse(b"[" + b"[]," * 500 + b"[]]")  # many, and none of them deep
+
+
+# A reward service
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+class Service:
+    """A socket that answers each request with answer(connection, the request's JSON, its headers)."""
+
+    def __init__(self, answer):
+        self.answer, self.heads, self.sent = answer, [], 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.one, args=(connection,), daemon=True).start()
+
+    def one(self, connection):
+        with connection:
+            got = b""
+            while b"\r\n\r\n" not in got:
+                got += connection.recv(2**16)
+            head, _, body = got.partition(b"\r\n\r\n")
+            self.heads.append(head)
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            while length and len(body) < int(length[1]):
+                body += connection.recv(2**16)
+            try:
+                for part in self.answer(json.loads(body) if body else None):
+                    connection.sendall(part)
+                    self.sent += len(part)
+            except OSError:
+                return  # the client has gone
+
+
+@pytest.fixture
+def serve():
+    started = []
+    yield lambda answer: started.append(Service(answer)) or started[-1]
+    for service in started:
+        service.socket.close()
+
+
+def ask(service: Service, **settings) -> grading.Result:
+    client = RewardService(service.url, **{"tries": 1, "read_timeout": 0.3, **settings})
+    (result,) = client([grading.Item("p", "r", "1")], [1], [False])
+    return result
+
+
+def whole(body: bytes, *headers: bytes, status: bytes = OK) -> bytes:
+    lines = b"".join(header + b"\r\n" for header in (*headers, b"Content-Length: %d" % len(body)))
+    return status + lines + b"\r\n" + body
+
+
+def reply(asked: dict, **result) -> bytes:
+    results = [{"id": "0", "score": 1.0, "acc": None, "error": None, "info": {}, **result}]
+    return json.dumps({"version": 1, "request_id": asked["request_id"], "results": results}).encode()
+
+
+def endless(asked):
+    yield OK + b"Transfer-Encoding: chunked\r\n\r\n"
+    while True:
+        yield b"100000\r\n" + b" " * MIB + b"\r\n"
+
+
+def test_a_reply_without_end(serve):
+    service = serve(endless)
+    assert f"a reply of more than {LARGEST // MIB} MiB" in one_line(lambda: ask(service), service.url)
+    one_line(lambda: RewardService(service.url).check(), service.url, "GET /health")
+    assert service.sent < 6 * LARGEST
+
+
+def test_a_reply_that_unpacks_to_gigabytes(serve):
+    bomb = gzip.compress(bytes(64 * MIB))
+    service = serve(lambda asked: [whole(bomb, b"Content-Encoding: gzip")])
+    one_line(lambda: ask(service), service.url, "Content-Encoding: 'gzip'")
+    assert b"accept-encoding: identity" in service.heads[0].lower()
+
+
+def drip(first: bytes, byte: bytes):
+    def answer(asked):
+        yield first
+        for _ in range(200):
+            time.sleep(0.05)
+            yield byte
+
+    return answer
+
+
+@pytest.mark.parametrize("first, byte", [
+    (OK + b"Content-Length: 100000\r\n\r\n", b" "), (OK, b"a"), (b"", b"H"), (OK + b"X: ", b"y"),
+], ids=["body", "headers", "status", "a header"])  # fmt: skip
+def test_a_reply_that_comes_byte_by_byte(serve, first, byte):
+    began = time.monotonic()
+    result = ask(serve(drip(first, byte)))
+    assert result.score is None and time.monotonic() - began < 3
+    assert "no whole reply within 0.6 s" in result.info["error"] or "ProtocolError" in result.info["error"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(serve, monkeypatch, status):
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret-token")
+    other = serve(lambda asked: [whole(reply(asked))])
+    for place in (b"file:///etc/passwd", other.url.encode(), b"//" + other.url[7:].encode(), b"\x1b[2J"):
+        head = b"HTTP/1.1 %d Found\r\n" % status
+        service = serve(lambda asked, place=place, head=head: [whole(b"", b"Location: " + place, status=head)])
+        result = one_line_or_error(lambda service=service: ask(service))
+        assert f"status {status}" in result or "ProtocolError" in result
+        assert b"s3cret-token" in service.heads[0]
+    assert not other.heads
+
+
+def one_line_or_error(call) -> str:
+    try:
+        return call().info["error"]
+    except RunFailed as error:
+        return str(error)
+
+
+def test_texts_of_a_service_reach_no_terminal_and_no_page(serve, capsys, tmp_path):
+    error = MARKUP + "\x1b[2J\r" + "x" * 5000
+    result = ask(serve(lambda asked: [whole(reply(asked, score=None, error=error))]))
+    said = capsys.readouterr().err
+    assert not HARMFUL.search(said.replace("\n", "")) and said.count("\n") == 1 and len(said) < 1000
+    assert not HARMFUL.search(result.info["error"]) and "<script>" in result.info["error"]
+    marked = view.to_html(a_row(info={"ungraded": result.info}, score=None), [])
+    assert "script" not in Page(marked).tags
+    for status in (b"500 \x1b[2J", b"400 " + b"x" * 1000):
+        service = serve(lambda asked, status=status: [whole(error.encode(), status=b"HTTP/1.1 " + status + b"\r\n")])
+        assert not HARMFUL.search(one_line_or_error(lambda service=service: ask(service)))
+    assert not HARMFUL.search(capsys.readouterr().err.replace("\n", ""))
+
+
+def test_a_service_cannot_make_the_token_known(serve, monkeypatch, capsys):
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret-token")
+    heads = b"you said: Bearer s3cret-token"
+    for answer in (
+        lambda asked: [whole(heads, status=b"HTTP/1.1 403 no\r\n")],
+        lambda asked: [whole(heads, status=b"HTTP/1.1 500 no\r\n")],
+        lambda asked: [whole(reply(asked, score=None, error=heads.decode()))],
+        lambda asked: [whole(json.dumps({"request_id": heads.decode()}).encode())],
+    ):
+        said = one_line_or_error(lambda answer=answer: ask(serve(answer)))
+        assert "s3cret" not in said + capsys.readouterr().err and "$REWARD_TOKEN" in said
+
+
+@pytest.mark.parametrize("info", ["[" * 150 + "]" * 150, '{"a": 1, "a": 2}', "9" * 5000, "-Infinity"])
+def test_an_info_that_could_not_be_written_is_refused(serve, info):
+    service = serve(lambda asked: [whole(reply(asked).replace(b'"info": {}', b'"info": {"x": %s}' % info.encode()))])
+    one_line(lambda: ask(service), service.url)
+
+
+def test_numbers_too_large_for_a_float(serve):
+    for number in (b"1e400", b"-1e400", b"1" + b"0" * 400, b'"1e3"', b"true", b"[1]"):
+        change = lambda asked, number=number: [whole(reply(asked).replace(b"1.0", number))]
+        one_line(lambda change=change: ask(serve(change)), '"score" of id 0', "expected a finite number")
