@@ -45,6 +45,7 @@ class Saving:
     keep_checkpoints: int = 0  # how many of the newest stay, beside the best by eval/accuracy; 0: all
     async_save: bool = False  # write while the next step runs, from a copy in host memory
     dry_run: bool = False  # check flags and data, print the plan, and leave before a model is loaded
+    selftest: bool = False  # try rollout, weight sync, gradient and checkpoint, print a table, and leave
 
 
 class Saver:
