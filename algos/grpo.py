@@ -32,6 +32,7 @@ from common import (
     batching,
     checkpoint,
     data,
+    diagnosis,
     embedded,
     errors,
     evaluation,
@@ -43,6 +44,7 @@ from common import (
     roles,
     rollout,
     run,
+    selftest,
     tracking,
     weight_sync,
 )
@@ -196,9 +198,8 @@ def main(args: Args) -> None:
     dtype = placement.compute_dtype(args.dtype)
     args.compute = batching.plan(args.compute, args.model, dtype)
     roles.show(
-        args.model, ["policy"], ["reference"] if args.kl_coef > 0 else [], reward.rewards,
-        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
-        offload=args.offload,
+        args.model, ["policy"], ["reference"] if args.kl_coef > 0 else [], reward.rewards, dtype=dtype,
+        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, offload=args.offload,
     )  # fmt: skip
     run.check_configuration(args, Path(__file__).stem)
     if args.saving.dry_run:
@@ -214,20 +215,21 @@ def main(args: Args) -> None:
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     engine = rollout.start(
-        args.rollout_backend, args.model, stop_token_ids, world, dtype,
-        max_model_len=max_model_len,
+        args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
         sequences=args.prompts_per_step * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
-        layout=args.layout,
-        rollout_tp=args.rollout_tp,
+        layout=args.layout, rollout_tp=args.rollout_tp,
     )  # fmt: skip
     loader = data.PromptLoader(prompts, args.seed)
     trained = {"policy": (policy, optimizer)}
     saver = checkpoint.Saver(args.saving, trained, loader, reward, engine, tokenizer, dtype, world)
     start = saver.load(resume)
-    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
-    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if resume or args.layout.split:  # else the engine has just read these weights
         weight_sync.push(policy, engine)
+    probe = diagnosis.Probe(policy, engine, prompts, args.temperature, args.max_response_tokens, args.compute, world)
+    if args.saving.selftest:
+        return selftest.run(probe, saver, args.max_logprob_gap, args.run_dir)
+    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
+    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
     if held_out and not resume:
         tracker.first(greedy_accuracy(args.max_response_tokens))
 
@@ -315,7 +317,7 @@ def main(args: Args) -> None:
                 rollouts.wait()
                 tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
         metrics = tracker.write(step)
-        run.check(metrics, args.max_logprob_gap)
+        run.check(metrics, args.max_logprob_gap, partial(diagnosis.explain_gap, probe, mine, rollouts.wait))
         with tracker.time("save"):  # counts in the next step
             saver.step_done(step, metrics)
 

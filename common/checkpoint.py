@@ -46,6 +46,7 @@ class Saving:
     async_save: bool = False  # write while the next step runs, from a copy in host memory
     dry_run: bool = False  # check flags and data, print the plan, and leave before a model is loaded
     trust_pickle: bool = False  # read checkpoints and weights that are pickles: they may run code of who wrote them
+    selftest: bool = False  # try rollout, weight sync, gradient and checkpoint, print a table, and leave
 
 
 class Saver:

@@ -97,9 +97,18 @@ def render(
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # many refuse a system prompt, or two messages of one role
             raise BadInput(f"{where}: refused by the chat template: {error}") from None
-        return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the BOS
-    text = content if isinstance(content, str) else "\n".join(contents(content)) + "\n"
-    return text, tokenizer(text)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the BOS
+    else:
+        text = content if isinstance(content, str) else "\n".join(contents(content)) + "\n"
+        ids = tokenizer(text)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        writer = "chat template" if tokenizer.chat_template else "tokenizer"
+        raise BadInput(
+            f"{where}: begins with two {tokenizer.bos_token}; the {writer} of --model {tokenizer.name_or_path} writes "
+            "one, so --template and the prompts must have none",
+            code="double-bos",
+        )
+    return text, ids
 
 
 def fill(template: str | Messages, text: str) -> str | Messages:

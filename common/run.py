@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +23,7 @@ LAYOUT = "how the work is laid out: the same figures but for rounding and for wh
 MAY_DIFFER = {  # flags with which a run may go on that it did not begin with, and why; all others may not
     "steps": "where it ends; but not with --schedule linear, for then each step's rate depends on it",
     "run_dir": "one directory has several names",
-    **dict.fromkeys(("resume", "dry_run", "trust_pickle"), "about the start itself"),
+    **dict.fromkeys(("resume", "dry_run", "selftest", "trust_pickle"), "about the start itself"),
     **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving changes nothing of what is computed"),
     **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "measured and written, not trained on"),
     "max_logprob_gap": "when to give up",
@@ -163,16 +164,22 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     return rows
 
 
-def check(metrics: dict[str, float], max_logprob_gap: float) -> None:
-    """Stop a run that cannot be right. Every rank calls it with the reduced metrics. Raises RunFailed."""
+def check(
+    metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[float], tuple[str, str]]
+) -> None:  # fmt: skip
+    """Stop a run that cannot be right. Every rank calls it with the reduced metrics. Raises RunFailed.
+
+    explain(max_logprob_gap): code and sentence of why the gap is over it, see diagnosis.explain_gap.
+    """
     step = metrics["step"]
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
     stale = metrics.get("mismatch/staleness", 0.0) > 0  # then the gap is also what was learned since
     if gap > max_logprob_gap * (10 if stale else 1):
+        code, why = explain(max_logprob_gap)
         raise RunFailed(
             f"step {step}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
-            f"{max_logprob_gap}: stale weights, another temperature, or too coarse a --dtype",
-            code="logprob-gap",
+            f"{max_logprob_gap:g}; {why}",
+            code=code,
         )
     if metrics.get("response/truncated_frac") == 1.0:
         raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it", code="all-truncated")

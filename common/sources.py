@@ -93,6 +93,8 @@ def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
         try:
             made.append(make(where, row))
         except BadInput as error:
+            if error.code != "bad-input":  # not about this row alone
+                raise
             errors.append(str(error))
     refuse_all(errors)
     return made

@@ -137,6 +137,21 @@ def test_one_bos_whoever_writes_it():
     assert text == "<bos>1+1=" and ids.count(0) == 1 and ids[0] == 0
 
 
+def test_two_bos_are_refused(rows):
+    """One by the tokenizer and one in the prompt; one by the chat template and one in --template."""
+    tokenizer = bytes_tokenizer()
+    path = rows('{"question": "1+1", "answer": 2}', '{"question": "<bos>1+2", "answer": 3}')
+    with pytest.raises(BadInput, match="rows.jsonl:2: begins with two <bos>; the tokenizer of --model") as said:
+        load(path, tokenizer=tokenizer)
+    assert said.value.code == "double-bos"
+    tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}{% endfor %}="
+    with pytest.raises(BadInput, match="rows.jsonl:1: begins with two <bos>; the chat template of --model") as said:
+        load(path, tokenizer=tokenizer, template=rows("<bos>{prompt}", name="text.txt"))
+    assert said.value.code == "double-bos"
+    prompt = load(path, tokenizer=tokenizer, template=rows("q<bos>{prompt}", name="text.txt"))[0]
+    assert prompt.ids.count(0) == 2  # elsewhere it is the user's own
+
+
 def test_a_cut_leaves_whole_characters_and_the_bos(rows):
     path = rows('{"question": "1\u00e9\u00e9\u00e9", "answer": 2}')
     (prompt,) = load(path, limit=6, tokenizer=bytes_tokenizer(), overlong_prompts="truncate-left")

@@ -97,7 +97,7 @@ def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
 @pytest.mark.parametrize(
     "broken, message",
     [
-        ("stale", "trainer and engine disagree by"),
+        ("stale", "the engine had not got the trainer's weights"),
         ("nan", "step 1: train/grad_norm is nan; this update was not applied"),
     ],
 )

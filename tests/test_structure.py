@@ -59,11 +59,13 @@ def test_following_grpo_takes_at_most_3400_lines():
     """Everything that works in a default run of algos/grpo.py; other data, rewards and files are beside its path."""
     beside = {"math_grading", "rendering", "report", "reward_model", "reward_service", "sources", "text_rewards"}
     beside |= {
+        "diagnosis",
         "folders",
         "json_lines",
         "plan",
         "reward_reply",
         "safe_pickle",
+        "selftest",
         "server_engine",
         "server_main",
         "server_requests",

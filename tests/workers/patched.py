@@ -9,12 +9,13 @@ nan             an advantage is NaN
 """
 
 import sys
+import types
 
 import torch
 import tyro
 
 from algos import grpo
-from common import batching, errors, rollout, weight_sync
+from common import batching, errors, rollout
 
 broken, run_dir, *flags = sys.argv[1:]
 compute_advantages, collate = grpo.compute_advantages, rollout.collate
@@ -31,7 +32,7 @@ if broken == "wrong_rollout":
 if broken == "share":
     batching.SHORT_PROMPT = 1
 if broken == "stale":
-    weight_sync.push = lambda policy, engine: None
+    grpo.weight_sync = types.SimpleNamespace(push=lambda policy, engine: None)  # main's alone
 if broken == "nan":
     grpo.compute_advantages = lambda *args: compute_advantages(*args) * torch.nan
 errors.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags]))
