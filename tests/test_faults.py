@@ -17,8 +17,8 @@ from common.trends import SILENT_STEPS, WINDOW, Trends
 FAULTS = {
     "stale_head": (3, "logprob-gap", "trainer and engine disagree by", 2),
     "one_layer_not_synced": (3, "logprob-gap", "trainer and engine disagree by", 2),
-    "one_sync_lost": (3, "stale-weights", "", 2),
-    "wrong_temperature": (3, "wrong-temperature", "", 1),
+    "syncs_lost": (3, "stale-weights", "the engine had not got the trainer's weights", 2),
+    "wrong_temperature": (3, "wrong-temperature", r"log-probs at temperature 0\.70", 1),
     "nan_gradient": (3, "non-finite", "grad_norm is nan; this update was not applied; its responses are in", None),
     "infinite_loss": (3, "non-finite", "loss/policy is inf; its responses are in", 1),
     "nan_reward": (2, "bad-input", "nan", None),
@@ -36,10 +36,10 @@ FAULTS = {
         "rank 0 in step 2: update, waited in vain for rank 1, in step 2: update for",
         1,
     ),
-    "truncated_checkpoint": (2, "checkpoint-damaged", r"distcp: has \d+ bytes of \d+; .*step_000002 is whole", 4),
+    "truncated_checkpoint": (2, "checkpoint-damaged", r"distcp: has \d+ bytes of \d+; .*step_000002 is older", 4),
     "lost_checkpoint_file": (2, "checkpoint-damaged", "model.safetensors: is missing", 4),
     "torn_state": (2, "checkpoint-damaged", "step_000004/state.json: ", 4),
-    "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: is no line of metrics", None),
+    "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: invalid JSON .*; remove the line", None),
     "changed_data": (2, "data-changed", "a file of --dataset has changed", 4),
     "changed_flag": (2, "run-changed", "--clip-high 0.2, now 0.28", 4),
 }
@@ -138,6 +138,7 @@ def codes_in_source() -> set[str]:
             text = path.read_text()
             found |= set(re.findall(r'code="([^"]+)"', text))
             found |= set(re.findall(r'warn\((?:[^()]|\([^()]*\))*"([a-z-]+)"\s*,?\s*\)', text))
+            found |= set(re.findall(r'return "([a-z-]+)", \(', text)) if path.name == "diagnosis.py" else set()
             found |= set(re.findall(r'self\.once\(\s*"([a-z-]+)"', text))
     return found
 
