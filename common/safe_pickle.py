@@ -30,7 +30,10 @@ KNOWN = {  # (module, name) in a pickle -> what it stands for. Objects, not name
     **dict.fromkeys((("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")), PosixPath),  # Python 3.11, 3.13
 }
 # What an unpickler and the classes above raise of bytes that no save wrote.
-DAMAGED = (pickle.UnpicklingError, EOFError, OSError, AttributeError, LookupError, TypeError, ValueError, MemoryError)
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, OSError, AttributeError, LookupError, TypeError, ValueError, OverflowError,
+    MemoryError, RecursionError,
+)  # fmt: skip
 
 
 def refused(file: Path, name: str) -> RunFailed:
@@ -65,7 +68,7 @@ class Reader(dcp.FileSystemReader):
             places = self.found.storage_data.values()
             outside = [place.relative_path for place in places if Path(place.relative_path).name != place.relative_path]
             self.found.storage_meta = metadata.StorageMeta()
-        except (*DAMAGED, RecursionError) as error:
+        except DAMAGED as error:
             raise unreadable(path, error) from None
         if outside:
             raise RunFailed(f"{path}: names a file outside of its folder, {outside[0]!r}", code="checkpoint-unreadable")
