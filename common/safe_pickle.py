@@ -14,7 +14,7 @@ from pathlib import Path, PosixPath
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException as Failed  # what it raises on all ranks
 from torch.serialization import _get_layout
 
 from common.errors import BadInput, OneLine, RunFailed, raise_together
@@ -111,7 +111,7 @@ def load(state: dict, folder: Path, trust_pickle: bool) -> None:
     raise_together(error)
     try:
         dcp.load(state, storage_reader=reader, planner=None if trust_pickle else Planner())
-    except CheckpointException as failed:  # on all ranks, with what each of them met
+    except Failed as failed:  # with what each rank met
         errors = [error for error, _ in failed.failures.values()]
         raise next((error for error in errors if isinstance(error, OneLine)), unreadable(folder, errors[0])) from None
 

@@ -246,7 +246,7 @@ def test_many_hostile_lines_are_five(tmp_path):
 
 
 VALUES = {  # of a row of data -> what is said of it
-    "answer": ["x\ud800", [1], {}, None, True, "\x1b[2J"], "question": ["", "\ud800", {"a": 1}, 3, None],
+    "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"], "question": ["", "\ud800", {"a": 1}, 3, None],
     "id": ["\x1b[2J" + "x" * MIB],
 }  # fmt: skip
 
@@ -265,11 +265,14 @@ def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
 
 
 def test_long_texts_of_a_row(tmp_path):
-    """10 MB beside the prompt are carried along; a prompt of 1 MB is too long."""
+    """10 MB beside the prompt are carried along; a prompt of 10 MB is too long, and its end is its end."""
     (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1+1=", "answer": 2, "more": "' + LONG + b'"}\n')
     assert len(load_data(tmp_path / "rows.jsonl")) == 1
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * MIB + b'", "answer": 2}\n')
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'2+3=", "answer": 5}\n')
     one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer")
+    source = data.Source(overlong_prompts="truncate-left")
+    (prompt,) = data.load(str(tmp_path / "rows.jsonl"), source, "train", embedded.tokenizer(), 64)
+    assert len(prompt.ids) == 64 and prompt.text.endswith("12+3=")
 
 
 def test_marks_without_an_end_take_no_hours(tmp_path):

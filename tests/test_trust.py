@@ -306,7 +306,7 @@ def secrets(monkeypatch) -> list[str]:
     values = {name: f"value-of-{name.lower()}" for name in errors.SECRETS}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    return [*values.values(), SECRET]
+    return [*values.values(), f"user:{SECRET}"]
 
 
 def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets):
@@ -349,4 +349,4 @@ def test_what_is_printed_is_redacted(secrets, capsys):
         errors.launch(lambda args: rewards.load((f"{URL}{secrets[2]}",)), None)
     said = "".join(capsys.readouterr())
     assert not [secret for secret in secrets[:-1] if secret in said] and "$HF_TOKEN" in said
-    assert f"user:{SECRET}" not in said
+    assert f"{URL}" not in said
