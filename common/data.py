@@ -24,6 +24,7 @@ INSTRUCTIONS = {  # what follows a question of a built-in data set, unless --tem
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
     "math": "\nReason step by step, and put your final answer within \\boxed{}.",
 }
+CHARACTERS = 1000  # of a prompt for each token it may have: what stands before these would only take time to tokenize
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def load_one(
 
     def make(where: str, row: dict) -> Prompt:
         content, answer, solution = rendering.fields(where, row, columns)
+        content = rendering.tail(content, CHARACTERS * limit)
         asked = content + instruction if isinstance(content, str) else content
         text, ids = rendering.render(where, asked, tokenizer, template)
         if len(ids) > limit:

@@ -48,10 +48,10 @@ def unique(pairs: list[tuple[str, Any]]) -> dict:
 def deeper(value: Any, levels: int) -> bool:
     """Whether the value has more levels of lists and objects than these. Not by recursion: that is what it guards."""
     level = [value]
-    for _ in range(levels + 1):
+    for _ in range(levels):
         level = [part for part in level if isinstance(part, (dict, list))]
         level = [part for whole in level for part in (whole.values() if isinstance(whole, dict) else whole)]
-    return bool(level)
+    return any(isinstance(part, (dict, list)) for part in level)
 
 
 def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input") -> list[tuple[int, dict]]:

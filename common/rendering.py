@@ -85,6 +85,13 @@ def contents(messages: Messages) -> list[str]:
     return [message["content"] for message in messages]
 
 
+def tail(content: str | Messages, characters: int) -> str | Messages:
+    """The last characters of a text, or of each message."""
+    if isinstance(content, str):
+        return content[-characters:]
+    return [{**message, "content": message["content"][-characters:]} for message in content]
+
+
 def render(
     where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template = None
 ) -> tuple[str, list[int]]:

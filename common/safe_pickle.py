@@ -14,7 +14,7 @@ from pathlib import Path, PosixPath
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException as Failed  # what it raises on all ranks
 from torch.serialization import _get_layout
 
 from common.errors import BadInput, OneLine, RunFailed, raise_together
@@ -30,7 +30,10 @@ KNOWN = {  # (module, name) in a pickle -> what it stands for. Objects, not name
     **dict.fromkeys((("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")), PosixPath),  # Python 3.11, 3.13
 }
 # What an unpickler and the classes above raise of bytes that no save wrote.
-DAMAGED = (pickle.UnpicklingError, EOFError, OSError, AttributeError, LookupError, TypeError, ValueError, MemoryError)
+DAMAGED = (
+    pickle.UnpicklingError, EOFError, OSError, AttributeError, LookupError, TypeError, ValueError, OverflowError,
+    MemoryError, RecursionError,
+)  # fmt: skip
 
 
 def refused(file: Path, name: str) -> RunFailed:
@@ -65,7 +68,7 @@ class Reader(dcp.FileSystemReader):
             places = self.found.storage_data.values()
             outside = [place.relative_path for place in places if Path(place.relative_path).name != place.relative_path]
             self.found.storage_meta = metadata.StorageMeta()
-        except (*DAMAGED, RecursionError) as error:
+        except DAMAGED as error:
             raise unreadable(path, error) from None
         if outside:
             raise RunFailed(f"{path}: names a file outside of its folder, {outside[0]!r}", code="checkpoint-unreadable")
@@ -108,7 +111,7 @@ def load(state: dict, folder: Path, trust_pickle: bool) -> None:
     raise_together(error)
     try:
         dcp.load(state, storage_reader=reader, planner=None if trust_pickle else Planner())
-    except CheckpointException as failed:  # on all ranks, with what each of them met
+    except Failed as failed:  # with what each rank met
         errors = [error for error, _ in failed.failures.values()]
         raise next((error for error in errors if isinstance(error, OneLine)), unreadable(folder, errors[0])) from None
 

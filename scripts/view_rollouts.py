@@ -171,10 +171,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path)
     marked = [tokens(row, tokenizer, scale, args.color) for row in rows]
     said = f"{path}: {len(rows)} of {len(everything)} responses, full colour at {args.color} {scale:.3g}"
+    said = said.translate(VISIBLE)
     if args.html:
         page = [
             f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
-            f"<title>{html.escape(path.stem)}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
+            f"<title>{html.escape(path.stem.translate(VISIBLE))}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
             *map(to_html, rows, marked),
         ]
         Path(args.html).write_text("\n".join(page) + "\n", encoding="utf-8")

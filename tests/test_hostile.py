@@ -101,7 +101,7 @@ def test_the_report_shows_markup_as_text(evil_run):
     found = Page(page)
     assert not {"script", "img", "iframe", "object", "a", "form"} & found.tags
     assert not [name for name in found.attributes if name.startswith("on") or name in ("src", "srcset", "formaction")]
-    assert found.text.count("<script>alert(1)</script>") == 6  # prompt, response, end, three in run.json
+    assert found.text.count("<script>alert(1)</script>") == 7  # prompt, response, end, four in run.json
     assert "default-src 'none'" in page and "could not be graded" in page
 
 
@@ -153,7 +153,7 @@ def test_files_that_no_run_has_named_are_no_steps(tmp_path):
 
 
 @pytest.mark.parametrize("argv", [["/tmp/evil.py"], ["../algos/../evil.py"], ["algos/grpo/../x.py"], "grpo", [], [3]])
-def test_a_replay_runs_the_files_of_algos_alone(evil_run, tmp_path, argv):
+def test_a_replay_runs_the_files_of_algos_alone(tmp_path, argv):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "run.json").write_text(json.dumps({"argv": argv, "args": {}}))
     one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
@@ -246,7 +246,7 @@ def test_many_hostile_lines_are_five(tmp_path):
 
 
 VALUES = {  # of a row of data -> what is said of it
-    "answer": ["x\ud800", [1], {}, None, True, "\x1b[2J"], "question": ["", "\ud800", {"a": 1}, 3, None],
+    "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"], "question": ["", "\ud800", {"a": 1}, 3, None],
     "id": ["\x1b[2J" + "x" * MIB],
 }  # fmt: skip
 
@@ -264,9 +264,15 @@ def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
     one_line(read, "rows.jsonl:2: ")
 
 
-def test_a_prompt_of_10_mb_is_too_long(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'", "answer": 2}\n')
-    one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer", seconds=30)
+def test_long_texts_of_a_row(tmp_path):
+    """10 MB beside the prompt are carried along; a prompt of 10 MB is too long, and its end is its end."""
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1+1=", "answer": 2, "more": "' + LONG + b'"}\n')
+    assert len(load_data(tmp_path / "rows.jsonl")) == 1
+    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'2+3=", "answer": 5}\n')
+    one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer")
+    source = data.Source(overlong_prompts="truncate-left")
+    (prompt,) = data.load(str(tmp_path / "rows.jsonl"), source, "train", embedded.tokenizer(), 64)
+    assert len(prompt.ids) == 64 and prompt.text.endswith("12+3=")
 
 
 def test_marks_without_an_end_take_no_hours(tmp_path):
@@ -307,12 +313,12 @@ def test_unusual_rows_are_shown(tmp_path, capsys):
 @pytest.mark.parametrize("content", [
     b"[" * 100_000, b'{"weights": {"gsm8k": 1, "gsm8k": 0}}', b'{"weights": {"gsm8k": 1' + b"0" * 400 + b"}}",
     b'{"weights": {"gsm8k": NaN}}', b'{"weights": {"gsm8k": ' + b"9" * 5000 + b"}}", b'{"weights": {"\\u001b[2J": 1}}',
-    b'{"weights": {"../../evil.py:f": 1}}', b'{"weights": {"' + LONG + b'": 1}}', b"\xff",
+    b'{"weights": {"../../evil.py:f": 1}}', b'{"weights": {"' + LONG[:MIB] + b'": 1}}', b"\xff",
 ], ids=range(9))  # fmt: skip
 def test_a_hostile_weights_file_is_refused(tmp_path, content):
     (tmp_path / "weights.json").write_bytes(content)
     one_line(lambda: rewards_module.load((f"{tmp_path}/weights.json",)))
-    if b"\\u001b" not in content and b"evil" not in content and LONG not in content:
+    if b"\\u001b" not in content and b"evil" not in content and len(content) < MIB:
         one_line(lambda: reward_mixture.read_weights(tmp_path / "weights.json", None), "weights.json")
 
 
@@ -403,8 +409,10 @@ def endless(asked):
 
 def test_a_reply_without_end(serve):
     service = serve(endless)
-    assert f"a reply of more than {LARGEST // MIB} MiB" in one_line(lambda: ask(service), service.url)
-    one_line(lambda: RewardService(service.url).check(), service.url, "GET /health")
+    assert f"a reply of more than {LARGEST // MIB} MiB" in one_line(
+        lambda: ask(service, read_timeout=20), service.url, seconds=20
+    )
+    one_line(lambda: RewardService(service.url).check(), service.url, "GET /health", seconds=10)
     assert service.sent < 6 * LARGEST
 
 
