@@ -143,14 +143,20 @@ def wait_until_ready(server: Server) -> None:
             raise RunFailed(
                 f"rollout server {server.url} ended while it started: {server.last_words()}", code="server-start"
             )
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=ANSWER_WITHIN, trust_env=False).status_code == 200:
-                return
+        if healthy(server.url):
+            return
         time.sleep(0.2)
     raise RunFailed(
         f"rollout server {server.url} did not answer within {START_WITHIN:.0f} s: {server.last_words()}",
         code="server-start",
     )
+
+
+def healthy(url: str) -> bool:
+    """Whether the server answers and its engine lives."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=ANSWER_WITHIN, trust_env=not is_local(url)).status_code == 200
+    return False
 
 
 @dataclass
@@ -185,10 +191,9 @@ class Control:
                 f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has",
                 code="server-refused",
             )
-        if reply.status_code != 200:
-            raise RunFailed(
-                f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code="server-refused"
-            )
+        if reply.status_code != 200:  # also how a server answers in the moment its engine is lost
+            code = "server-refused" if healthy(url) else "server-gone"
+            raise RunFailed(f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code=code)
         return reply.json()
 
     def check(self) -> None:
