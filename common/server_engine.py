@@ -1,33 +1,28 @@
 """The engine behind `--rollout-placement split`: vLLM servers, token ids in, token ids and log-probs out.
 
 Every rank asks for its own prompts; rank 0 starts the servers and sends them the weights, over NCCL on GPUs and
-through shared memory on a CPU.
+through shared memory on a CPU. What follows the loss of a server: common/server_restart.py.
 """
 
 import asyncio
 import contextlib
-import os
-import socket
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import partial
 
-import httpx
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from common import servers
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
 from common.rollout import Rollout, collate
 from common.server_requests import ask_all, versions
-from common.weight_sync import FullParameters, checksum
+from common.server_restart import again_if_lost
+from common.server_weights import UnderWay, nccl_sender, parts
+from common.weight_sync import FullParameters
 
-CHECK_EVERY = 10  # weight updates between two with checksums, the first one included
-PART = 64 * 2**20  # bytes of weights in shared memory at a time, at least one tensor
+CHECK_EVERY = 10  # weight updates between two with checksums; a server's first one has them, too
 
 
 class ServerEngine:
@@ -44,13 +39,21 @@ class ServerEngine:
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.lock = threading.Lock()  # rank 0's: responses are under way, or an update is
         self.most = max_num_seqs
+        limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+        self.start = partial(servers.start, model_path, dtype, rollout_tp, layout, environment, **limits)
+        self.restarted = False
+        self.weights: FullParameters | None = None  # that were sent last
+        self.connect()
+
+    def connect(self) -> None:
+        """Start the layout's servers, or find the ones it names. Collective. Raises RunFailed on all ranks."""
         self.owned, self.sender, error = [], None, None
-        urls = [url.rstrip("/") for url in layout.rollout_urls]
-        if world.is_main:
+        self.fresh = True  # the servers have the weights of the model's files
+        urls = [url.rstrip("/") for url in self.layout.rollout_urls]
+        if self.world.is_main:
             try:
                 if not urls:
-                    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-                    self.owned = servers.start(model_path, dtype, rollout_tp, layout, environment, **limits)
+                    self.owned = self.start()
                     urls = [server.url for server in self.owned]
                 self.control = servers.Control(urls)
                 self.control.check()
@@ -75,22 +78,7 @@ class ServerEngine:
             "logprobs": 0,  # the sampled token's alone
             "detokenize": False,
         }
-        asked = []
-        for i, ids in enumerate(prompt_ids):
-            index = i * self.world.size + self.world.rank
-            for first in range(0, n, self.most):  # a server takes no more in one request than it works on at once
-                own = {"n": min(self.most, n - first)}
-                if temperature > 0:
-                    own["seed"] = ((seed << 12) + index) * n + first
-                body = {"token_ids": ids, "sampling_params": {**sampling, **own}}
-                asked.append((self.urls[index % len(self.urls)], body))
-        with self.no_update():
-            replies, error = [], None
-            try:
-                replies = asyncio.run(ask_all(asked))
-            except RunFailed as failed:
-                error = self.explained(failed)
-            raise_together(error, self.group)
+        replies = again_if_lost(self, lambda: self.ask(prompt_ids, n, sampling, seed))
         responses = [choice for reply in replies for choice in reply]
         return collate(
             [ids for ids in prompt_ids for _ in range(n)],
@@ -100,6 +88,28 @@ class ServerEngine:
             [versions(response) for response in responses],
             self.world.device,
         )
+
+    def ask(self, prompt_ids: list[list[int]], n: int, sampling: dict, seed: int) -> list[list[dict]]:
+        """The replies to this rank's requests. Collective. Raises RunFailed on all ranks."""
+        if self.fresh and self.weights is not None:
+            self.send(self.weights, self.weight_version)  # nothing was trained since: they are still the same
+        asked = []
+        for i, ids in enumerate(prompt_ids):
+            index = i * self.world.size + self.world.rank
+            for first in range(0, n, self.most):  # a server takes no more in one request than it works on at once
+                own = {"n": min(self.most, n - first)}
+                if sampling["temperature"] > 0:
+                    own["seed"] = ((seed << 12) + index) * n + first
+                body = {"token_ids": ids, "sampling_params": {**sampling, **own}}
+                asked.append((self.urls[index % len(self.urls)], body))
+        with self.no_update():
+            replies, error = [], None
+            try:
+                replies = asyncio.run(ask_all(asked))
+            except RunFailed as failed:
+                error = failed
+            raise_together(error, self.group)
+        return replies
 
     @contextlib.contextmanager
     def no_update(self):
@@ -115,53 +125,56 @@ class ServerEngine:
         """Send the weights to all servers, after the responses that are under way, or with --inflight-updates into
         their midst. Collective. Raises RunFailed on all ranks.
         """
+        again_if_lost(self, lambda: self.update(weights))
+        self.weights = weights
+        self.weight_version += 1
+
+    def update(self, weights: FullParameters) -> None:
+        """send() while no responses are under way, unless they may be. Collective. Raises RunFailed on all ranks."""
         main = self.world.is_main
         with self.lock if main and not self.layout.inflight_updates else contextlib.nullcontext():
             dist.barrier()
             try:
-                self.send(weights)
+                self.send(weights, self.weight_version + 1)
             except RunFailed:
-                if main:  # servers of others live on
+                if main and not self.owned:  # servers of others live on
                     with contextlib.suppress(RunFailed):
                         self.control.resume()
                 raise
-        self.weight_version += 1
 
-    def send(self, weights: FullParameters) -> None:
+    def send(self, weights: FullParameters, version: int) -> None:
         """A whole update and its checks. Every rank iterates the weights to the end, whatever happens on rank 0."""
-        check = self.weight_version % CHECK_EVERY == 0
-        stream, cpu = iter(weights), self.world.device.type == "cpu"
+        check = self.fresh or version % CHECK_EVERY == 1
+        source = UnderWay(weights, iter(weights))
 
-        def begin() -> None:
-            self.control.version = str(self.weight_version + 1)
+        def work() -> None:
+            self.control.version = str(version)
             self.control.pause()
-            if cpu:
+            if self.world.device.type == "cpu":
                 self.control.start_weight_update()
-
-        def finish() -> None:
-            if cpu:
-                for body in parts(stream, check):
+                for body in parts(source.stream, check):
                     self.control.update_weights(body)
                 self.control.finish_weight_update()
+            else:
+                self.sender = self.sender or nccl_sender(self.control, source)
+                self.sender.source = source
+                self.sender.send_weights()
             self.control.check_version()
             if check:
                 self.control.check_alike()
             self.control.resume()
 
-        self.on_main(begin)
-        if not cpu:
-            self.sender = self.sender or nccl_sender(self, weights)
-            self.sender.send_weights()
-        self.on_main(finish, drain=stream if cpu else ())
+        self.on_main(work, drain=source.stream)
+        self.fresh = False
 
-    def on_main(self, work: Callable[[], None], drain: Iterable = ()) -> None:
+    def on_main(self, work: Callable[[], None], drain: Iterable) -> None:
         """work() on rank 0; its RunFailed on all ranks, after all have iterated `drain`. Collective."""
         error = None
         if self.world.is_main:
             try:
                 work()
             except RunFailed as failed:
-                error = self.explained(failed)
+                error = failed
         for _ in drain:
             pass
         raise_together(error)
@@ -178,57 +191,3 @@ class ServerEngine:
         """End the servers this run started."""
         for server in self.owned:
             server.stop()
-
-
-def parts(weights: Iterator[tuple[str, torch.Tensor]], check: bool) -> Iterator[dict]:
-    """The weights as files in shared memory, one at a time: what SharedMemoryTransfer takes."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    for tensors in cut(weights, PART):
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
-            try:
-                save_file(tensors, file.name)
-            except (OSError, SafetensorError) as failed:
-                raise RunFailed(
-                    f"{folder}: no room for {PART >> 20} MiB of weights or a tensor: {failed}", code="disk-full"
-                ) from None
-            sums = {name: checksum(tensor) for name, tensor in tensors.items()} if check else {}
-            yield {"path": file.name, "checksums": sums}
-
-
-def cut(weights: Iterator[tuple[str, torch.Tensor]], size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Consecutive tensors of together at most `size` bytes, or a single larger one."""
-    part, room = {}, size
-    for name, tensor in weights:
-        if part and tensor.nbytes > room:
-            yield part
-            part, room = {}, size
-        part[name] = tensor.contiguous()
-        room -= tensor.nbytes
-    yield part
-
-
-def nccl_sender(engine: ServerEngine, weights: FullParameters):
-    """vLLM's trainer side of its NCCL backend: one group of rank 0 and all workers of the servers."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    main = engine.world.is_main
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    info = NCCLTrainerInitInfo(
-        master_address=address_towards(engine.urls[0]),
-        master_port=port,
-        world_size=1 + (engine.control.workers if main else 0),
-        rank=engine.world.rank,
-    )
-    client = engine.control if main else servers.Control([])
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=weights)
-
-
-def address_towards(url: str) -> str:
-    """This machine's address as the server sees it. Nothing is sent."""
-    parsed = httpx.URL(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parsed.host, parsed.port or 80))
-        return probe.getsockname()[0]

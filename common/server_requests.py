@@ -5,7 +5,7 @@ import asyncio
 import httpx
 
 from common.errors import RunFailed
-from common.servers import is_local
+from common.servers import healthy, is_local
 
 HEALTH_EVERY, HEALTH_WITHIN = 4.0, 5.0  # seconds: a server that hangs is found within three times their sum
 CONNECTIONS = 256  # of a rank
@@ -37,10 +37,9 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict) -> list[dict]:
         reply = await client.post(f"{url}/inference/v1/generate", json=body)
     except httpx.HTTPError as error:
         raise RunFailed(f"rollout server {url} is gone: {type(error).__name__}: {error}", code="server-gone") from None
-    if reply.status_code != 200:
-        raise RunFailed(
-            f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}", code="server-refused"
-        )
+    if reply.status_code != 200:  # also how a server answers in the moment its engine is lost
+        code = "server-refused" if await asyncio.to_thread(healthy, url) else "server-gone"
+        raise RunFailed(f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}", code=code)
     return check_reply(url, reply.json(), body["sampling_params"]["n"])
 
 
@@ -70,7 +69,7 @@ async def watch(url: str) -> None:
                 reply = await client.get(f"{url}/health")
                 if reply.status_code != 200:
                     raise RunFailed(
-                        f"rollout server {url}: its engine is dead (health {reply.status_code})", code="server-gone"
+                        f"rollout server {url} is gone: engine dead (health {reply.status_code})", code="server-gone"
                     )
                 missed = 0
             except httpx.HTTPError:

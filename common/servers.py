@@ -145,14 +145,20 @@ def wait_until_ready(server: Server) -> None:
             raise RunFailed(
                 f"rollout server {server.url} ended while it started: {server.last_words()}", code="server-start"
             )
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=ANSWER_WITHIN, trust_env=False).status_code == 200:
-                return
+        if healthy(server.url):
+            return
         time.sleep(0.2)
     raise RunFailed(
         f"rollout server {server.url} did not answer within {START_WITHIN:.0f} s: {server.last_words()}",
         code="server-start",
     )
+
+
+def healthy(url: str) -> bool:
+    """Whether the server answers and its engine lives."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=ANSWER_WITHIN, trust_env=not is_local(url)).status_code == 200
+    return False
 
 
 @dataclass
@@ -179,20 +185,16 @@ class Control:
         try:
             reply = httpx.request(method, url + path, json=body, timeout=timeout, trust_env=not is_local(url))
         except httpx.HTTPError as error:
-            raise RunFailed(
-                f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}", code="server-gone"
-            ) from None
+            said = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
+            raise RunFailed(said, code="server-gone") from None
         if reply.status_code == 404:
-            raise RunFailed(
-                f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has",
-                code="server-refused",
-            )
+            said = f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has"
+            raise RunFailed(said, code="server-refused")
         if "arrived damaged" in reply.text:  # by SharedMemoryTransfer
             raise RunFailed(f"rollout server {url}: {reply.text[:300]}", code="weight-checksum")
-        if reply.status_code != 200:
-            raise RunFailed(
-                f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code="server-refused"
-            )
+        if reply.status_code != 200:  # also how a server answers in the moment its engine is lost
+            code = "server-refused" if healthy(url) else "server-gone"
+            raise RunFailed(f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code=code)
         return reply.json()
 
     def check(self) -> None:

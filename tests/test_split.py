@@ -20,8 +20,8 @@ from common.errors import BadInput, RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
 from common.roles import check_layout
 from common.rollout import collate
-from common.server_engine import cut
 from common.server_requests import check_reply, versions
+from common.server_weights import cut
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)
@@ -93,7 +93,7 @@ def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["server", "interrupt"])
 def test_what_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
-    """A killed engine of a server, and Ctrl-C."""
+    """A server's engine killed a second time, and Ctrl-C. After the first time the run goes on."""
     command = [sys.executable, GRPO, *SPLIT, "--steps", 500, "--eval-prompts", 0, "--run-dir", tmp_path / "run"]
     log = tmp_path / "log"
     with open(log, "w") as file:
@@ -101,10 +101,14 @@ def test_what_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
         own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
         run = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, preexec_fn=spread, env=own)
         try:
-            wait_for(lambda: len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) >= 2, run, log)
+            steps = lambda: (tmp_path / "run/metrics.jsonl").read_text().count("\n")
+            wait_for(lambda: steps() >= 2, run, log)
             if end == "server":
-                engines = [p for p in psutil.Process(run.pid).children(recursive=True) if "EngineCor" in p.name()]
-                engines[0].kill()
+                kill_engine(run)
+                wait_for(lambda: "warning[server-restarted]" in log.read_text(), run, log)
+                seen = steps()
+                wait_for(lambda: steps() >= seen + 2, run, log)
+                kill_engine(run)
             else:
                 run.send_signal(signal.SIGINT)
             began = time.monotonic()
@@ -115,8 +119,16 @@ def test_what_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
     if end == "server":
         assert code == 3 and len(said) == 1 and "rollout server http://127.0.0.1:" in said[0], log.read_text()[-2000:]
         assert time.monotonic() - began < 30
+        assert len(re.findall(r"warning\[server-restarted\]", log.read_text())) == 1
+        assert max(row["mismatch/logprob_abs_max"] for row in rows(tmp_path / "run")) <= 1e-4
+        assert not any(row["mismatch/staleness"] for row in rows(tmp_path / "run"))
     else:
         assert code == 0 and "to go on: " in log.read_text(), log.read_text()[-2000:]
+
+
+def kill_engine(run: subprocess.Popen) -> None:
+    (engine,) = [p for p in psutil.Process(run.pid).children(recursive=True) if "EngineCor" in p.name()]
+    engine.kill()
 
 
 def test_a_server_does_not_outlive_who_started_it(mark):

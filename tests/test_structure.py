@@ -69,6 +69,8 @@ def test_following_grpo_takes_at_most_3400_lines():
         "server_engine",
         "server_main",
         "server_requests",
+        "server_restart",
+        "server_weights",
         "sequence_parallel",
         "servers",
         "traces",

@@ -1,0 +1,286 @@
+"""A lost rollout server, with servers that are not there: what is started, sent and asked again, and when not."""
+
+import asyncio
+import re
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import httpx
+import pytest
+import torch
+from conftest import ROOT, launch
+from safetensors.torch import load_file
+
+from common import server_engine, server_requests, server_weights, servers
+from common.errors import RunFailed
+from common.placement import Layout
+from common.weight_sync import Parameter
+
+OWN = Layout("split", (1,))
+TENSORS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}
+
+
+class Weights:
+    """As FullParameters; every tensor that is gathered is an event."""
+
+    def __init__(self, events: list):
+        self.events = events
+
+    def metadata(self) -> list[Parameter]:
+        return [Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+
+    def __iter__(self):
+        for name, tensor in TENSORS.items():
+            self.events.append(name)
+            yield name, tensor
+
+
+class Servers:
+    """What happened to them, in order; `losses`: how many of the next calls of each name fail, after how many."""
+
+    def __init__(self):
+        self.events, self.losses, self.started = [], {}, 0
+
+    def happen(self, event: str, code: str = "server-gone") -> None:
+        self.events.append(event)
+        wait, count = self.losses.get(event, (0, 0))
+        if count:
+            self.losses[event] = (wait - 1, count) if wait else (0, count - 1)
+        if count and not wait:
+            raise RunFailed(f"rollout server http://own{self.started} is gone: {event}", code=code)
+
+    def start(self, *args, **limits) -> list:
+        self.started += 1
+        self.events.append("start")
+        return [Server(f"http://own{self.started}", self)]
+
+    def control(self, urls: list[str]):
+        return Control(urls, self)
+
+    async def ask_all(self, asked: list) -> list:
+        self.happen(f"ask {asked[0][0]}" if asked[0][0] == "http://theirs" else "ask")
+        content = [{"token_id": 7, "logprob": -0.5}]
+        spans = [{"version": self.version, "start": 0, "end": 1}]
+        choice = {"token_ids": [7], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}
+        assert {url for url, _ in asked} == {self.urls[0]}, "a server that is no more is asked"
+        return [[choice] * body["sampling_params"]["n"] for _, body in asked]
+
+
+class Server:
+    def __init__(self, url: str, all_of_them: Servers):
+        self.url, self.servers = url, all_of_them
+
+    def last_words(self) -> str:
+        return "SomeError: out of everything"
+
+    def stop(self) -> None:
+        self.servers.events.append(f"stop {self.url}")
+
+
+class Control:
+    """Every route is an event; what update_weights brings is read at once, for the file does not stay."""
+
+    workers = 1
+
+    def __init__(self, urls: list[str], all_of_them: Servers):
+        self.urls, self.servers, self.version, self.got = urls, all_of_them, "0", {}
+        all_of_them.urls, all_of_them.control_now = urls, self
+
+    def update_weights(self, body: dict) -> None:
+        self.servers.happen("update_weights")
+        self.got |= load_file(body["path"])
+
+    def finish_weight_update(self) -> None:
+        self.servers.version = self.version
+        self.servers.happen("finish_weight_update")
+
+    def __getattr__(self, route: str):
+        return lambda: self.servers.happen(route)
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Servers:
+    found = Servers()
+    monkeypatch.setattr(servers, "start", found.start)
+    monkeypatch.setattr(servers, "Control", found.control)
+    monkeypatch.setattr(server_engine, "ask_all", found.ask_all)
+    monkeypatch.setattr(server_weights, "PART", TENSORS["a"].nbytes)  # each a part of its own
+    return found
+
+
+def make(world, layout: Layout = OWN) -> server_engine.ServerEngine:
+    sizes = {"max_model_len": 64, "max_num_seqs": 8}
+    return server_engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **sizes)
+
+
+def generate(engine):
+    return engine.generate([[5], [6]], n=1, temperature=1.0, max_tokens=1, seed=0)
+
+
+def test_lost_responses_are_asked_for_again_with_the_weights_they_had(world, fake, capfd):
+    engine = make(world)
+    for _ in range(3):
+        engine.load_weights(Weights(fake.events))
+    fake.events.clear()
+    fake.losses["ask"] = (0, 1)
+    batch = generate(engine)
+    routes = ["pause", "start_weight_update", *["update_weights"] * 4, "finish_weight_update", "check_version"]
+    sent = [*routes, "check_alike", "resume"]  # with checksums: they are new, whatever the number
+    assert [event for event in fake.events if event not in TENSORS] == (
+        ["ask", "stop http://own1", "start", "check", *sent, "ask"]
+    )
+    assert all(torch.equal(fake.control_now.got[name], tensor) for name, tensor in TENSORS.items())
+    assert batch.weight_versions.tolist() == [[3], [3]] and engine.weight_version == 3
+    said = re.findall(r"warning\[server-restarted\]: .*", capfd.readouterr().err)
+    assert len(said) == 1 and "http://own1 is gone" in said[0] and "SomeError: out of everything" in said[0]
+    engine.load_weights(Weights(fake.events))
+    assert generate(engine).weight_versions.tolist() == [[4], [4]]
+
+
+@pytest.mark.parametrize("event", ["ask", "pause", "check_version"])
+def test_the_second_loss_ends_the_run(world, fake, event):
+    engine = make(world)
+    engine.load_weights(Weights(fake.events))
+    fake.losses["ask"] = (0, 1)
+    generate(engine)
+    fake.losses[event] = (0, 1)
+    with pytest.raises(RunFailed, match="http://own2 is gone.*out of everything.*before") as raised:
+        engine.load_weights(Weights(fake.events))
+        generate(engine)
+    assert raised.value.code == "server-gone" and fake.started == 2
+
+
+def test_a_loss_while_the_weights_are_sent_again_is_the_second(world, fake):
+    engine = make(world)
+    engine.load_weights(Weights(fake.events))
+    fake.losses |= {"ask": (0, 1), "update_weights": (1, 1)}
+    with pytest.raises(RunFailed, match="http://own2 is gone"):
+        generate(engine)
+    assert fake.started == 2
+
+
+def test_before_the_first_update_they_have_what_they_read(world, fake):
+    engine = make(world)
+    fake.version, fake.losses["ask"] = "0", (0, 1)
+    assert generate(engine).weight_versions.tolist() == [[0], [0]]
+    assert "pause" not in fake.events
+
+
+def test_a_lost_update_is_sent_again_whole(world, fake):
+    """After it was gathered to its end: other ranks are in the midst of that."""
+    engine = make(world)
+    engine.load_weights(Weights(fake.events))
+    fake.events.clear()
+    fake.losses["update_weights"] = (1, 1)
+    engine.load_weights(Weights(fake.events))
+    gathered = [event for event in fake.events if event in (*TENSORS, "start")]
+    assert gathered == [*TENSORS, "start", *TENSORS]
+    assert engine.weight_version == 2 and fake.version == "2" and fake.control_now.got.keys() == TENSORS.keys()
+    assert fake.events.count("check_alike") == fake.events.count("resume") == 1
+    assert generate(engine).weight_versions.tolist() == [[2], [2]]
+    assert fake.events.count("finish_weight_update") == 1, "sent once more than needed"
+
+
+def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
+    made = []
+
+    class Sender:
+        def __init__(self, control, source):
+            made.append(self)
+            self.over = False
+
+        def send_weights(self) -> None:
+            for name, _ in self.source:
+                if name == "b" and len(made) == 1 and fake.events.count("a") == 2:
+                    raise RunFailed("rollout server http://own1 is gone", code="server-gone")
+            fake.version = fake.control_now.version
+
+        def shutdown(self) -> None:
+            self.over = True
+
+    monkeypatch.setattr(server_engine, "nccl_sender", Sender)
+    engine = make(replace(world, device=torch.device("cuda")))
+    for _ in range(3):
+        engine.load_weights(Weights(fake.events))
+    gathered = [event for event in fake.events if event in (*TENSORS, "start")]
+    assert gathered == ["start", *TENSORS, *TENSORS, "start", *TENSORS, *TENSORS]
+    assert [sender.over for sender in made] == [True, False] and engine.weight_version == 3
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        (Layout("split", rollout_urls=("http://theirs",)), "is gone: ask http://theirs$"),
+        (replace(OWN, max_inflight_batches=2), "--max-inflight-batches 2 servers are not restarted"),
+    ],
+)
+def test_servers_that_are_not_restarted(world, fake, layout, message):
+    engine = make(world, layout)
+    engine.load_weights(Weights(fake.events))
+    fake.losses |= {"ask": (0, 1), "ask http://theirs": (0, 1)}
+    started = fake.started
+    with pytest.raises(RunFailed, match=message) as raised:
+        generate(engine)
+    assert raised.value.code == "server-gone" and fake.started == started
+
+
+def test_servers_of_others_are_left_as_they_were(world, fake):
+    engine = make(world, Layout("split", rollout_urls=("http://theirs",)))
+    fake.losses["update_weights"] = (1, 1)
+    fake.events.clear()
+    with pytest.raises(RunFailed, match="is gone"):
+        engine.load_weights(Weights(fake.events))
+    assert [event for event in fake.events if event not in TENSORS][-2:] == ["update_weights", "resume"]
+    assert fake.started == 0 and not any(event.startswith("stop") for event in fake.events)
+
+
+def test_what_new_servers_do_not_mend_ends_the_run(world, fake, monkeypatch):
+    engine = make(world)
+
+    async def refuse(asked):
+        raise RunFailed("rollout server http://own1 refused a request (400): too long", code="server-refused")
+
+    monkeypatch.setattr(server_engine, "ask_all", refuse)
+    with pytest.raises(RunFailed, match="too long"):
+        generate(engine)
+    assert fake.started == 1
+
+
+@pytest.mark.parametrize("status, code", [(200, "server-refused"), (503, "server-gone"), (None, "server-gone")])
+def test_an_error_of_a_dead_engine_is_a_loss(status, code):
+    """The front end answers 500 to what was under way; only its health tells a bad request from a dead engine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if status:  # else it closes the connection
+                self.send_response(status if self.path == "/health" else 404)
+                self.end_headers()
+
+        def do_POST(self):
+            self.send_response(500)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await server_requests.ask(client, url, {})
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for request in (lambda: asyncio.run(ask(url)), lambda: servers.Control([url]).request("POST", url, "/pause")):
+            with pytest.raises(RunFailed) as raised:
+                request()
+            assert raised.value.code == code
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_ranks_restart_together():
+    """The loss is seen by the rank alone whose request it was."""
+    result = launch(ROOT / "tests/workers/restart.py", ranks=2, timeout=120)
+    assert result.stdout.count("goes on with version 1 at http://own2") == 2, result.stdout
+    assert result.stdout.count("ended: server-gone") == 2 and result.stderr.count("warning[server-restarted]") == 1
