@@ -71,7 +71,7 @@ class Reader(dcp.FileSystemReader):
         except DAMAGED as error:
             raise unreadable(path, error) from None
         if outside:
-            raise RunFailed(f"{path}: names a file outside of its folder, {outside[0]!r}", code="checkpoint-unreadable")
+            raise RunFailed(f"{path}: names a file outside of its folder, {outside[0]!r}", code="checkpoint-damaged")
 
     def read_metadata(self) -> metadata.Metadata:
         return self.found
@@ -118,7 +118,7 @@ def load(state: dict, folder: Path, trust_pickle: bool) -> None:
 
 def unreadable(path: Path, error: BaseException) -> RunFailed:
     first = (str(error).strip() or "no more is known").split("\n")[0]
-    return RunFailed(f"{path}: cannot be read: {type(error).__name__}: {first}", code="checkpoint-unreadable")
+    return RunFailed(f"{path}: cannot be read: {type(error).__name__}: {first}", code="checkpoint-damaged")
 
 
 def has_safetensors(model_path: str) -> bool:

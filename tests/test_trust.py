@@ -75,7 +75,7 @@ def test_a_hostile_metadata_file_runs_nothing(world, tmp_path):
     assert refused.value.code == "pickle-refused" and "\n" not in str(refused.value) and not marker.exists()
     with pytest.raises(RunFailed) as unreadable:  # it was read, and was no metadata
         restore(folder, trust_pickle=True)
-    assert unreadable.value.code == "checkpoint-unreadable" and marker.exists()
+    assert unreadable.value.code == "checkpoint-damaged" and marker.exists()
 
 
 def test_a_hostile_entry_runs_nothing(world, tmp_path):
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_one_line(world, tmp_path, damage):
     (folder / ".metadata").write_bytes(damage((folder / ".metadata").read_bytes()))
     with pytest.raises(RunFailed, match="cannot be read") as failed:
         restore(folder)
-    assert failed.value.code == "checkpoint-unreadable" and "\n" not in str(failed.value)
+    assert failed.value.code == "checkpoint-damaged" and "\n" not in str(failed.value)
 
 
 def test_a_checkpoint_of_another_model_is_one_line(world, tmp_path):
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_model_is_one_line(world, tmp_path):
     for more in ({"policy": {"weight": torch.zeros(7)}}, {"critic": {"weight": torch.zeros(6)}}):
         with pytest.raises(RunFailed, match="trainer: cannot be read") as failed:
             safe_pickle.load(more, folder, False)
-        assert failed.value.code == "checkpoint-unreadable" and "\n" not in str(failed.value)
+        assert failed.value.code == "checkpoint-damaged" and "\n" not in str(failed.value)
 
 
 @pytest.mark.slow
