@@ -261,6 +261,7 @@ def main(args: Args) -> None:
         mine, parts, responses, results = [], [], [], []
         for draw in range(args.max_gen_batches):
             prompts = loader.take(gen_prompts)[world.rank :: world.size]
+            begun = reward.ahead(prompts, tokenizer)  # grades the responses to a prompt while others are sampled
             with tracker.time("rollout"):
                 drawn = engine.generate(
                     [prompt.ids for prompt in prompts],
@@ -268,10 +269,11 @@ def main(args: Args) -> None:
                     args.temperature,
                     args.max_response_tokens,
                     seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
+                    done=begun,
                 )
             with tracker.time("reward"):
                 texts = tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
-                graded = reward.score(prompts, texts, drawn, world, step, tracker.add)
+                graded = reward.score(prompts, texts, drawn, world, step, tracker.add, begun)
             correct = torch.tensor([result.acc > 0 for result in graded]).view(-1, args.group_size)  # (B, G)
             for i in keep_groups(correct).nonzero().flatten().tolist():
                 rows = range(i * args.group_size, (i + 1) * args.group_size)

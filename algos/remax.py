@@ -248,6 +248,7 @@ def main(args: Args) -> None:
         """What this rank needs of a step before it trains: a step ahead, in a thread, with --max-inflight-batches 2."""
         # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
         mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
+        begun = reward.ahead(mine, tokenizer)  # grades the responses to a prompt while others are sampled
         with tracker.time("rollout"):
             greedy = engine.generate([prompt.ids for prompt in mine], 1, 0.0, args.max_response_tokens, seed=0)
             batch = engine.generate(
@@ -256,6 +257,7 @@ def main(args: Args) -> None:
                 args.temperature,
                 args.max_response_tokens,
                 seed=args.seed * 2**20 + step,
+                done=begun,
             )
             engine.sleep()
 
@@ -268,7 +270,7 @@ def main(args: Args) -> None:
             known = greedy.response_mask.any(1).repeat_interleave(args.group_size)  # (N,) bool: graded
             batch.response_mask &= known[:, None]
             responses = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
-            results = reward.score(mine, responses, batch, world, step, tracker.add)
+            results = reward.score(mine, responses, batch, world, step, tracker.add, begun)
         return mine, greedy, greedy_scores, batch, responses, results
 
     rollouts = overlap.Prefetcher(sample, loader, world, tracker, args.layout)

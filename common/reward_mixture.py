@@ -9,7 +9,6 @@ import json
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from common.grading import Item, Result, Reward, parse_gold
 from common.json_lines import is_number, unique
 from common.math_grading import parse_math_gold
 from common.placement import World
+from common.reward_ahead import Ahead, graded
 
 CERTAIN_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
 DROPPED_AT_MOST = 0.2  # of a step's responses
@@ -55,18 +55,9 @@ def check_weights(where: str, weights: dict, names: set[str] | None) -> None:
         raise BadInput(f"{where}: no reward has a weight other than 0")
 
 
-def graded(name: str, reward: Reward, items: list[Item], lengths, truncated) -> tuple[list[Result], float]:
-    """What a reward says, checked, and the seconds it took. Raises BadInput on a wrong count, NaN or infinity."""
-    began = time.perf_counter()
-    results = reward(items, lengths, truncated)
-    if len(results) != len(items):
-        raise BadInput(f'reward "{name}" returned {len(results)} results for {len(items)} items')
-    for row, (item, result) in enumerate(zip(items, results)):
-        if result.score is not None and not math.isfinite(result.score):
-            raise BadInput(f'reward "{name}": row {row} is {result.score}, for prompt {item.prompt[:200]!r}')
-    plain = lambda score, acc: {"score": float(score), "acc": float(score > 0 if acc is None else acc)}
-    results = [r if r.score is None else dataclasses.replace(r, **plain(r.score, r.acc)) for r in results]
-    return results, time.perf_counter() - began
+def collected(begun: Ahead | None, name: str, *given) -> tuple[list[Result], float]:
+    """graded(), of what was begun while sampling where all of it was."""
+    return (begun and begun.results(name)) or graded(name, *given)
 
 
 class Rewards:
@@ -114,12 +105,20 @@ class Rewards:
             say(f"reward weights are now {weights} ({self.file}, sha256 {digest})")
         self.weights, self.stale, self.complaint = weights, bool(complaint), complaint
 
-    def score(self, prompts: list, responses: list[str], rollout, world: World, step=None, log=None) -> list[Result]:
+    def ahead(self, prompts: list, tokenizer) -> Ahead:
+        """For engine.generate(done=...), then for score(): rewards that wait for others begin while it samples."""
+        return Ahead(self.rewards, prompts, tokenizer)
+
+    def score(
+        self, prompts: list, responses: list[str], rollout, world: World, step=None, log=None,
+        begun: Ahead | None = None,
+    ) -> list[Result]:  # fmt: skip
         """Grade N responses, G to each of B prompts (group-major). Collective: every rank calls it.
 
         A prompt one of whose responses could not be graded leaves the step, with all its responses: score 0, acc 0,
         why in info["ungraded"], and no token left in rollout.response_mask; so no mean, std or loss knows of it.
-        step: None in an evaluation; log: Tracker.add. Raises BadInput or RunFailed, on all ranks together.
+        step: None in an evaluation; log: Tracker.add; begun: what ahead() gave. Raises BadInput or RunFailed, on all
+        ranks together.
         """
         if self.file and step is not None and step != self.step:
             self.refresh(world)  # once a step: all draws of a step are weighed alike
@@ -135,7 +134,7 @@ class Rewards:
         parts, error = {}, None
         with ThreadPoolExecutor(len(self.rewards)) as threads:
             waiting = {
-                name: threads.submit(graded, name, reward, *given)
+                name: threads.submit(collected, begun, name, reward, *given)
                 for name, reward in self.rewards.items()
                 if getattr(reward, "waits", False)  # for a service or for other processes
             }

@@ -4,7 +4,8 @@ Three engines behind the same four methods: `VLLMEngine` (common/vllm_engine.py)
 (common/server_engine.py) for vLLM's servers beside them, and `HFEngine` below, slow, independent, and the oracle the
 others are tested against.
 
-    generate(prompt_ids, n, temperature, max_tokens, seed) -> Rollout
+    generate(prompt_ids, n, temperature, max_tokens, seed, done) -> Rollout
+                                     done: Done or None, for a reward that grades while others are sampled
     load_weights(named_tensors)      the trainer's weights, full tensors of wire_dtype (None: of the masters);
                                      called through weight_sync.push
     sleep()                          free the memory of weights and KV cache until the next load_weights
@@ -15,7 +16,7 @@ import gc
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,9 @@ from transformers import (
 from common.errors import say
 from common.placement import Layout, World, use_cores
 from common.safe_pickle import has_safetensors
+
+# Called with the place of a prompt as soon as all responses to it are there: their token ids, and which were cut off.
+Done = Callable[[int, list[list[int]], list[bool]], None]
 
 
 @dataclass
@@ -176,7 +180,8 @@ class HFEngine:
         self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
 
     @torch.no_grad()
-    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:
+    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Rollout:
+        """n responses to each prompt; done is not called: they all end together."""
         device, width = self.world.device, max(len(ids) for ids in prompt_ids)
         rows = [ids for ids in prompt_ids for _ in range(n)]
         inputs = torch.zeros(len(rows), width, dtype=torch.long, device=device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common import servers
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
-from common.rollout import Rollout, collate
+from common.rollout import Done, Rollout, collate
 from common.server_requests import ask_all, versions
 from common.server_restart import again_if_lost
 from common.server_weights import UnderWay, nccl_sender, parts
@@ -64,7 +64,10 @@ class ServerEngine:
         dist.broadcast_object_list(told, src=0)
         self.urls = told[0]
 
-    def generate(self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:
+    def generate(
+        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
+        done: Done | None = None,
+    ) -> Rollout:  # fmt: skip
         """n responses to each prompt, in submission order. Collective. Raises RunFailed naming the server.
 
         Prompt i of rank r is the step's prompt i * size + r: it has a seed and a server of its own by that number.
@@ -78,7 +81,7 @@ class ServerEngine:
             "logprobs": 0,  # the sampled token's alone
             "detokenize": False,
         }
-        replies = again_if_lost(self, lambda: self.ask(prompt_ids, n, sampling, seed))
+        replies = again_if_lost(self, lambda: self.ask(prompt_ids, n, sampling, seed, done))
         responses = [choice for reply in replies for choice in reply]
         return collate(
             [ids for ids in prompt_ids for _ in range(n)],
@@ -89,7 +92,9 @@ class ServerEngine:
             self.world.device,
         )
 
-    def ask(self, prompt_ids: list[list[int]], n: int, sampling: dict, seed: int) -> list[list[dict]]:
+    def ask(
+        self, prompt_ids: list[list[int]], n: int, sampling: dict, seed: int, done: Done | None
+    ) -> list[list[dict]]:  # fmt: skip
         """The replies to this rank's requests. Collective. Raises RunFailed on all ranks."""
         if self.fresh and self.weights is not None:
             self.send(self.weights, self.weight_version)  # nothing was trained since: they are still the same
@@ -102,10 +107,21 @@ class ServerEngine:
                     own["seed"] = ((seed << 12) + index) * n + first
                 body = {"token_ids": ids, "sampling_params": {**sampling, **own}}
                 asked.append((self.urls[index % len(self.urls)], body))
+        parts_each, there = -(-n // self.most), {}
+
+        def told(request: int, choices: list[dict]) -> None:
+            there[request] = choices
+            place = request // parts_each
+            parts = [there.get(place * parts_each + i) for i in range(parts_each)]
+            if done is not None and None not in parts:
+                whole = [choice for part in parts for choice in part]
+                ended = [choice["finish_reason"] == "length" for choice in whole]
+                done(place, [choice["token_ids"] for choice in whole], ended)
+
         with self.no_update():
             replies, error = [], None
             try:
-                replies = asyncio.run(ask_all(asked))
+                replies = asyncio.run(ask_all(asked, told))
             except RunFailed as failed:
                 error = failed
             raise_together(error, self.group)

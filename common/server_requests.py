@@ -1,6 +1,7 @@
 """Asking vLLM's servers for responses: token ids in; ids, log-probs and weight versions out."""
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 
@@ -12,14 +13,25 @@ CONNECTIONS = 256  # of a rank
 LOWEST = -9998.0  # what vLLM gives for a log-prob that is no number is below
 
 
-async def ask_all(asked: list[tuple[str, dict]]) -> list[list[dict]]:
-    """The responses to each (server, request), in this order, all asked at once. Raises RunFailed naming a server."""
+async def ask_all(
+    asked: list[tuple[str, dict]], told: Callable[[int, list[dict]], None] = lambda request, choices: None
+) -> list[list[dict]]:  # fmt: skip
+    """The responses to each (server, request), in this order, all asked at once. Raises RunFailed naming a server.
+
+    told: called with the number of a request and its responses as soon as they are there.
+    """
     urls = {url for url, _ in asked}
     local = all(map(is_local, urls))
     timeout = httpx.Timeout(None, connect=HEALTH_WITHIN)  # long responses take their time; watch() finds the dead
     limits = httpx.Limits(max_connections=CONNECTIONS)  # the rest of a large step waits here
     async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not local) as client:
-        work = asyncio.gather(*(ask(client, url, body) for url, body in asked))
+
+        async def one(request: int, url: str, body: dict) -> list[dict]:
+            choices = await ask(client, url, body)
+            told(request, choices)
+            return choices
+
+        work = asyncio.gather(*(one(request, url, body) for request, (url, body) in enumerate(asked)))
         watches = [asyncio.ensure_future(watch(url)) for url in urls]
         done, _ = await asyncio.wait([work, *watches], return_when=asyncio.FIRST_COMPLETED)
         for task in (work, *watches):

@@ -11,7 +11,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from common import weight_transfer
 from common.placement import Layout, World
-from common.rollout import Rollout, collate, gather_prompts
+from common.rollout import Done, Rollout, collate, gather_prompts
 from common.safe_pickle import has_safetensors
 
 
@@ -66,7 +66,10 @@ class VLLMEngine:
             f"KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
         )
 
-    def generate(self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int) -> Rollout:
+    def generate(
+        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
+        done: Done | None = None,
+    ) -> Rollout:  # fmt: skip
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
         everyone, first = gather_prompts(prompt_ids, self.world)
         sampling = SamplingParams(
@@ -83,7 +86,15 @@ class VLLMEngine:
         # The sampler draws from the process's generator. Shifted, so that no engine at one step repeats another's.
         torch.manual_seed((seed << 12) + self.world.engine_index)
         requests = [{"prompt_token_ids": ids} for ids in everyone]
-        outputs = self.llm.generate(requests, sampling, use_tqdm=False)[first : first + len(prompt_ids)]
+        places = {name: place for place, name in enumerate(self.llm.enqueue(requests, sampling, use_tqdm=False))}
+        outputs = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                place = places[output.request_id] - first
+                if output.finished and 0 <= place < len(prompt_ids):
+                    outputs[place] = output
+                    tell(done, place, output.outputs)
+        outputs = [outputs[place] for place in range(len(prompt_ids))]
         responses = [response for output in outputs for response in output.outputs]
         return collate(
             [ids for ids in prompt_ids for _ in range(n)],
@@ -116,3 +127,10 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """Before World.shutdown: the engine's process groups live inside ours."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def tell(done: Done | None, place: int, responses: list) -> None:
+    """Call done() with a prompt's responses, vLLM's own objects."""
+    if done is not None:
+        ended = [response.finish_reason == "length" for response in responses]
+        done(place, [list(response.token_ids) for response in responses], ended)

@@ -69,7 +69,7 @@ class ReplayEngine:
                 greedy["weight_versions"] = group[0]["weight_versions"][:1] * len(greedy["response_ids"])
                 self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
 
-    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int) -> Recorded:
+    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Recorded:
         waiting = self.sampled if temperature > 0 else self.greedy
         groups = [waiting[tuple(ids)].pop(0) if waiting.get(tuple(ids)) else [] for ids in prompt_ids]
         missing = next((ids for ids, group in zip(prompt_ids, groups) if len(group) != n), None)

@@ -32,7 +32,7 @@ class StubEngine:
     def __init__(self, world):
         self.world, self.tokenizer = world, embedded.tokenizer()
 
-    def generate(self, prompt_ids, n, temperature, max_tokens, seed):
+    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None):
         rows, responses = [], []
         for ids in prompt_ids:
             a, b = map(int, self.tokenizer.decode(ids).rstrip("=").split("+"))

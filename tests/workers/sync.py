@@ -23,7 +23,12 @@ def main(model_path: str, tp: int, backend: str) -> None:
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # each rank its own: TP must sort them out
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
-        batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update)
+        told = {}
+        done = lambda place, ids, ended, told=told: told.update({place: (ids, ended)})
+        batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update, done=done)
+        ids, ended = batch.response_ids, batch.truncated.tolist()
+        expected = {i: (ids[2 * i : 2 * i + 2], ended[2 * i : 2 * i + 2]) for i in range(len(prompts))}
+        assert told == ({} if backend == "hf" else expected)
         assert (batch.weight_versions == update)[batch.response_mask].all()
         assert batch.prompt_ids == [ids for ids in prompts for _ in range(2)]
         micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(300), world)

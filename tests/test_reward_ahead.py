@@ -1,0 +1,117 @@
+"""Grading while the engine samples: the same results, in the same order, sooner."""
+
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from common import embedded, reward_mixture, server_engine
+from common.data import Prompt
+from common.errors import BadInput
+from common.grading import Result
+from common.reward_ahead import Ahead
+from common.rollout import collate
+from common.server_engine import ServerEngine
+
+PROMPTS = [Prompt(f"p{i}", f"{i}+1=", [5 + i], f"{i + 1}", {}) for i in range(3)]
+
+
+class Length:
+    """A reward that waits: its score is the length, and the prompt it is for is in what it noted."""
+
+    waits = True
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds, self.calls = seconds, []
+
+    def __call__(self, items, lengths, truncated):
+        self.calls.append((threading.current_thread().name, [item.prompt for item in items]))
+        time.sleep(self.seconds)
+        pairs = zip(items, lengths, truncated)
+        return [Result(float(n), 0.0, None, {"of": item.prompt, "cut": cut}) for item, n, cut in pairs]
+
+
+def begun(reward, order=(2, 0, 1), tokenizer=None) -> Ahead:
+    ahead = Ahead({"length": reward}, PROMPTS, tokenizer or embedded.tokenizer())
+    for place in order:
+        ahead(place, [[6] * (place + 1), [7] * 5], [False, True])
+    return ahead
+
+
+def sampled():
+    ids = [row for place in range(3) for row in ([6] * (place + 1), [7] * 5)]
+    prompts = [prompt.ids for prompt in PROMPTS for _ in range(2)]
+    return collate(prompts, ids, [[-1.0] * len(row) for row in ids], [False, True] * 3, 0, torch.device("cpu"))
+
+
+def test_what_was_begun_is_what_grading_afterwards_gives(world):
+    responses, rollout = ["a", "b"] * 3, sampled()
+    rewards = reward_mixture.Rewards({"length": Length()}, {"length": 1.0}, None, "drop")
+    after = rewards.score(PROMPTS, responses, rollout, world, 1)
+    reward = Length()
+    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0}, None, "drop")
+    assert rewards.score(PROMPTS, responses, rollout, world, 1, None, begun(reward)) == after
+    assert [result.score for result in after] == [1.0, 5.0, 2.0, 5.0, 3.0, 5.0]
+    assert [prompts for _, prompts in reward.calls] == [["2+1="] * 2, ["0+1="] * 2, ["1+1="] * 2], "and only once"
+
+
+def test_it_does_not_hold_up_who_samples():
+    began = time.perf_counter()
+    ahead = begun(Length(seconds=0.3))
+    assert time.perf_counter() - began < 0.2
+    time.sleep(0.3)  # sampling goes on
+    ahead.results("length")
+    assert time.perf_counter() - began < 0.7, "three prompts at the same time"
+
+
+def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
+    reward = Length()
+    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0}, None, "drop")
+    results = rewards.score(PROMPTS, ["a", "b"] * 3, sampled(), world, 1, None, begun(reward, order=(0, 2)))
+    assert [result.info["of"] for result in results] == ["0+1="] * 2 + ["1+1="] * 2 + ["2+1="] * 2
+    assert len(reward.calls[-1][1]) == 6
+
+
+def test_a_reward_of_this_process_waits_until_sampling_is_over():
+    reward = Length()
+    reward.waits = False
+    assert begun(reward).results("length") is None and reward.calls == []
+
+
+def test_what_it_raises_is_raised_where_its_results_are_wanted():
+    def wrong(items, lengths, truncated):
+        return []
+
+    wrong.waits = True
+    with pytest.raises(BadInput, match='reward "length" returned 0 results for 2 items'):
+        begun(wrong).results("length")
+
+
+def test_a_second_answer_takes_the_place_of_the_first():
+    """A rollout server was lost, and all prompts are asked for again."""
+    reward = Length()
+    ahead = begun(reward)
+    ahead(1, [[6] * 9, [7] * 5], [False, False])
+    assert [result.score for result in ahead.results("length")[0]] == [1.0, 5.0, 9.0, 5.0, 3.0, 5.0]
+
+
+def test_servers_tell_of_a_prompt_when_all_its_requests_are_answered(world, monkeypatch):
+    told, choice = [], lambda ids, reason: {"token_ids": ids, "finish_reason": reason}
+
+    async def ask_all(asked, tell):
+        replies = [[choice([k, i], "length" if k == 3 else "stop") for i in range(b["sampling_params"]["n"])]
+                   for k, (_, b) in enumerate(asked)]  # fmt: skip
+        for k in (3, 0, 2, 1):
+            tell(k, replies[k])
+        return replies
+
+    monkeypatch.setattr(server_engine, "ask_all", ask_all)
+    engine = types.SimpleNamespace(
+        fresh=False, weights=None, world=world, urls=["http://a"], most=2, group=None, no_update=threading.Lock
+    )
+    done = lambda *given: told.append(given)
+    replies = ServerEngine.ask(engine, [[1], [2]], 3, {"temperature": 1.0}, 0, done)
+    assert len(replies) == 4 and [place for place, *_ in told] == [1, 0]
+    assert told[0] == (1, [[2, 0], [2, 1], [3, 0]], [False, False, True])
