@@ -22,7 +22,9 @@ async def ask_all(
     """
     urls = {url for url, _ in asked}
     local = all(map(is_local, urls))
-    timeout = httpx.Timeout(None, connect=HEALTH_WITHIN)  # long responses take their time; watch() finds the dead
+    timeout = httpx.Timeout(
+        None
+    )  # a busy server accepts late, and long responses take their time: watch() finds the dead
     limits = httpx.Limits(max_connections=CONNECTIONS)  # the rest of a large step waits here
     async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not local) as client:
 
