@@ -211,11 +211,8 @@ class PromptLoader:
 
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and answers, in their order: another file of the same name has another."""
-        digest = hashlib.sha256()
-        for dataset in self.datasets:
-            for prompt in dataset:
-                digest.update(repr((prompt.ids, prompt.answer)).encode())
-        return digest.hexdigest()
+        said = [[(prompt.ids, prompt.answer) for prompt in dataset] for dataset in self.datasets]
+        return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""

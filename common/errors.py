@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException as SaveFailed
 
 # What gloo, NCCL and torch's store say when another rank does not come, or is gone.
 LATE = ("timed out", "timeout")
@@ -107,7 +107,7 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
             print(visible(f"error[{error.code}] on rank {dist.get_rank()}: {error}"), file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, BadInput) else 3)
-    except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
+    except (RuntimeError, OSError, MemoryError, SafetensorError, SaveFailed) as error:
         found = recognized(error)
         if found is None:
             raise
