@@ -86,7 +86,8 @@ class VLLMEngine:
         # The sampler draws from the process's generator. Shifted, so that no engine at one step repeats another's.
         torch.manual_seed((seed << 12) + self.world.engine_index)
         requests = [{"prompt_token_ids": ids} for ids in everyone]
-        places = {name: place for place, name in enumerate(self.llm.enqueue(requests, sampling, use_tqdm=False))}
+        names = self.llm.enqueue(requests, sampling, use_tqdm=False)
+        places = {name.partition("-")[0]: place for place, name in enumerate(names)}  # behind "-" is vLLM's own, random
         outputs = {}
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
