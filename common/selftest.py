@@ -5,9 +5,10 @@ tried in a temporary folder on the disk of the run directory. Nothing is left be
 """
 
 import dataclasses
+import io
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from common.rollout import Rollout
 
 GAP = 1e-4  # largest |trainer - engine| of a token's log-prob in float32, nats
 GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # relative difference of one gradient cut in two ways
-NOISE = 0.05  # of a parameter's root mean square; more of it until old weights would show
+NOISE = 0.05  # of a parameter's root mean square; twice as much again and again until old weights would show
 SHOWS = 4  # times the bound
 
 
@@ -124,7 +125,7 @@ def synced(probe: Probe, saver: Saver, old: Rollout, limit: Limit) -> list[Row]:
     kept = [shard(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
     before, without, tries = checksums(saver.trained), None, 0
     while tries < 6 and (without is None or limit.of(without) < SHOWS * limit.bound):
-        perturb(policy, probe.world, seed=tries)
+        perturb(policy, probe.world, NOISE * 2**tries)
         without, tries = probe.gap(old), tries + 1
     for name in ("weight sync", "weights restored"):
         if name == "weights restored":
@@ -157,11 +158,12 @@ def saved(saver: Saver, folder: Path) -> list[Row]:
     saver.finish_writing()
     seconds = saver.world.max(time.perf_counter() - began)
     for trained, optimizer in saver.trained.values():
-        perturb(trained, saver.world, seed=0)
+        perturb(trained, saver.world, NOISE)
         optimizer.state.clear()  # as it is where a run is resumed
     lost = count_different(before, checksums(saver.trained), saver.world)
     checkpoint = folder / "checkpoints" / f"step_{saver.done + 1:06d}"
-    saver.load(checkpoint)
+    with redirect_stdout(io.StringIO()):  # "resumed after step 1", which is no news here
+        saver.load(checkpoint)
     differ = count_different(before, checksums(saver.trained), saver.world)
     said = f"{differ} of {len(before)} checksums of {' and '.join(saver.trained)} differ; {seconds:.2f} s to save"
     wrong = export_differs(saver, checkpoint / "model")
@@ -192,14 +194,14 @@ def temporary_folder(run_dir: str, world: World):
 
 
 @torch.no_grad()
-def perturb(trained: nn.Module, world: World, seed: int) -> None:
-    """Add noise to every parameter, in place: the same to all copies of a shard."""
+def perturb(trained: nn.Module, world: World, share: float) -> None:
+    """Add noise to every parameter, in place, this share of its root mean square: the same to all copies of a shard."""
     model.reshard(trained)
-    generator = torch.Generator().manual_seed(seed * 2**20 + world.mesh.get_local_rank(world.mesh.ndim - 1))
+    generator = torch.Generator().manual_seed(world.mesh.get_local_rank(world.mesh.ndim - 1))
     for parameter in trained.parameters():
         values = shard(parameter)
         size = values.square().mean().sqrt().item() if values.numel() else 0.0
-        noise = torch.randn(values.shape, generator=generator) * NOISE * (size or 1.0)
+        noise = torch.randn(values.shape, generator=generator) * share * (size or 1.0)
         values.add_(noise.to(values.device))
 
 
