@@ -75,7 +75,7 @@ class World:
     tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
     sp_group: dist.ProcessGroup | None = None  # ranks that compute one row together; None when each has its own
     group: dist.ProcessGroup | None = None  # all ranks, for numbers; None: torch's default group
-    store: dist.Store | None = None  # where each rank writes what it is doing
+    noted: bool = True  # whether enter() leaves notes: those of a second thread would overwrite the first's
     timeout: timedelta | None = None  # of collectives; None: torch's own
 
     @property
@@ -89,12 +89,13 @@ class World:
 
     def beside(self) -> "World":
         """The same world for a second thread: its collectives do not mix with the first's. Collective."""
-        return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout), store=None)
+        return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout), noted=False)
 
     def enter(self, phase: str) -> None:
-        """Leave a note of what this rank does now: when a collective fails, errors.phases() reads them all."""
-        if self.store is not None:
-            self.store.set(f"phase/{self.rank}", f"{time.time():.0f} {phase}")
+        """Leave a note of what this rank does now: when a collective fails, errors.note() reads them."""
+        if self.noted:
+            store = dist.distributed_c10d._get_default_store()  # held by nobody: it must go before the interpreter does
+            store.set(f"phase/{self.rank}", f"{time.time():.0f} {phase}")
 
     def sum(self, value: float) -> float:
         """Sum of a number over the ranks. Collective: every rank calls it."""
@@ -166,8 +167,7 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     shards = sharding.shard_size or size
     sizes, names = ((size,), ("ranks",)) if shards == size else ((size // shards, shards), ("copies", "shards"))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    store = dist.distributed_c10d._get_default_store()  # with torch's own prefix: errors.phases() finds no other
-    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group, store=store, timeout=timeout)
+    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group, timeout=timeout)
 
 
 def use_cores() -> None:

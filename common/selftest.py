@@ -178,7 +178,9 @@ def export_differs(saver: Saver, folder: Path) -> int:
     """How many of the policy's parameters an exported folder does not hold, in its dtype. Collective."""
     theirs, wrong = {}, 0
     if saver.world.is_main:
-        theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=saver.dtype).named_parameters())
+        theirs = dict(
+            AutoModelForCausalLM.from_pretrained(folder, dtype=saver.dtype, use_safetensors=True).named_parameters()
+        )
     for name, tensor in weight_sync.FullParameters(saver.trained["policy"][0], saver.dtype):
         if saver.world.is_main:
             wrong += name not in theirs or not torch.equal(theirs.pop(name), tensor.cpu())

@@ -58,7 +58,7 @@ class Servers:
     def control(self, urls: list[str]):
         return Control(urls, self)
 
-    async def ask_all(self, asked: list) -> list:
+    async def ask_all(self, asked: list, told) -> list:
         self.happen(f"ask {asked[0][0]}" if asked[0][0] == "http://theirs" else "ask")
         content = [{"token_id": 7, "logprob": -0.5}]
         spans = [{"version": self.version, "start": 0, "end": 1}]
