@@ -238,7 +238,7 @@ def test_servers_of_others_are_left_as_they_were(world, fake):
 def test_what_new_servers_do_not_mend_ends_the_run(world, fake, monkeypatch):
     engine = make(world)
 
-    async def refuse(asked):
+    async def refuse(asked, told):
         raise RunFailed("rollout server http://own1 refused a request (400): too long", code="server-refused")
 
     monkeypatch.setattr(server_engine, "ask_all", refuse)
