@@ -21,6 +21,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from common import report
+from common.run import flat
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
@@ -76,9 +77,11 @@ def curves() -> dict[str, list[list[dict]]]:
 
 
 def check_same(algorithm: str) -> None:
-    """Seeds of one algorithm must be one experiment: the same flags but the seed."""
+    """Seeds of one algorithm must be one experiment: the same flags but the seed, of those that all of them had."""
     runs = [json.loads(path.read_text())["args"] for path in sorted((BASELINES / algorithm).glob("seed*.json"))]
-    if any({**args, "seed": 0} != {**runs[0], "seed": 0} for args in runs):
+    runs = [flat(args) for args in runs]
+    shared = set.intersection(*(set(args) for args in runs)) - {"seed"}
+    if any(args[name] != runs[0][name] for args in runs for name in shared):
         sys.exit(f"error: the seeds in baselines/{algorithm} were run with different flags; run them again")
 
 
