@@ -108,7 +108,7 @@ class Tracker(Figures):
         self.run_dir = Path(chosen[0])
         self.step_began = time.perf_counter()
         self.profiler = None
-        self.trends = Trends()
+        self.trends = Trends(heard=start > 0)
         self.sampled: tuple | None = None  # the prompts and ..., batch, responses, results of this step
         if not world.is_main:
             return

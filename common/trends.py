@@ -13,8 +13,9 @@ DRIFT = 0.1  # by so much of its best the accuracy falls while the reward is at 
 class Trends:
     """Every rank feeds it the reduced metrics of each step: all come to the same conclusion."""
 
-    def __init__(self):
-        self.silent, self.heard = 0, False
+    def __init__(self, heard: bool = False):
+        """heard: whether there have been groups of unequal rewards before, in the run that is resumed."""
+        self.silent, self.heard = 0, heard
         self.entropies: list[float] = []  # of the first steps
         self.rewards, self.accuracies = deque(maxlen=WINDOW), deque(maxlen=WINDOW)
         self.best = {"reward": -float("inf"), "accuracy": -float("inf")}

@@ -9,8 +9,10 @@ import re
 import pytest
 from conftest import ROOT, launch
 
+from algos import grpo
 from common import errors, server_requests
 from common.errors import BadInput, RunFailed
+from common.tracking import Tracker
 from common.trends import SILENT_STEPS, WINDOW, Trends
 
 # name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step in metrics.jsonl)
@@ -116,6 +118,13 @@ def test_entropy_that_is_gone_is_said_once(capsys):
     for step in range(1, 40):
         trends.check(row(step, entropy=0.5 * 0.95**step))  # learning takes entropy, too
     assert "entropy" not in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
+    tracker = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 5, 100)
+    for step in range(6, 6 + SILENT_STEPS):
+        tracker.trends.check(row(step, alike=1.0))
+    assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
 
 
 @pytest.mark.parametrize("accuracy, warned", [(0.6, True), (0.9, False)])
