@@ -138,6 +138,13 @@ def test_a_reward_that_is_gamed_is_said(capsys, accuracy, warned):
     assert WINDOW < 60
 
 
+def test_a_reward_that_falls_with_the_accuracy_is_not_gamed(capsys):
+    trends = Trends()
+    for step in range(1, 60):
+        trends.check(row(step, reward=0.9 - step / 100, accuracy=0.9 - step / 100, side=0.0))
+    assert "reward-drift" not in capsys.readouterr().err
+
+
 def test_a_server_that_is_gone_has_a_code():
     with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone") as failed:
         asyncio.run(server_requests.ask_all([("http://127.0.0.1:9", {})]))
