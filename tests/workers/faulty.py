@@ -26,6 +26,7 @@ SMALL = grpo.Args(
     dtype="float32", prompts_per_step=4, group_size=4, mini_batches=2, max_response_tokens=40, temperature=1.3, steps=4,
     rollouts_every=1, rollout_backend="hf", source=data.TrainSource(eval_prompts=0), max_logprob_gap=1e-3,
 )  # fmt: skip
+UNEVEN = (f"{Path(__file__).with_name('rewards.py')}:uneven",)  # every step trains on all rows
 REWARD = "def score(items, lengths, truncated):\n    {}\n"
 
 
@@ -34,7 +35,7 @@ def skip_in_sync(part: str) -> dict:
     load = rollout.HFEngine.load_weights
     keep = lambda weights: ((name, tensor) for name, tensor in weights if part not in name)
     rollout.HFEngine.load_weights = lambda engine, weights: load(engine, keep(weights))
-    return {"learning_rate": 2e-3}
+    return {"learning_rate": 2e-3, "reward": UNEVEN, "max_logprob_gap": 1e-4}
 
 
 def stale_head(folder: Path) -> dict:
@@ -55,7 +56,7 @@ def syncs_lost(folder: Path) -> dict:
         load(engine, weights)
 
     rollout.HFEngine.load_weights = lossy
-    return {"learning_rate": 2e-3}
+    return {"learning_rate": 2e-3, "reward": UNEVEN, "max_logprob_gap": 1e-4}
 
 
 def wrong_temperature(folder: Path) -> dict:
