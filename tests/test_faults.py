@@ -15,7 +15,7 @@ from common.errors import BadInput, RunFailed
 from common.tracking import Tracker
 from common.trends import SILENT_STEPS, WINDOW, Trends
 
-# name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step in metrics.jsonl at most)
+# name of the fault in workers/faulty.py: (exit code, error code, what the line says, at most this step in metrics.jsonl)
 FAULTS = {
     "stale_head": (3, "logprob-gap", "trainer and engine disagree by", 3),
     "one_layer_not_synced": (
