@@ -15,15 +15,10 @@ from common.errors import BadInput, RunFailed
 from common.tracking import Tracker
 from common.trends import SILENT_STEPS, WINDOW, Trends
 
-# name of the fault in workers/faulty.py: (exit code, error code, what the line says, at most this step in metrics.jsonl)
+# name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step there may be)
 FAULTS = {
     "stale_head": (3, "logprob-gap", "trainer and engine disagree by", 3),
-    "one_layer_not_synced": (
-        3,
-        "logprob-gap",
-        "trainer and engine disagree by",
-        None,
-    ),  # the first step that trains after it
+    "one_layer_not_synced": (3, "logprob-gap", "trainer and engine disagree by", 3),
     "syncs_lost": (3, "stale-weights", "the engine had not got the trainer's weights", 3),
     "wrong_temperature": (3, "wrong-temperature", r"log-probs at temperature 0\.70", 1),
     "nan_gradient": (3, "non-finite", "grad_norm is nan; this update was not applied; its responses are in", None),
