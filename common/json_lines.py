@@ -78,12 +78,17 @@ def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input"
     return rows
 
 
-def read_object(path: Path, code: str = "bad-input") -> dict:
-    """The object that a whole file holds. Raises BadInput."""
+def read_value(path: Path, code: str = "bad-input") -> Any:
+    """What a whole file holds. Raises BadInput."""
     try:
-        found = parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        return parse(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: {error}", code=code) from None
+
+
+def read_object(path: Path, code: str = "bad-input") -> dict:
+    """The object that a whole file holds. Raises BadInput."""
+    found = read_value(path, code)
     if not isinstance(found, dict):
         raise BadInput(f"{path}: expected an object, got {type(found).__name__}", code=code)
     return found

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import BadInput
+from common.json_lines import read_value
 from common.sources import lookup
 
 Messages = list[dict[str, str]]
@@ -56,15 +57,11 @@ def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
         return None
     if not Path(path).is_file():
         raise BadInput(f"--template {path}: file not found")
+    file = Path(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
-        template = json.loads(text) if path.endswith(".json") else text
+        template = read_value(file) if file.suffix == ".json" else file.read_text("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not valid UTF-8 at byte {error.start + 1}") from None
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path}:{error.lineno}: invalid JSON at column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets
-        raise BadInput(f"{path}: invalid JSON: {error}") from None
     if not isinstance(template, str) and not is_chat(template):
         raise BadInput(f'{path}: expected a list of {{"role": ..., "content": ...}} messages')
     if not isinstance(template, str) and not tokenizer.chat_template:

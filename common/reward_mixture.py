@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say, warn
 from common.grading import Item, Result, Reward, parse_gold
-from common.json_lines import is_number, unique
+from common.json_lines import is_number, read_value
 from common.math_grading import parse_math_gold
 from common.placement import World
 from common.reward_ahead import Ahead, graded
@@ -31,12 +31,7 @@ def read_weights(file: Path, names: set[str] | None) -> dict[str, float]:
     """The weights of a file, checked; names: those it must have. Raises BadInput with file and line."""
     if not file.is_file():
         raise BadInput(f"--reward {file}: file not found")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{file}:{error.lineno}:{error.colno}: invalid JSON: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{file}: cannot be read: {error}") from None
+    content = read_value(file)
     weights = content.get("weights") if isinstance(content, dict) else None
     if not isinstance(weights, dict):
         raise BadInput(f'{file}: expected an object with "weights", an object of names and numbers')

@@ -95,7 +95,7 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"t.txt": b"add"}, "arithmetic", {"template": "t.txt"},
      "t.txt: {prompt} is nowhere in it, where each prompt goes"),
     ({"t.txt": b"\xff"}, "arithmetic", {"template": "t.txt"}, "t.txt: not valid UTF-8 at byte 1"),
-    ({"t.json": b"[\n{]"}, "arithmetic", {"template": "t.json"}, "t.json:2: invalid JSON at column 2: ..."),
+    ({"t.json": b"[\n{]"}, "arithmetic", {"template": "t.json"}, "t.json: invalid JSON at line 2, column 2: ..."),
     ({"t.json": b'[{"role": "user"}]'}, "arithmetic", {"template": "t.json"},
      't.json: expected a list of {"role": ..., "content": ...} messages'),
     ({"t.json": b'[{"role": "user", "content": "{prompt}"}]'}, "arithmetic", {"template": "t.json"},

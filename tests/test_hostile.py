@@ -40,7 +40,7 @@ HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202e\ud800-\udff
 MIB = 2**20
 
 
-def one_line(call, *names: str, seconds: float = 5.0) -> str:
+def assert_one_line(call, *names: str, seconds: float = 5.0) -> str:
     """What a call is refused with: at once, in one short line for each of its errors, harmless to a terminal."""
     began = time.monotonic()
     with pytest.raises(errors.OneLine) as caught:
@@ -156,7 +156,7 @@ def test_files_that_no_run_has_named_are_no_steps(tmp_path):
 def test_a_replay_runs_the_files_of_algos_alone(tmp_path, argv):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "run.json").write_text(json.dumps({"argv": argv, "args": {}}))
-    one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
+    assert_one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
 
 
 STATES = [
@@ -175,8 +175,8 @@ def test_a_hostile_state_is_refused(tmp_path, content):
     folder.mkdir(parents=True)
     (folder / "state.json").write_bytes(content)
     for resume in ("auto", str(folder)):
-        one_line(lambda resume=resume: run.check_directory(f"{tmp_path}/run", resume, "none"), "state.json")
-    one_line(lambda: folders.rotate(tmp_path / "run", 1), "state.json")
+        assert_one_line(lambda resume=resume: run.check_directory(f"{tmp_path}/run", resume, "none"), "state.json")
+    assert_one_line(lambda: folders.rotate(tmp_path / "run", 1), "state.json")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "checkpoints", "step_000002", "state.json"]
 
 
@@ -187,7 +187,7 @@ def test_a_hostile_state_is_refused(tmp_path, content):
 def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
     (tmp_path / "run.json").write_bytes(content)
     args = dataclasses.make_dataclass("Args", [("steps", int), ("run_dir", str)])(3, str(tmp_path))
-    one_line(lambda: run.check_configuration(args, "grpo"), str(tmp_path))
+    assert_one_line(lambda: run.check_configuration(args, "grpo"), str(tmp_path))
     assert view.load_tokenizer(tmp_path / "rollouts/step_000001.jsonl") is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and not HARMFUL.search(said.replace("\n", ""))
@@ -234,7 +234,7 @@ READERS = {
 def test_a_hostile_line_is_refused_by_name_and_number(tmp_path, name, kind):
     reader, good = READERS[name]
     (tmp_path / name).write_bytes(json.dumps(good).encode() + b"\n" + LINES[kind] + b"\n")
-    one_line(lambda: reader(tmp_path / name), f"{name}:2: ")
+    assert_one_line(lambda: reader(tmp_path / name), f"{name}:2: ")
 
 
 def test_many_hostile_lines_are_five(tmp_path):
@@ -261,7 +261,7 @@ def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
         reward = rewards_module.load(("gsm8k",))
         reward.check_answers(load_data(tmp_path / "rows.jsonl"))
 
-    one_line(read, "rows.jsonl:2: ")
+    assert_one_line(read, "rows.jsonl:2: ")
 
 
 def test_long_texts_of_a_row(tmp_path):
@@ -269,7 +269,7 @@ def test_long_texts_of_a_row(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1+1=", "answer": 2, "more": "' + LONG + b'"}\n')
     assert len(load_data(tmp_path / "rows.jsonl")) == 1
     (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'2+3=", "answer": 5}\n')
-    one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer")
+    assert_one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer")
     source = data.Source(overlong_prompts="truncate-left")
     (prompt,) = data.load(str(tmp_path / "rows.jsonl"), source, "train", embedded.tokenizer(), 64)
     assert len(prompt.ids) == 64 and prompt.text.endswith("12+3=")
@@ -295,7 +295,7 @@ ROWS = [
 def test_a_row_that_no_run_writes_is_refused(tmp_path, changes):
     rows = [a_row(), a_row(**changes)]
     (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one_line(lambda: view.main(view.Args(tmp_path / "step.jsonl")), "step.jsonl:2: ", f'"{[*changes][-1]}"')
+    assert_one_line(lambda: view.main(view.Args(tmp_path / "step.jsonl")), "step.jsonl:2: ", f'"{[*changes][-1]}"')
 
 
 def test_unusual_rows_are_shown(tmp_path, capsys):
@@ -317,15 +317,15 @@ def test_unusual_rows_are_shown(tmp_path, capsys):
 ], ids=range(9))  # fmt: skip
 def test_a_hostile_weights_file_is_refused(tmp_path, content):
     (tmp_path / "weights.json").write_bytes(content)
-    one_line(lambda: rewards_module.load((f"{tmp_path}/weights.json",)))
+    assert_one_line(lambda: rewards_module.load((f"{tmp_path}/weights.json",)))
     if b"\\u001b" not in content and b"evil" not in content and len(content) < MIB:
-        one_line(lambda: reward_mixture.read_weights(tmp_path / "weights.json", None), "weights.json")
+        assert_one_line(lambda: reward_mixture.read_weights(tmp_path / "weights.json", None), "weights.json")
 
 
 def test_a_hostile_template_is_refused(tmp_path):
     (tmp_path / "t.json").write_bytes(b"[" * 100_000)
     source = data.Source(template=str(tmp_path / "t.json"))
-    one_line(lambda: data.load("arithmetic", source, "test", embedded.tokenizer(), 64), "t.json: invalid JSON")
+    assert_one_line(lambda: data.load("arithmetic", source, "test", embedded.tokenizer(), 64), "t.json: invalid JSON")
 
 
 def test_what_is_deep_is_found_without_recursion():
@@ -409,17 +409,17 @@ def endless(asked):
 
 def test_a_reply_without_end(serve):
     service = serve(endless)
-    assert f"a reply of more than {LARGEST // MIB} MiB" in one_line(
+    assert f"a reply of more than {LARGEST // MIB} MiB" in assert_one_line(
         lambda: ask(service, read_timeout=20), service.url, seconds=20
     )
-    one_line(lambda: RewardService(service.url).check(), service.url, "GET /health", seconds=10)
+    assert_one_line(lambda: RewardService(service.url).check(), service.url, "GET /health", seconds=10)
     assert service.sent < 6 * LARGEST
 
 
 def test_a_reply_that_unpacks_to_gigabytes(serve):
     bomb = gzip.compress(bytes(64 * MIB))
     service = serve(lambda asked: [whole(bomb, b"Content-Encoding: gzip")])
-    one_line(lambda: ask(service), service.url, "Content-Encoding: 'gzip'")
+    assert_one_line(lambda: ask(service), service.url, "Content-Encoding: 'gzip'")
     assert b"accept-encoding: identity" in service.heads[0].lower()
 
 
@@ -493,10 +493,10 @@ def test_a_service_cannot_make_the_token_known(serve, monkeypatch, capsys):
 @pytest.mark.parametrize("info", ["[" * 150 + "]" * 150, '{"a": 1, "a": 2}', "9" * 5000, "-Infinity"])
 def test_an_info_that_could_not_be_written_is_refused(serve, info):
     service = serve(lambda asked: [whole(reply(asked).replace(b'"info": {}', b'"info": {"x": %s}' % info.encode()))])
-    one_line(lambda: ask(service), service.url)
+    assert_one_line(lambda: ask(service), service.url)
 
 
 def test_numbers_too_large_for_a_float(serve):
     for number in (b"1e400", b"-1e400", b"1" + b"0" * 400, b'"1e3"', b"true", b"[1]"):
         change = lambda asked, number=number: [whole(reply(asked).replace(b"1.0", number))]
-        one_line(lambda change=change: ask(serve(change)), '"score" of id 0', "expected a finite number")
+        assert_one_line(lambda change=change: ask(serve(change)), '"score" of id 0', "expected a finite number")
