@@ -71,7 +71,7 @@ class Saver:
         """Restore all that was saved; returns the steps done, 0 without a folder. The caller pushes the weights to the
         engine. Collective. Raises BadInput or RunFailed on all ranks.
         """
-        saved = folders.state(folder, tuple(folders.FACTS)[:-1]) if folder else {"step": 0}
+        saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
         self.done = saved["step"]
         if self.world.min(self.done) != self.world.max(self.done):
             raise RunFailed(
@@ -80,7 +80,7 @@ class Saver:
             )
         if folder is None:
             return 0
-        if saved.get("data", self.loader.fingerprint()) != self.loader.fingerprint():
+        if saved["data"] != self.loader.fingerprint:
             said = f"--resume {folder}: the prompts are not those of that run any more: a file of --dataset has changed"
             if self.saving.resume == "auto":
                 raise BadInput(f"{said}; restore it, or start another run: --resume {folder}", code="data-changed")
@@ -145,7 +145,7 @@ class Saver:
         facts = {
             "step": step,
             "position": self.loader.resume_at,
-            "data": self.loader.fingerprint(),
+            "data": self.loader.fingerprint,
             "fresh": new,
             "ranks": self.world.size,
             "weight_version": self.engine.weight_version,

@@ -19,6 +19,7 @@ COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
 FACTS = {  # of state.json: what a save writes
     "step": is_count,
     "position": is_count,
+    "data": lambda digest: isinstance(digest, str),
     "ranks": is_count,
     "weight_version": is_count,
     "fresh": lambda names: isinstance(names, list) and all(isinstance(name, str) for name in names),

@@ -165,7 +165,7 @@ STATES = [
     b"[" * 100_000, b'{"step": ' + b"[" * 500 + b"]" * 500 + b"}", b'{"step": "' + b"x" * 10 * MIB + b'"}', b"\xff",
     b'{"step": 2, "fresh": "policy"}', b'{"step": 2, "ranks": "1"}', b'{"step": 2, "position": -3}',
     b'{"step": 2, "reward": {"weights": {"gsm8k": "x"}, "first_step": 1}}', b'{"step": 2, "eval/accuracy": "best"}',
-    b'{"step": 2, "weight_version": [1]}', b'{"step": "\\u001b[2J"}',
+    b'{"step": 2, "weight_version": [1]}', b'{"step": 2, "data": 5}', b'{"step": "\\u001b[2J"}',
 ]  # fmt: skip
 
 
