@@ -60,7 +60,7 @@ class Saver:
         self.saving, self.trained, self.loader, self.reward, self.engine = saving, trained, loader, reward, engine
         self.tokenizer, self.dtype, self.world = tokenizer, dtype, world
         self.signals, self.stopping, self.done, self.last = stopping.StopSignals(), False, 0, 0
-        self.run_dir = Path()
+        self.run_dir, self.data = Path(), loader.fingerprint()
         self.writing: Future | None = None
         if saving.async_save:
             # Its own: two threads in one would take each other's turn.
@@ -80,7 +80,7 @@ class Saver:
             )
         if folder is None:
             return 0
-        if saved["data"] != self.loader.fingerprint:
+        if saved["data"] != self.data:
             said = f"--resume {folder}: the prompts are not those of that run any more: a file of --dataset has changed"
             if self.saving.resume == "auto":
                 raise BadInput(f"{said}; restore it, or start another run: --resume {folder}", code="data-changed")
@@ -145,7 +145,7 @@ class Saver:
         facts = {
             "step": step,
             "position": self.loader.resume_at,
-            "data": self.loader.fingerprint,
+            "data": self.data,
             "fresh": new,
             "ranks": self.world.size,
             "weight_version": self.engine.weight_version,

@@ -3,7 +3,6 @@
 Everything wrong with the data is said before a model is loaded, as `file:line: found, expected`.
 """
 
-import functools
 import hashlib
 import math
 import random
@@ -210,7 +209,6 @@ class PromptLoader:
         """Where a resumed run draws first: behind what has been trained on."""
         return self.position if self.in_flight is None else self.in_flight
 
-    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and answers, in their order: another file of the same name has another."""
         said = [[(prompt.ids, prompt.answer) for prompt in dataset] for dataset in self.datasets]

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from common import servers
+from common import server_control, servers
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
 from common.rollout import Done, Rollout, collate
@@ -55,7 +55,7 @@ class ServerEngine:
                 if not urls:
                     self.owned = self.start()
                     urls = [server.url for server in self.owned]
-                self.control = servers.Control(urls)
+                self.control = server_control.Control(urls)
                 self.control.check()
             except RunFailed as failed:
                 error = failed

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import httpx
 
 from common.errors import RunFailed
+from common.json_lines import is_count, is_number, parse
 from common.servers import healthy, is_local
 
 HEALTH_EVERY, HEALTH_WITHIN = 4.0, 5.0  # seconds: a server that hangs is found within three times their sum
@@ -22,9 +23,7 @@ async def ask_all(
     """
     urls = {url for url, _ in asked}
     local = all(map(is_local, urls))
-    timeout = httpx.Timeout(
-        None
-    )  # a busy server accepts late, and long responses take their time: watch() finds the dead
+    timeout = httpx.Timeout(None)  # a busy server accepts late, long responses take their time: watch() finds the dead
     limits = httpx.Limits(max_connections=CONNECTIONS)  # the rest of a large step waits here
     async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=not local) as client:
 
@@ -54,23 +53,35 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict) -> list[dict]:
     if reply.status_code != 200:  # also how a server answers in the moment its engine is lost
         code = "server-refused" if await asyncio.to_thread(healthy, url) else "server-gone"
         raise RunFailed(f"rollout server {url} refused a request ({reply.status_code}): {reply.text[:300]}", code=code)
-    return check_reply(url, reply.json(), body["sampling_params"]["n"])
+    return check_reply(url, reply.content, body["sampling_params"]["n"])
 
 
-def check_reply(url: str, reply: dict, n: int) -> list[dict]:
+def check_reply(url: str, reply: bytes, n: int) -> list[dict]:
     """The n responses of a reply, each whole: a missing one would shift all that follow. Raises RunFailed."""
-    found = sorted(reply["choices"], key=lambda choice: choice["index"])
-    whole = [
-        choice["finish_reason"] in ("stop", "length")
-        and len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == len(versions(choice)) > 0
-        and all(token["logprob"] > LOWEST for token in choice["logprobs"]["content"])
-        for choice in found
-    ]
+    try:
+        found = sorted(parse(reply)["choices"], key=lambda choice: choice["index"])
+        whole = [is_whole(choice) for choice in found]
+    except (LookupError, TypeError, ValueError) as error:
+        said = f"rollout server {url} gave what is no reply of vLLM's: {type(error).__name__}: {error}"
+        raise RunFailed(said, code="server-refused") from None
     if len(found) != n or not all(whole):
         raise RunFailed(
             f"rollout server {url} gave {sum(whole)} whole responses where {n} were asked for", code="server-refused"
         )
     return found
+
+
+def is_whole(response: dict) -> bool:
+    """Whether it came to its end, with a log-prob and a weight version of each token."""
+    ids, logprobs = response["token_ids"], [token["logprob"] for token in response["logprobs"]["content"]]
+    spans = response.get("weight_versions") or []
+    return (
+        response["finish_reason"] in ("stop", "length")
+        and all(0 <= span["start"] <= span["end"] <= len(ids) for span in spans)
+        and len(ids) == len(logprobs) == len(versions(response)) > 0
+        and all(map(is_count, ids))
+        and all(is_number(logprob) and logprob > LOWEST for logprob in logprobs)
+    )
 
 
 async def watch(url: str) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.errors import RunFailed
-from common.servers import Control
+from common.server_control import Control
 from common.weight_sync import FullParameters, Parameter, checksum
 
 PART = 64 * 2**20  # bytes of weights in shared memory at a time, at least one tensor

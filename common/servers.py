@@ -1,4 +1,4 @@
-"""vLLM servers: started and ended with the run, and the HTTP they answer besides generating."""
+"""vLLM servers, started and ended with the run."""
 
 import atexit
 import contextlib
@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,7 +22,6 @@ from common.safe_pickle import has_safetensors
 
 START_WITHIN = 600.0  # seconds: a large model is read from a slow disk
 ANSWER_WITHIN = 10.0  # seconds, of what a living server answers at once
-UPDATE_WITHIN = 300.0  # seconds, of one part of a weight update
 
 
 def is_local(url: str) -> bool:
@@ -159,90 +157,3 @@ def healthy(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(f"{url}/health", timeout=ANSWER_WITHIN, trust_env=not is_local(url)).status_code == 200
     return False
-
-
-@dataclass
-class Control:
-    """The weight-transfer routes of all servers at once: the client that vLLM's trainer engines want.
-
-    Raises RunFailed naming the server that failed. vLLM opens these routes with VLLM_SERVER_DEV_MODE=1.
-    """
-
-    urls: list[str]
-    offsets: list[int] = field(default_factory=list)  # NCCL rank of each server's first worker
-    workers: int = 0  # of all servers
-    version: str = "0"  # of the weights that are being sent
-
-    def everywhere(self, path: str, bodies: list[dict] | dict | None = None) -> list[dict]:
-        """POST to all servers at the same time; bodies: one for each, or one for all."""
-        bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.urls)
-        with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request("POST", url, path, body), self.urls, bodies))
-
-    def request(self, method: str, url: str, path: str, body: dict | None = None) -> dict:
-        """One request; the reply's JSON."""
-        timeout = httpx.Timeout(ANSWER_WITHIN if method == "GET" else UPDATE_WITHIN, connect=ANSWER_WITHIN)
-        try:
-            reply = httpx.request(method, url + path, json=body, timeout=timeout, trust_env=not is_local(url))
-        except httpx.HTTPError as error:
-            said = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
-            raise RunFailed(said, code="server-gone") from None
-        if reply.status_code == 404:
-            said = f"rollout server {url} has no {path}: scripts/serve_rollout.sh starts one that has"
-            raise RunFailed(said, code="server-refused")
-        if "arrived damaged" in reply.text:  # by SharedMemoryTransfer
-            raise RunFailed(f"rollout server {url}: {reply.text[:300]}", code="weight-checksum")
-        if reply.status_code != 200:  # also how a server answers in the moment its engine is lost
-            code = "server-refused" if healthy(url) else "server-gone"
-            raise RunFailed(f"rollout server {url} refused {path} ({reply.status_code}): {reply.text[:300]}", code=code)
-        return reply.json()
-
-    def check(self) -> None:
-        """Whether all answer, have the routes, and how many workers each has. Raises RunFailed."""
-        self.offsets, self.workers = [], 0
-        self.resume()  # a run that was killed during an update has left them paused
-        self.everywhere("/update_weight_version", {"new_version": "0"})  # and numbered: this run counts its own
-        for url in self.urls:
-            self.offsets.append(1 + self.workers)
-            self.workers += self.request("GET", url, "/get_world_size")["world_size"]
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """vLLM's trainer knows one server: its offset is right for the first one's workers alone."""
-        bodies = [{"init_info": {**init_info, "rank_offset": offset}} for offset in self.offsets]
-        self.everywhere("/init_weight_transfer_engine", bodies)
-
-    def start_weight_update(self) -> None:
-        self.everywhere("/start_weight_update")
-
-    def update_weights(self, update_info: dict) -> None:
-        self.everywhere("/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
-        self.everywhere("/finish_weight_update", {"weight_version": self.version})
-
-    def pause(self) -> None:
-        """Responses half done stay until resume(), and are then continued from keys and values computed anew: a pause
-        clears the cache, so that nothing is continued from older weights'.
-        """
-        self.everywhere("/pause?mode=keep")
-
-    def resume(self) -> None:
-        self.everywhere("/resume")
-
-    def check_version(self) -> None:
-        """Raises RunFailed naming a server whose weights are of another version."""
-        for url in self.urls:
-            found = self.request("GET", url, "/weight_info")["weight_version"]
-            if found != self.version:
-                raise RunFailed(
-                    f"rollout server {url} has weights of version {found}, not {self.version}", code="weight-version"
-                )
-
-    def check_alike(self) -> None:
-        """Raises RunFailed naming a server whose weights are not those of the first."""
-        checksums = [reply["checksums"] for reply in self.everywhere("/weight_checker", {"action": "checksum"})]
-        for url, found in zip(self.urls, checksums):
-            if found != checksums[0]:
-                raise RunFailed(
-                    f"rollout servers {self.urls[0]} and {url} hold different weights", code="weight-checksum"
-                )

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, launch
 from safetensors.torch import load_file
 
-from common import server_engine, server_requests, server_weights, servers
+from common import server_control, server_engine, server_requests, server_weights, servers
 from common.errors import RunFailed
 from common.placement import Layout
 from common.weight_sync import Parameter
@@ -103,7 +103,7 @@ class Control:
 def fake(monkeypatch) -> Servers:
     found = Servers()
     monkeypatch.setattr(servers, "start", found.start)
-    monkeypatch.setattr(servers, "Control", found.control)
+    monkeypatch.setattr(server_control, "Control", found.control)
     monkeypatch.setattr(server_engine, "ask_all", found.ask_all)
     monkeypatch.setattr(server_weights, "PART", TENSORS["a"].nbytes)  # each a part of its own
     return found
@@ -271,7 +271,10 @@ def test_an_error_of_a_dead_engine_is_a_loss(status, code):
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        for request in (lambda: asyncio.run(ask(url)), lambda: servers.Control([url]).request("POST", url, "/pause")):
+        for request in (
+            lambda: asyncio.run(ask(url)),
+            lambda: server_control.Control([url]).request("POST", url, "/pause"),
+        ):
             with pytest.raises(RunFailed) as raised:
                 request()
             assert raised.value.code == code

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import CORES, ROOT, launch
 
-from common import server_requests, servers
+from common import server_control, server_requests, servers
 from common.errors import BadInput, RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
 from common.roles import check_layout
@@ -185,7 +185,7 @@ def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monk
 
 
 def test_a_server_that_is_not_there_is_named():
-    control = servers.Control(["http://127.0.0.1:9"])
+    control = server_control.Control(["http://127.0.0.1:9"])
     with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone"):
         control.check()
 
@@ -199,7 +199,8 @@ class Scripted(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         self.asked.append((str(request.url), request.content))
         status, body = self.replies[request.url.path]
-        return httpx.Response(status, json=body)
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return httpx.Response(status, **given)
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def scripted(monkeypatch):
 def test_each_server_gets_its_own_nccl_ranks(scripted):
     paths = ("/get_world_size", "/init_weight_transfer_engine", "/resume", "/update_weight_version")
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
-    control = servers.Control(["http://a", "http://b"])
+    control = server_control.Control(["http://a", "http://b"])
     control.check()
     assert control.workers == 4
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
@@ -227,7 +228,7 @@ def test_each_server_gets_its_own_nccl_ranks(scripted):
 
 def test_a_server_with_other_weights_is_named(scripted):
     scripted({"/weight_info": (200, {"weight_version": "3"})})
-    control = servers.Control(["http://a"])
+    control = server_control.Control(["http://a"])
     control.version = "3"
     control.check_version()
     control.version = "4"
@@ -238,7 +239,7 @@ def test_a_server_with_other_weights_is_named(scripted):
 def test_a_server_without_the_routes_is_explained(scripted):
     scripted({"/resume": (404, {})})
     with pytest.raises(RunFailed, match=r"serve_rollout\.sh"):
-        servers.Control(["http://a"]).check()
+        server_control.Control(["http://a"]).check()
 
 
 def test_versions_are_those_of_the_tokens():
@@ -256,7 +257,7 @@ def good_reply() -> dict:
 
 
 def test_responses_come_in_order_and_whole():
-    assert [choice["index"] for choice in check_reply("http://a", good_reply(), 2)] == [0, 1]
+    assert [choice["index"] for choice in check_reply("http://a", json.dumps(good_reply()).encode(), 2)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +267,10 @@ def test_responses_come_in_order_and_whole():
         {"token_ids": [7]},
         {"weight_versions": None},
         {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": -9999.0}]}},
+        {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": True}]}},
+        {"token_ids": [7, -1]},
+        {"token_ids": [7, "1"]},
+        {"weight_versions": [{"version": "2", "start": 0, "end": 10**12}]},
     ],
 )
 def test_a_response_that_is_not_whole_ends_the_run(change):
@@ -273,9 +278,27 @@ def test_a_response_that_is_not_whole_ends_the_run(change):
     reply = good_reply()
     reply["choices"][0].update(change)
     with pytest.raises(RunFailed, match="http://a gave 1 whole responses where 2 were asked for"):
-        check_reply("http://a", reply, 2)
+        check_reply("http://a", json.dumps(reply).encode(), 2)
     with pytest.raises(RunFailed, match="gave 2 whole responses where 3"):
-        check_reply("http://a", good_reply(), 3)
+        check_reply("http://a", json.dumps(good_reply()).encode(), 3)
+
+
+NO_REPLIES = [
+    b"", b"<html>", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{}]}',
+    b'{"choices": [{"index": 0, "token_ids": 5, "logprobs": null}]}', b'{"choices": [], "choices": []}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", NO_REPLIES, ids=lambda reply: repr(reply[:40]))
+def test_what_is_no_reply_is_one_line(scripted, reply):
+    """Of a proxy's page, another service at the port, or another version of vLLM."""
+    with pytest.raises(RunFailed, match="^rollout server http://a gave what is no reply of vLLM's: .*$"):
+        check_reply("http://a", reply, 1)
+    scripted({"/get_world_size": (200, reply), "/resume": (200, {}), "/update_weight_version": (200, {})})
+    with pytest.raises(
+        RunFailed, match="^rollout server http://a gave to /get_world_size what is no reply of vLLM's: "
+    ):
+        server_control.Control(["http://a"]).check()
 
 
 def test_weights_are_cut_into_parts_that_fit():

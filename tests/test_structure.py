@@ -68,6 +68,7 @@ def test_following_grpo_takes_at_most_3600_lines():
         "reward_reply",
         "safe_pickle",
         "selftest",
+        "server_control",
         "server_engine",
         "server_main",
         "server_requests",

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from common import placement, server_engine, servers
+from common import placement, server_control, server_engine, servers
 from common.errors import RunFailed
 
 LOST = (1, 3)  # of rank 1's requests; the second is the first one again
@@ -50,7 +50,7 @@ async def ask_all(requests: list, told) -> list:
 def main() -> None:
     started = iter((1, 2))
     servers.start = lambda *args, **limits: [Server(f"http://own{next(started)}")]
-    servers.Control = Control
+    server_control.Control = Control
     server_engine.ask_all = ask_all
     world = placement.init(0)
     layout, sizes = placement.Layout("split", (1,)), {"max_model_len": 64, "max_num_seqs": 8}
