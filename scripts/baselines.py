@@ -3,7 +3,6 @@
 python scripts/baselines.py                             # prints the table the committed CSVs give
 python scripts/baselines.py --rebuild                   # writes it into both READMEs, and curves.svg
 python scripts/baselines.py --run grpo ppo              # trains seeds 0, 1, 2 again (minutes each), then rebuilds
-python scripts/baselines.py --run grpo-behind           # grpo.py with flags of its own, see VARIANTS
 taskset -c 0 python scripts/baselines.py --run grpo --seeds 0     # one seed, on one core
 """
 
@@ -30,28 +29,23 @@ COLUMNS = (
     "step", "reward/mean", "eval/accuracy", "response/length_mean", "mismatch/logprob_abs_max", "time/step",
     "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
 )  # fmt: skip
-BEHIND = ("--rollout-placement", "split", "--rollout-devices", "1", "--max-inflight-batches", "2")
-VARIANTS = {  # folder of baselines/ -> the algorithm, what the table says of it, its flags
-    "grpo-behind": ("grpo", ", one step behind", BEHIND),
-    "grpo-behind-tis": ("grpo", ", one step behind, `--tis-cap 2`", (*BEHIND, "--tis-cap", "2")),
-}
 
 
 @dataclasses.dataclass
 class Args:
-    run: tuple[str, ...] = ()  # algorithms, or variants, to train again
+    run: tuple[str, ...] = ()  # algorithms to train again
     seeds: tuple[int, ...] = (0, 1, 2)
     rebuild: bool = False  # write tables and curves
 
 
 def train(algorithm: str, seed: int) -> None:
     """python algos/X.py --seed S, nothing else but evaluations every five steps; keeps curve and run.json."""
-    folder, (script, _, own) = BASELINES / algorithm, VARIANTS.get(algorithm, (algorithm, "", ()))
+    folder = BASELINES / algorithm
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
-        flags = [*own, "--seed", str(seed), "--eval-every", "5", "--run-dir", str(run_dir)]
-        subprocess.run([sys.executable, str(ROOT / f"algos/{script}.py"), *flags], check=True)
+        flags = ["--seed", str(seed), "--eval-every", "5", "--run-dir", str(run_dir)]
+        subprocess.run([sys.executable, str(ROOT / f"algos/{algorithm}.py"), *flags], check=True)
         with open(folder / f"seed{seed}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
@@ -60,7 +54,7 @@ def train(algorithm: str, seed: int) -> None:
                 for row in report.read_metrics(run_dir)
             )
         run = json.loads((run_dir / "run.json").read_text())
-    run["argv"] = [f"algos/{script}.py", *own, "--seed", str(seed), "--eval-every", "5"]  # not this machine's folders
+    run["argv"] = [f"algos/{algorithm}.py", "--seed", str(seed), "--eval-every", "5"]  # not this machine's folders
     run["args"].update(model="embedded", run_dir="")
     (folder / f"seed{seed}.json").write_text(json.dumps(run, indent=2) + "\n")
 
@@ -93,7 +87,6 @@ def table(curves: dict[str, list[list[dict]]]) -> str:
     ]
     for algorithm, seeds in curves.items():
         check_same(algorithm)
-        script, said, _ = VARIANTS.get(algorithm, (algorithm, "", ()))
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         args = json.loads((BASELINES / algorithm / "seed0.json").read_text())["args"]
         steps = [int(rows[-1]["step"]) for rows in seeds]
@@ -102,7 +95,7 @@ def table(curves: dict[str, list[list[dict]]]) -> str:
         seconds = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds)
         after = [values[-1] for values in accuracies]
         lines.append(
-            f"| `{script}.py`{said} | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
+            f"| `{algorithm}.py` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} "
             f"| {steps[0]} | {responses:,} | {seconds:.0f} |"
         )

@@ -80,7 +80,9 @@ def test_it_learns_on_servers(tmp_path, mark):
 @pytest.mark.slow
 def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
     ahead = ["--max-inflight-batches", 2, "--inflight-updates", "--tis-cap", 2, "--steps", 8, "--save-every", 4]
-    launch(GRPO, *SPLIT, *ahead, "--run-dir", tmp_path / "run", servers=True)
+    result = launch(ROOT / "tests/workers/behind.py", *SPLIT, *ahead, "--run-dir", tmp_path / "run", servers=True)
+    gaps = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("gap")]
+    assert len(gaps) == 8 and max(gaps) <= 1e-4, gaps  # to the weights that sampled each token, in flight or not
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
     staleness = [row["mismatch/staleness"] for row in found[1:]]

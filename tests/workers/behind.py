@@ -1,0 +1,43 @@
+"""algos/grpo.py that prints, each step, how far its responses are from the weights said to have sampled each token."""
+
+import torch
+import tyro
+
+from algos import grpo
+from common import errors, model, weight_sync
+
+push, frozen_logprobs = weight_sync.push, model.frozen_logprobs
+sent: dict[int, list[torch.Tensor]] = {}  # weight version -> parameters
+
+
+def parameters(policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+@torch.no_grad()
+def put(policy, values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(policy.parameters(), values):
+        parameter.copy_(value)
+
+
+def remembered(policy, engine) -> None:
+    push(policy, engine)
+    sent[engine.weight_version] = parameters(policy)
+
+
+def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
+    now, gap = parameters(policy), 0.0
+    trained = torch.zeros_like(batch.response_mask)
+    trained[torch.cat([micro.rows for micro in micro_batches])] = True
+    for version in batch.weight_versions[batch.response_mask].unique().tolist():
+        put(policy, sent[version])
+        of = batch.response_mask & trained & (batch.weight_versions == version)
+        difference = frozen_logprobs(policy, batch, micro_batches, temperature) - batch.rollout_logprobs
+        gap = max([gap, *difference[of].abs().tolist()])
+    put(policy, now)
+    print(f"gap {gap:.2e}", flush=True)
+    return frozen_logprobs(policy, batch, micro_batches, temperature)
+
+
+weight_sync.push, model.frozen_logprobs = remembered, compared
+errors.launch(grpo.main, tyro.cli(grpo.Args))
