@@ -51,6 +51,12 @@ def assert_one_line(call, *names: str, seconds: float = 5.0) -> str:
     return said
 
 
+def test_what_a_terminal_obeys_is_shown():
+    asked = "".join(map(chr, [*range(32), *range(0x7F, 0xA0), 0x2028, *range(0x202A, 0x202F), 0x2066, 0xD800]))
+    said = errors.visible(asked)
+    assert not HARMFUL.search(said.replace("\n", "")) and "\\x1b" in said and "\\x9b" in said and "\\u202e" in said
+
+
 # Pages
 
 
