@@ -350,3 +350,10 @@ def test_what_is_printed_is_redacted(secrets, capsys):
     said = "".join(capsys.readouterr())
     assert not [secret for secret in secrets[:-1] if secret in said] and "$HF_TOKEN" in said
     assert f"{URL}" not in said
+
+
+def test_a_secret_that_json_escapes_is_redacted(monkeypatch):
+    secret = 'se"cret\\t\u00f6ken'
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    written = errors.redacted(json.dumps({"flag": f"--x={secret}"}))
+    assert json.loads(written) == {"flag": "--x=$WANDB_API_KEY"}
