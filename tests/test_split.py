@@ -33,6 +33,11 @@ def rows(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def gaps_of(printed: str) -> list[float]:
+    """What a worker printed as `gap NUMBER`."""
+    return [float(line.split()[1]) for line in printed.splitlines() if line.startswith("gap")]
+
+
 def marked(mark: str) -> list[int]:
     """Processes that inherited MARK from a run: it, its ranks, its servers and their engines."""
     found = []
@@ -62,7 +67,7 @@ def mark(monkeypatch):
 def test_two_servers_follow_the_trainer(models, mark):
     """With tied embeddings; the runs below have a model without."""
     result = launch(ROOT / "tests/workers/sync.py", models["tied"], 1, "servers", servers=True)
-    gaps = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("gap")]
+    gaps = gaps_of(result.stdout)
     assert len(gaps) == 6 and max(gaps) <= 1e-5, gaps
 
 
@@ -81,7 +86,7 @@ def test_it_learns_on_servers(tmp_path, mark):
 def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
     ahead = ["--max-inflight-batches", 2, "--inflight-updates", "--tis-cap", 2, "--steps", 8, "--save-every", 4]
     result = launch(ROOT / "tests/workers/behind.py", *SPLIT, *ahead, "--run-dir", tmp_path / "run", servers=True)
-    gaps = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("gap")]
+    gaps = gaps_of(result.stdout)
     assert len(gaps) == 8 and max(gaps) <= 1e-4, gaps  # to the weights that sampled each token, in flight or not
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found

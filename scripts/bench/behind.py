@@ -1,6 +1,6 @@
 """What one step of staleness costs in learning: the embedded job in turns, one step behind, and behind with TIS.
 
-python scripts/bench/behind.py                            # three seeds of each, a run on each core: 20 minutes on two
+python scripts/bench/behind.py                            # three seeds of each, a run on each core: 16 minutes on two
 python scripts/bench/behind.py --seeds 3 4 --steps 80
 
 Behind, a step's responses are sampled before the step before it trains: by the same weights as with
