@@ -59,7 +59,7 @@ def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
         raise BadInput(f"--template {path}: file not found")
     file = Path(path)
     try:
-        template = read_value(file) if file.suffix == ".json" else file.read_text("utf-8-sig").removesuffix("\n")
+        template = read_value(file) if path.endswith(".json") else file.read_text("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not valid UTF-8 at byte {error.start + 1}") from None
     if not isinstance(template, str) and not is_chat(template):
