@@ -26,7 +26,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             log_z[rows] = total.log() + top[:, 0]
             logprobs[rows] = z.gather(1, targets[rows, None])[:, 0] - total.log()
             if with_entropy:
-                entropy[rows] = total.log() - torch.linalg.vecdot(p, z) / total
+                entropy[rows] = total.log() - p.mul_(z).sum(1) / total
         ctx.save_for_backward(hidden, head, targets, log_z)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)

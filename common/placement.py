@@ -6,6 +6,7 @@ Layout "colocate": a rank holds its shard of the trainer *and* an engine; with r
 consecutive ranks hold one engine together. "split": the engines are vLLM servers on devices of their own.
 """
 
+import ctypes
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 # What a process that torchrun started must not hand on to one that is no rank.
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -160,6 +162,8 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     use_cores()
+    if not cuda:
+        keep_memory()
     torch.manual_seed(seed)
     tp_group = dist.new_subgroups(rollout_tp, backend="gloo", timeout=timeout)[0] if rollout_tp > 1 else None
     sp = sharding.sequence_parallel
@@ -174,6 +178,14 @@ def use_cores() -> None:
     """Give this rank its share of the cores. Two ranks with all cores each would fight: 0.3 s becomes 13 s."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+
+def keep_memory() -> None:
+    """Freed tensors stay with this process. glibc hands large ones back to the kernel, which clears each page anew."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # only glibc has it, and only glibc needs it
+        libc.mallopt(M_MMAP_MAX, 0)  # nothing outside the heap,
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks
 
 
 def compute_dtype(name: str) -> torch.dtype:

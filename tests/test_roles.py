@@ -1,6 +1,8 @@
 """The table of roles: what each takes, and the refusal of what cannot fit."""
 
+import ctypes
 import json
+import resource
 
 import pytest
 import torch
@@ -66,3 +68,16 @@ def test_a_reward_model_counts(models, tmp_path, capsys):
     reward.path, reward.sharded = str(tmp_path), True
     found = roles.show(models["tied"], ["policy"], [], {"model:x": reward}, **GIVEN)
     assert found[-1].device == roles.parameters(models["tied"]) * (2 if torch.cuda.is_available() else 4) / 2
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="its malloc is not glibc's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors live on the GPU")
+def test_freed_memory_stays_with_the_process(world):
+    def faults() -> int:
+        """Pages of 4 KiB that the kernel cleared for a tensor of 256 MiB."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(2**26).fill_(1.0)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 2**28 / 4096 / 10

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import tyro
+from measure import return_memory
 from transformers import AutoModelForCausalLM
 
 from common import batching, data, errors, grading, model, placement, rollout
@@ -78,6 +79,7 @@ def packed_update(
 
 def main(args: Args) -> None:
     world = placement.init(seed=0)
+    return_memory()
     args.model = data.resolve_model(args.model, "huggingface")
     tokenizer, stops = data.load_tokenizer(args.model)
     prompts = data.load((args.gsm8k,), data.TrainSource(), "train", tokenizer, 256)
@@ -121,8 +123,13 @@ def main(args: Args) -> None:
         timed("chunked", full, partial(update, full, rows=everything, compute=plain, chunked=True))
         if native:
             timed("bf16", last, partial(update, last, rows=everything, compute=plain, chunked=True))
-        timed("shared", last, partial(update, last, rows=everything, compute=budget, chunked=True))
+        shared = partial(update, last, rows=everything, compute=budget, chunked=True)
+        timed("shared", last, shared)
+        placement.keep_memory()
+        timed("kept, heap grows", last, shared)  # once in a run
+        timed("kept", last, shared)
         timed("skipped", last, partial(update, last, rows=uneven, compute=budget, chunked=True))
+        return_memory()
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     ladder = [
         ("HF generate, padded, whole logits, float32", "hf", "padded"),
@@ -131,6 +138,7 @@ def main(args: Args) -> None:
         ("+ logits of responses only, in chunks", "vllm", "chunked"),
         *([("+ bfloat16", "vllm", "bf16")] if native else []),
         ("+ shared prompts", "vllm", "shared"),
+        ("+ freed memory kept", "vllm", "kept"),
         ("+ groups of equal reward skipped (real rewards)", "vllm", "skipped"),
     ]
     print("| | rollout, s | update, s | step, s | times the first | times the one before |", "|---" * 6 + "|", sep="\n")

@@ -15,7 +15,7 @@ import tempfile
 import time
 
 import torch
-from measure import reset_peak, resident
+from measure import reset_peak, resident, return_memory
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import model, placement, rollout, weight_sync
@@ -36,6 +36,7 @@ def one(name: str) -> None:
         num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=2048,
     )  # fmt: skip
     world = placement.init(seed=0)
+    return_memory()  # else what a push frees would be resident before the next
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         policy = model.load(folder, world, torch.float32)
