@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from common.attention import Spans, spans
 from common.errors import BadInput, say
+from common.layers import Kernels, check_kernels
 from common.placement import Sharding, World
 from common.rollout import Rollout
 from common.sequence_parallel import check_heads, cut, take_turns
@@ -28,6 +29,7 @@ class Compute(Sharding):
     token_budget: int = 0  # tokens per forward and rank; 0: as many as memory allows
     shared_prompts: bool = True  # compute a prompt once for all its responses in a micro-batch
     activation_checkpointing: bool = False  # recompute layers in the backward: less memory, a third more work
+    kernels: Kernels = "eager"  # of the layers; compile: by torch.compile; liger: of pip's liger-kernel, on GPUs
 
 
 @dataclass
@@ -142,6 +144,7 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
     """
     if compute.token_budget < 0:
         raise BadInput(f"--token-budget {compute.token_budget}: must be at least 1, or 0 to choose it from memory")
+    check_kernels(compute.kernels)
     config = AutoConfig.from_pretrained(model_path)
     check_heads(config, compute.sequence_parallel, model_path)
     if compute.token_budget:

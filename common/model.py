@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.batching import Compute, MicroBatch, pack_bins, pack_groups, rank_memory
 from common.errors import BadInput
+from common.layers import use_kernels
 from common.logits import ChunkedLogprobs
 from common.placement import World
 from common.rollout import Rollout, collate
@@ -77,6 +78,7 @@ def load(
         state, buffers = source.state_dict(), dict(source.named_buffers())
     with torch.device("meta"):
         model = kind.from_config(config, dtype=torch.float32)
+    use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}

@@ -16,7 +16,7 @@ class Parameter(NamedTuple):
 
 
 class FullParameters:
-    """(name, full tensor) of every parameter, anew in each iteration; only one is whole at a time.
+    """(name, full tensor) of every parameter, anew in each iteration; one is whole at a time, on a GPU two.
 
     Collective: every rank iterates. Tied parameters appear once, under their first name. Also a weight source of
     vLLM's trainer engines, which ask for metadata() first.
@@ -31,10 +31,33 @@ class FullParameters:
         return [Parameter(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.policy.named_parameters():
-            tensor = parameter.detach()
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, tensor if self.dtype is None else tensor.to(self.dtype)
+        pairs = ((name, self.gather(parameter)) for name, parameter in self.policy.named_parameters())
+        return one_ahead(pairs) if next(self.policy.parameters()).is_cuda else pairs
+
+    def gather(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole of one parameter. Collective: every rank calls it."""
+        tensor = parameter.detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+
+def one_ahead(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same pairs on a GPU, the next one gathered on a stream of its own while the one before is loaded."""
+    gathering = torch.cuda.Stream()
+    gathering.wait_stream(torch.cuda.current_stream())  # the update that made these weights
+
+    def gathered() -> tuple[tuple[str, torch.Tensor] | None, torch.cuda.Event]:
+        with torch.cuda.stream(gathering):
+            return next(pairs, None), gathering.record_event()
+
+    pair, ready = gathered()
+    while pair is not None:
+        following = gathered()
+        user = torch.cuda.current_stream()  # asked anew: vLLM's sender changes it between two tensors
+        user.wait_event(ready)
+        pair[1].record_stream(user)  # else the next gather could be given this memory while it is still read
+        yield pair
+        pair, ready = following
 
 
 def push(policy: nn.Module, engine) -> None:

@@ -1,10 +1,12 @@
 """The packed forward: equal to transformers' own, blind to neighbours, and to how rows are cut into micro-batches."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from conftest import relative_difference
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Lfm2Config
 
@@ -99,6 +101,29 @@ def test_gradient_is_the_same_with_offload(models, world):
     whole = gradient(model.load(models["tied"], world, torch.float32), rollout, Compute(10_000), world)
     offloaded = gradient(model.load(models["tied"], world, torch.float32, offload=True), rollout, Compute(100), world)
     assert relative_difference(whole, offloaded) <= 1e-6
+
+
+def test_compiled_layers_change_nothing_and_are_not_compiled_anew_for_other_lengths(models, world, monkeypatch):
+    """Traced as for the real compiler, which alone would take a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, compiled = [
+        model.load(models["grouped"], world, torch.float32, Compute(kernels=k)) for k in ("eager", "compile")
+    ]
+    graphs = []
+    for seed, count in enumerate((16, 12, 9)):
+        rollout = random_rollout(count, seed)
+        whole, other = [gradient(policy, rollout, Compute(60), world) for policy in (plain, compiled)]
+        assert relative_difference(whole, other) <= 1e-5
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs both")
+@pytest.mark.parametrize("kernels", ["compile", "liger"])
+def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, kernels):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BadInput, match=f"--kernels {kernels}"):
+        batching.plan(Compute(100, kernels=kernels), models["tied"], torch.float32)
 
 
 def groups_of(rollout, size: int, prompt_length: int):

@@ -63,6 +63,7 @@ def test_following_grpo_takes_at_most_3600_lines():
         "errors",
         "folders",
         "json_lines",
+        "layers",
         "plan",
         "reward_ahead",
         "reward_reply",

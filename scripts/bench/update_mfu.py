@@ -1,6 +1,7 @@
 """Update phase: FLOP/s of forwards and backwards against the machine's matrix-product peak.
 
 python scripts/bench/update_mfu.py
+python scripts/bench/update_mfu.py --kernels eager compile
 python scripts/bench/update_mfu.py --size qwen2.5-0.5b --budgets 4096 --dtype bfloat16   # on a GPU
 
 Random weights of a known architecture, prompts and responses of GSM8K's lengths, 8 responses a prompt. Counted are
@@ -13,6 +14,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
+from itertools import product
 from typing import Literal
 
 import torch
@@ -20,6 +22,7 @@ import tyro
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common import batching, errors, model, placement, rollout
+from common.layers import Kernels
 
 SIZES = {
     "smollm2-135m": LlamaConfig(
@@ -43,6 +46,7 @@ class Args:
     prompts: int = 4
     budgets: tuple[int, ...] = (1024, 2048, 4096)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: tuple[Kernels, ...] = ("eager",)
     steps: int = 3  # measured, after one of warm-up
 
 
@@ -80,12 +84,15 @@ def main(args: Args) -> None:
     rows = torch.arange(len(batch))
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        policy = model.load(folder, world, dtype)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
+        policies = {kind: model.load(folder, world, dtype, batching.Compute(kernels=kind)) for kind in args.kernels}
+    optimizers = {
+        kind: torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True) for kind, policy in policies.items()
+    }
+    parameters = sum(parameter.numel() for parameter in policies[args.kernels[0]].parameters())
 
     def update(compute: batching.Compute) -> int:
         """One optimizer step over all rows. Returns the tokens computed."""
+        policy, optimizer = policies[compute.kernels], optimizers[compute.kernels]
         micro_batches = batching.pack(batch, rows, compute, world)
         for micro in micro_batches:
             model.accumulate(policy, last=micro is micro_batches[-1])
@@ -96,10 +103,10 @@ def main(args: Args) -> None:
         return sum(micro.input_ids.numel() for micro in micro_batches)
 
     peaks = {dtype: [] for dtype in (torch.float32, torch.bfloat16)}
-    cases = {(share, budget): [] for share in (False, True) for budget in args.budgets}
+    cases = {case: [] for case in product(args.kernels, (False, True), args.budgets)}
     for step in range(args.steps + 1):
-        for (share, budget), results in cases.items():
-            compute, tokens = batching.Compute(budget, share), []
+        for (kind, share, budget), results in cases.items():
+            compute, tokens = batching.Compute(token_budget=budget, shared_prompts=share, kernels=kind), []
             before = peak(dtype, world.device)
             spent = seconds(lambda compute=compute, tokens=tokens: tokens.append(update(compute)), world.device)
             around = (before + peak(dtype, world.device)) / 2
@@ -107,13 +114,16 @@ def main(args: Args) -> None:
                 results.append((spent, tokens[0], 6 * parameters * tokens[0] / spent, around))
         for other, values in peaks.items():
             values.append(peak(other, world.device))
-    table = ["| prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |", "|---" * 7 + "|"]
-    for (share, budget), results in cases.items():
+    table = [
+        "| layers | prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |",
+        "|---" * 8 + "|",
+    ]
+    for (kind, share, budget), results in cases.items():
         spent, tokens, rate, around = (statistics.median(column) for column in zip(*results))
         ratio = statistics.median(result[2] / result[3] for result in results)
         name = "shared" if share else "repeated"
         figures = f"{tokens:.0f} | {spent:.2f} | {rate / 1e9:.0f} | {around / 1e9:.0f} | {ratio:.0%}"
-        table.append(f"| {name} | {budget} | {figures} |")
+        table.append(f"| {kind} | {name} | {budget} | {figures} |")
     print(f"{args.size}, {parameters / 1e6:.0f} M parameters, {str(dtype).removeprefix('torch.')}")
     print("\n".join(table))
     print("matrix product:", ", ".join(f"{d} {statistics.median(v) / 1e9:.0f} GFLOP/s" for d, v in peaks.items()))
