@@ -2,6 +2,7 @@
 
 python scripts/bench/update_mfu.py
 python scripts/bench/update_mfu.py --kernels eager compile
+python scripts/bench/update_mfu.py --memory returned kept     # what placement.keep_memory is worth
 python scripts/bench/update_mfu.py --size qwen2.5-0.5b --budgets 4096 --dtype bfloat16   # on a GPU
 
 Random weights of a known architecture, prompts and responses of GSM8K's lengths, 8 responses a prompt. Counted are
@@ -19,6 +20,7 @@ from typing import Literal
 
 import torch
 import tyro
+from measure import return_memory
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common import batching, errors, model, placement, rollout
@@ -47,6 +49,7 @@ class Args:
     budgets: tuple[int, ...] = (1024, 2048, 4096)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: tuple[Kernels, ...] = ("eager",)
+    memory: tuple[Literal["kept", "returned"], ...] = ("kept",)  # on a CPU, what becomes of freed tensors
     steps: int = 3  # measured, after one of warm-up
 
 
@@ -103,10 +106,13 @@ def main(args: Args) -> None:
         return sum(micro.input_ids.numel() for micro in micro_batches)
 
     peaks = {dtype: [] for dtype in (torch.float32, torch.bfloat16)}
-    cases = {case: [] for case in product(args.kernels, (False, True), args.budgets)}
+    cases = {case: [] for case in product(args.kernels, args.memory, (False, True), args.budgets)}
     for step in range(args.steps + 1):
-        for (kind, share, budget), results in cases.items():
+        for (kind, memory, share, budget), results in cases.items():
             compute, tokens = batching.Compute(token_budget=budget, shared_prompts=share, kernels=kind), []
+            if len(args.memory) > 1:
+                {"kept": placement.keep_memory, "returned": return_memory}[memory]()
+                update(compute)  # the heap grows anew after a change
             before = peak(dtype, world.device)
             spent = seconds(lambda compute=compute, tokens=tokens: tokens.append(update(compute)), world.device)
             around = (before + peak(dtype, world.device)) / 2
@@ -115,15 +121,15 @@ def main(args: Args) -> None:
         for other, values in peaks.items():
             values.append(peak(other, world.device))
     table = [
-        "| layers | prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |",
-        "|---" * 8 + "|",
+        "| layers | freed memory | prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |",
+        "|---" * 9 + "|",
     ]
-    for (kind, share, budget), results in cases.items():
+    for (kind, memory, share, budget), results in cases.items():
         spent, tokens, rate, around = (statistics.median(column) for column in zip(*results))
         ratio = statistics.median(result[2] / result[3] for result in results)
         name = "shared" if share else "repeated"
         figures = f"{tokens:.0f} | {spent:.2f} | {rate / 1e9:.0f} | {around / 1e9:.0f} | {ratio:.0%}"
-        table.append(f"| {kind} | {name} | {budget} | {figures} |")
+        table.append(f"| {kind} | {memory} | {name} | {budget} | {figures} |")
     print(f"{args.size}, {parameters / 1e6:.0f} M parameters, {str(dtype).removeprefix('torch.')}")
     print("\n".join(table))
     print("matrix product:", ", ".join(f"{d} {statistics.median(v) / 1e9:.0f} GFLOP/s" for d, v in peaks.items()))
