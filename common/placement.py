@@ -181,7 +181,10 @@ def use_cores() -> None:
 
 
 def keep_memory() -> None:
-    """Freed tensors stay with this process. glibc hands large ones back to the kernel, which clears each page anew."""
+    """Freed tensors stay with this process. glibc hands large ones back to the kernel, which clears each page anew.
+
+    It costs memory: a tensor may not quite fit the gap that one as large has left.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # only glibc has it, and only glibc needs it
         libc.mallopt(M_MMAP_MAX, 0)  # nothing outside the heap,

@@ -3,9 +3,12 @@
 import ctypes
 import json
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 from common import roles, rollout
@@ -72,12 +75,19 @@ def test_a_reward_model_counts(models, tmp_path, capsys):
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="its malloc is not glibc's")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tensors live on the GPU")
-def test_freed_memory_stays_with_the_process(world):
-    def faults() -> int:
-        """Pages of 4 KiB that the kernel cleared for a tensor of 256 MiB."""
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.empty(2**26).fill_(1.0)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def test_freed_memory_stays_with_the_process():
+    """Pages that the kernel clears for forty tensors of 64 MiB, one after the other: most find the room of one before.
 
-    faults()
-    assert faults() < 2**28 / 4096 / 10
+    Not all: a small block may have taken the edge of that room.
+    """
+    script = """
+import resource, torch
+from common import placement
+world, before = placement.init(seed=0), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(40):
+    torch.empty(2**24).fill_(1.0)
+print("pages:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+placement.finish(world)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(result.stdout.partition("pages: ")[2]) < 40 * 2**26 / resource.getpagesize() / 2
