@@ -11,10 +11,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from common.errors import BadInput
-from common.sequence_parallel import sliced_attention
 
 Kernels = Literal["eager", "compile", "liger"]
 
@@ -33,8 +31,6 @@ def check_kernels(kernels: Kernels) -> None:
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
     """Replace what computes the layers of a model; its parameters, their names and FSDP's hooks stay."""
     if kernels == "compile":
-        # What follows from the lengths in a row stays outside: it would be compiled anew for each row.
-        AttentionInterface.register("packed", torch.compiler.disable(sliced_attention))
         for layer in model.base_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     elif kernels == "liger":

@@ -59,7 +59,8 @@ def load(
         (AutoModelForTokenClassification, token_values) if value_head else (AutoModelForCausalLM, token_logprobs)
     )
     disable_progress_bar()  # transformers': they would tear the run's own
-    AttentionInterface.register("packed", sliced_attention)
+    # Its loops follow the lengths in a row: compiled with the layers around it, it would be so anew for each row.
+    AttentionInterface.register("packed", torch.compiler.disable(sliced_attention))
     AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the lengths say it all
     config = AutoConfig.from_pretrained(model_path)
     config._attn_implementation = "packed"

@@ -28,7 +28,8 @@ def reset_peak() -> None:
 def return_memory() -> None:
     """Undo placement.keep_memory: glibc's malloc as it comes, with the thresholds that it reaches by itself."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 2**16)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**26)
-    libc.malloc_trim(0)
+    if hasattr(libc, "mallopt"):  # as there
+        libc.mallopt(M_MMAP_MAX, 2**16)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**26)
+        libc.malloc_trim(0)
