@@ -218,7 +218,7 @@ def main(args: Args) -> None:
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    dtype = placement.compute_dtype(args.dtype)
+    dtype = placement.compute_dtype(args.dtype, args.model)
     args.compute = batching.plan(args.compute, args.model, dtype)
     roles.show(
         args.model, ["policy"], [], reward.rewards, dtype=dtype,

@@ -62,8 +62,9 @@ def main(args: Args) -> None:
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
-    world, dtype = placement.init(args.seed, sharding=args.compute), placement.compute_dtype(args.dtype)
+    world = placement.init(args.seed, sharding=args.compute)
     start = args.model or embedded.new_model(Path(args.output), args.seed, world)
+    dtype = placement.compute_dtype(args.dtype, start)
     args.compute = batching.plan(args.compute, start, dtype)
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(

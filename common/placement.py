@@ -18,8 +18,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoConfig
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+NARROW = 512  # hidden size
 # What a process that torchrun started must not hand on to one that is no rank.
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -191,10 +193,19 @@ def keep_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks
 
 
-def compute_dtype(name: str) -> torch.dtype:
-    """--dtype: "auto" is bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
+def compute_dtype(name: str, model_path: str) -> torch.dtype:
+    """--dtype: "auto" is native_dtype(), but float32 for models narrower than NARROW.
+
+    Those gain little by it, and what the embedded job reaches must not depend on the kind of machine.
+    """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW
+    return torch.float32 if narrow else native_dtype()
+
+
+def native_dtype() -> torch.dtype:
+    """bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
     if torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -27,7 +27,7 @@ def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume:
 def the_model(flags: dict, size: int) -> list[tuple[str, str]]:
     config = AutoConfig.from_pretrained(flags["model"])
     count = parameters(flags["model"])
-    dtype = compute_dtype(flags["dtype"])
+    dtype = compute_dtype(flags["dtype"], flags["model"])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     each = folders.size((12 + dtype.itemsize) * count)
     every = flags["saving"]["save_every"]

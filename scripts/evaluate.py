@@ -54,7 +54,7 @@ def main(args: Args) -> None:
     reward.check_answers(prompts)
     max_model_len = data.total_tokens(args.model, prompts, args.max_response_tokens)
 
-    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype)
+    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype, args.model)
     engine = rollout.start(
         args.rollout_backend,
         args.model,

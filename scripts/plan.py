@@ -317,7 +317,7 @@ def main(args: Args) -> None:
     import plan_measure  # it imports the trainer's modules
 
     held_out = args.held_out if isinstance(args, Validate) else ()
-    dtype = placement.compute_dtype("auto")
+    dtype = placement.native_dtype()
     timed, steps = plan_measure.play(args.sizes, held_out, args.rounds)
     costs, errors = plan_measure.fit_turns(timed, dtype)
     found = plan_measure.record(costs, errors, args.sizes, dtype, args.rounds)

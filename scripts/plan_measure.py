@@ -78,7 +78,7 @@ def turn(figures) -> None:
 
 def time_phases(size: str) -> None:
     """A turn: each of WORK once, as [{"seconds": by phase, "job": Job's fields}, ...]."""
-    world, dtype = placement.init(seed=0), placement.compute_dtype("auto")
+    world, dtype = placement.init(seed=0), placement.native_dtype()
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model(size, scratch)
         compute = batching.plan(batching.Compute(), folder, dtype)

@@ -82,7 +82,7 @@ def main(args: Args) -> None:
         args.model = embedded.warm_start()
     tokenizer, _ = data.load_tokenizer(args.model, args.trust_pickle)
     random.Random(args.seed).shuffle(pairs)
-    world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype)
+    world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype, args.model)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)
     reward_model = model.load(args.model, world, dtype, compute, value_head=True)
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)

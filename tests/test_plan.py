@@ -324,7 +324,7 @@ def test_validate_predicts_what_the_costs_it_found_make(monkeypatch, tmp_path):
         return {size: [turns(size, host) for host in (1, 1, 5)] for size in fit}, {held_out[0]: [step, slow, step]}
 
     monkeypatch.setattr(plan_measure, "play", play)
-    monkeypatch.setattr(placement, "compute_dtype", lambda name: torch.float32)
+    monkeypatch.setattr(placement, "native_dtype", lambda: torch.float32)
     files = ["--output", tmp_path / "page.md", "--constants", tmp_path / "costs.json"]
     run("validate", "--sizes", "64x2", "192x4", "256x10", "--held-out", "320x8", "--rounds", 3, *files)
     found = json.loads((tmp_path / "costs.json").read_text())

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
-from common import roles, rollout
+from common import embedded, placement, roles, rollout
 from common.errors import BadInput
 from common.grading import gsm8k_reward
 from common.placement import Layout
@@ -94,3 +94,14 @@ placement.finish(world)
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, env=blind
     )
     assert int(result.stdout.partition("pages: ")[2]) < 40 * 2**26 / resource.getpagesize() / 2
+
+
+def test_narrow_models_compute_in_float32_on_every_machine(models, monkeypatch, tmp_path):
+    monkeypatch.setattr(placement, "native_dtype", lambda: torch.bfloat16)
+    wide = embedded.config()
+    wide.hidden_size = 512
+    wide.save_pretrained(tmp_path)
+    assert placement.compute_dtype("auto", models["tied"]) == torch.float32
+    assert placement.compute_dtype("auto", str(tmp_path)) == torch.bfloat16
+    assert placement.compute_dtype("bfloat16", models["tied"]) == torch.bfloat16
+    assert placement.compute_dtype("float32", str(tmp_path)) == torch.float32
