@@ -80,12 +80,12 @@ def command(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, port: 
         "max-model-len": limits["max_model_len"],
         "max-num-seqs": limits["max_num_seqs"],
         "generation-config": "vllm",
-        "hf-overrides": json.dumps({"head_dtype": "float32"}),
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": "nccl" if cuda else "shared_memory"}),
         "seed": 0,
     }
     if cuda:
+        flags["hf-overrides"] = json.dumps({"head_dtype": "float32"})
         flags["gpu-memory-utilization"] = layout.rollout_memory or 0.9
     elif limits["max_model_len"] > 128:
         flags["block-size"] = 32

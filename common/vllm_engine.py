@@ -40,7 +40,8 @@ class VLLMEngine:
             load_format="safetensors" if has_safetensors(model_path) else "auto",
             skip_tokenizer_init=True,  # token ids in, token ids out
             generation_config="vllm",  # no sampling defaults from the model's folder
-            hf_overrides={"head_dtype": "float32"},  # as the trainer's: rounding logits is most of a bfloat16 gap
+            # As the trainer's: rounding logits is most of a bfloat16 gap. On a CPU weight_transfer.Float32Head does it.
+            hf_overrides={"head_dtype": "float32"} if cuda else None,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer computes them
             dtype=dtype,
             max_model_len=max_model_len,

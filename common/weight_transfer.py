@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from common.logits import rounded_products
 from common.weight_sync import checksum
 
 
@@ -27,11 +30,30 @@ class InProcessUpdate(WeightTransferUpdateInfo):
     weights: Iterable[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
+class Float32Head(UnquantizedEmbeddingMethod):
+    """Logits in float32 from a CPU's bfloat16 weights, as the trainer's. vLLM itself casts the head for each token."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if not hasattr(layer, "float32_weight"):
+            layer.float32_weight = torch.empty_like(layer.weight, dtype=torch.float32)
+        layer.float32_weight.copy_(layer.weight)  # in place: a second one would be most of an update's memory
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        with rounded_products():
+            return F.linear(x.float(), layer.float32_weight, bias)
+
+
 class InProcessTransfer(WeightTransferEngine[NoInit, InProcessUpdate]):
     """Loads (name, full tensor) pairs as they are gathered; vLLM finishes each layer as soon as it is complete."""
 
     init_info_cls = NoInit
     update_info_cls = InProcessUpdate
+
+    def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module):
+        super().__init__(config, vllm_config, device, model)
+        if device.type == "cpu" and self.model_config.dtype == torch.bfloat16:
+            model.lm_head.quant_method = Float32Head()
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """No connection to open."""

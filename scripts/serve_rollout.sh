@@ -9,11 +9,11 @@ model=${1:?"a model's folder or Hub name"}
 root=$(dirname "$0")/..
 export VLLM_SERVER_DEV_MODE=1  # opens the routes for weights
 if nvidia-smi -L > /dev/null 2>&1; then
-  own=(--weight-transfer-config '{"backend": "nccl"}')
+  own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}')
 else
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} TORCHDYNAMO_DISABLE=1
   own=(--weight-transfer-config '{"backend": "shared_memory"}' --enforce-eager --no-enable-chunked-prefill)
 fi
 exec "$root/.venv/bin/python" -m vllm.entrypoints.launchers.api_server.entry --model "$model" --host 127.0.0.1 \
-  --generation-config vllm --hf-overrides '{"head_dtype": "float32"}' --logprobs-mode processed_logprobs \
+  --generation-config vllm --logprobs-mode processed_logprobs \
   --skip-tokenizer-init --enable-scale-out "${own[@]}" "${@:2}"

@@ -118,11 +118,11 @@ def test_compiled_layers_change_nothing_and_are_not_compiled_anew_for_other_leng
     assert 0 < graphs[0] == graphs[-1]
 
 
-@pytest.mark.parametrize("kernels", ["compile", "liger"])
-def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, kernels):
+@pytest.mark.parametrize("kernels, why", [("compile", r"C\+\+ compiler"), ("liger", "written for GPUs")])
+def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, kernels, why):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU runs both
-    with pytest.raises(BadInput, match=f"--kernels {kernels}"):
+    with pytest.raises(BadInput, match=f"--kernels {kernels}: .*{why}"):
         batching.plan(Compute(100, kernels=kernels), models["tied"], torch.float32)
 
 
@@ -247,6 +247,31 @@ def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk):
     ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
     theirs = torch.autograd.grad((expected * weights).sum(), (hidden, head))
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, theirs))
+
+
+def test_logits_of_bfloat16_weights_are_float32():
+    """To the last bits: rounded to bfloat16, a logit of 20 would be up to 0.06 off."""
+    hidden, head = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 3000))
+    targets = torch.arange(40) * 70
+    table = (hidden.double() @ head.double().t()).log_softmax(-1)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
+    assert torch.allclose(logprobs.double(), table[range(40), targets], atol=1e-4)
+    assert torch.allclose(entropy.double(), -(table.exp() * table).sum(-1), atol=1e-4)
+
+
+def test_only_products_of_bfloat16_values_may_be_rounded(monkeypatch):
+    """Most processors would not show it."""
+    matmul, asked, may_round = torch.backends.mkldnn.matmul, [], logits.rounded_products
+    before = matmul.fp32_precision
+    with pytest.raises(KeyError), logits.rounded_products():
+        assert matmul.fp32_precision == "bf16"
+        raise KeyError
+    assert matmul.fp32_precision == before != "bf16"
+    monkeypatch.setattr(logits, "rounded_products", lambda rounded: asked.append(rounded) or may_round(rounded))
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, head = (torch.randn(n, 8).to(dtype) for n in (4, 30))
+        assert {matmul.fp32_precision for _ in logits.logits_in_chunks(hidden, head)} == {before}
+    assert asked == [False, True]
 
 
 def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):

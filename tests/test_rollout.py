@@ -40,3 +40,16 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
         batches.append(engine.generate([[5, 6, 7]], n=8, temperature=1.0, max_tokens=16, seed=1))
     assert batches[0].response_ids == batches[1].response_ids
     assert torch.equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
+
+
+def test_a_cpus_bfloat16_head_gives_float32_logits():
+    """Of a layer whose weight has changed, once it is told so."""
+    from common.weight_transfer import Float32Head  # it imports vLLM
+
+    method, layer, generator = Float32Head(), torch.nn.Module(), torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    for _ in range(2):
+        layer.weight = torch.nn.Parameter(torch.randn(100, 64, generator=generator).bfloat16(), requires_grad=False)
+        method.process_weights_after_loading(layer)
+        exact = x.double() @ layer.weight.double().t()
+        assert exact.abs().max() > 20 and (method.apply(layer, x) - exact).abs().max() <= 1e-4

@@ -66,7 +66,7 @@ def mark(monkeypatch):
 @pytest.mark.slow
 def test_two_servers_follow_the_trainer(models, mark):
     """With tied embeddings; the runs below have a model without."""
-    result = launch(ROOT / "tests/workers/sync.py", models["tied"], 1, "servers", servers=True)
+    result = launch(ROOT / "tests/workers/sync.py", models["tied"], 1, "servers", "float32", servers=True)
     gaps = gaps_of(result.stdout)
     assert len(gaps) == 6 and max(gaps) <= 1e-5, gaps
 
@@ -349,13 +349,24 @@ def test_a_server_that_hangs_is_found(monkeypatch):
             asyncio.run(server_requests.ask_all([(url, {})]))
 
 
-def test_the_script_starts_servers_as_the_run_does():
-    script = (ROOT / "scripts/serve_rollout.sh").read_text()
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_script_starts_servers_as_the_run_does(monkeypatch, cuda):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("if nvidia-smi")
+    on_a_gpu, _, script = script.partition("\nelse\n")
+    on_a_cpu, _, everywhere = script.partition("\nfi\n")
+    script = everywhere + (on_a_gpu if cuda else on_a_cpu)
     given = servers.command("m", torch.float32, 1, Layout(), 1, max_model_len=64, max_num_seqs=8)
-    fixed = ["generation-config", "hf-overrides", "logprobs-mode", "weight-transfer-config"]
-    fixed += ["skip-tokenizer-init", "enable-scale-out"]
-    for flag in fixed:
+    for flag in (
+        "generation-config",
+        "logprobs-mode",
+        "weight-transfer-config",
+        "skip-tokenizer-init",
+        "enable-scale-out",
+    ):
         assert f"--{flag}" in given and f"--{flag}" in script
+    # On a CPU vLLM would cast the head for each token; Float32Head does what the flag says.
+    assert ("--hf-overrides" in given) == ("--hf-overrides" in script) == cuda
 
 
 @needs_two_cores

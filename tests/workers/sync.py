@@ -1,4 +1,6 @@
-"""Prints, after each of 5 updates with perturbed weights, max |trainer - engine| log-prob: sync.py MODEL TP BACKEND
+"""Prints, after each of 5 updates with perturbed weights, max |trainer - engine| log-prob.
+
+sync.py MODEL TP BACKEND DTYPE
 
 BACKEND: vllm, hf, or servers: one of vLLM's on each core.
 """
@@ -11,15 +13,18 @@ import torch
 from common import batching, model, placement, rollout, weight_sync
 
 
-def main(model_path: str, tp: int, backend: str) -> None:
+def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
     layout = placement.Layout()
     if backend == "servers":
         backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
         layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
     world = placement.init(0, tp)
-    policy = model.load(model_path, world, torch.float32)
+    policy = model.load(model_path, world, dtype)
     sizes = {"max_model_len": 64, "sequences": 32, "layout": layout}
-    engine = rollout.start(backend, model_path, [1], world, torch.float32, **sizes)
+    engine = rollout.start(backend, model_path, [1], world, dtype, **sizes)
+    if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
+        heads = engine.llm.apply_model(lambda served: type(served.lm_head.quant_method).__name__)
+        assert heads == ["Float32Head"], heads
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # each rank its own: TP must sort them out
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
@@ -45,4 +50,4 @@ def main(model_path: str, tp: int, backend: str) -> None:
     placement.finish(world, engine)
 
 
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3], getattr(torch, sys.argv[4]))
