@@ -5,6 +5,7 @@ it is saved again as a plain bfloat16 folder with its chat template. The 4-bit w
 figures obtained with this folder are not figures of the original model.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,9 @@ def convert(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT)
+    target = parser.parse_args().folder
     if not (target / "config.json").is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         convert(target)

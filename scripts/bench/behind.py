@@ -12,14 +12,13 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import queue
 import statistics
 import sys
 import tempfile
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import tyro
+from cores import on_each_core
 
 from algos import grpo
 from common import embedded, overlap
@@ -75,13 +74,9 @@ def run(name: str, seed: int, steps: int, folder: Path) -> list[dict]:
 
 def main(args: Args) -> None:
     embedded.warm_start()  # once, for all
-    free = queue.Queue()
-    for core in os.sched_getaffinity(0):
-        free.put(core)
-    own_core = lambda: os.sched_setaffinity(0, {free.get()})  # of a thread, and of what it starts
-    with tempfile.TemporaryDirectory() as scratch, ThreadPool(free.qsize(), own_core) as pool:
+    with tempfile.TemporaryDirectory() as scratch:
         work = [(name, seed, args.steps, Path(scratch)) for seed in args.seeds for name in RUNS]
-        rows = dict(zip([given[:2] for given in work], pool.starmap(run, work, chunksize=1)))
+        rows = dict(zip([given[:2] for given in work], on_each_core(run, work)))
     print("| | accuracy before | after, each seed | after, mean | reward of the last ten steps | staleness |")
     print("|---" * 6 + "|")
     for name in RUNS:

@@ -57,12 +57,12 @@ def ours(job: dict, backend: str) -> None:
     flags += ["--prompts-per-step", job["prompts"], "--group-size", job["group"], "--mini-batches", 1]
     flags += ["--max-prompt-tokens", job["prompt_tokens"], "--max-response-tokens", job["response_tokens"]]
     flags += ["--learning-rate", 1e-6, "--schedule", "constant", "--steps", job["steps"], "--eval-prompts", 0]
-    flags += ["--dtype", "float32", "--run-dir", job["run_dir"] + backend, "--rollouts-every", 10**6]
+    flags += ["--dtype", job["dtype"], "--run-dir", job["run_dir"] + backend, "--rollouts-every", 10**6]
     launch(grpo.main, tyro.cli(grpo.Args, args=list(map(str, flags))))
 
 
 def trl(job: dict) -> None:
-    """TRL's GRPOTrainer on the same prompts, graded alike; float32 like ours, and the loss that ours has."""
+    """TRL's GRPOTrainer on the same prompts, graded alike; our precision, and the loss that ours has."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -92,7 +92,7 @@ def trl(job: dict) -> None:
         loss_type="grpo",
         temperature=1.0,
         beta=0.0,
-        bf16=False,
+        bf16=job["dtype"] == "bfloat16",  # autocast; like ours, with float32 masters
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=False,
         report_to=[],

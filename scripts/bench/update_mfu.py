@@ -81,12 +81,13 @@ def seconds(work, device: torch.device) -> float:
 
 
 def main(args: Args) -> None:
-    world, dtype = placement.init(seed=0), placement.compute_dtype(args.dtype)
+    world = placement.init(seed=0)
     config = SIZES[args.size]
     batch = random_rollout(args.prompts, config.vocab_size, world.device)
     rows = torch.arange(len(batch))
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        dtype = placement.compute_dtype(args.dtype, folder)
         policies = {kind: model.load(folder, world, dtype, batching.Compute(kernels=kind)) for kind in args.kernels}
     optimizers = {
         kind: torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True) for kind, policy in policies.items()

@@ -1,4 +1,4 @@
-"""algos/grpo.py beside TRL's GRPOTrainer: the same model, prompts, lengths, threads, precision (float32) and reward.
+"""algos/grpo.py beside TRL's GRPOTrainer: the same model, prompts, lengths, threads, precision and reward.
 
 python scripts/bench/vs_trl.py
 python scripts/bench/vs_trl.py --gsm8k gsm8k:FOLDER --model models/SmolLM2-135M-Instruct   # without the Hub
@@ -16,8 +16,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import tyro
+
+from common import embedded, placement
 
 FOLDER = Path(__file__).parent
 TRL = "trl==1.16.0"
@@ -32,6 +35,7 @@ class Args:
     warmup: int = 1  # steps before them
     jobs: tuple[str, ...] = ("arithmetic", "gsm8k", "gsm8k, real reward")
     sides: tuple[str, ...] = SIDES
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing, on both sides; auto: as algos/ choose it
 
 
 def jobs(args: Args, embedded: str, scratch: str) -> dict[str, dict]:
@@ -48,7 +52,10 @@ def jobs(args: Args, embedded: str, scratch: str) -> dict[str, dict]:
         "gsm8k": gsm8k | {"reward": "spread"},
         "gsm8k, real reward": gsm8k | {"reward": "gsm8k"},
     }
-    return {name: every[name] | {"run_dir": f"{scratch}/{i}-"} for i, name in enumerate(args.jobs)}
+    chosen = {name: every[name] | {"run_dir": f"{scratch}/{i}-"} for i, name in enumerate(args.jobs)}
+    for job in chosen.values():
+        job["dtype"] = str(placement.compute_dtype(args.dtype, job["model"])).removeprefix("torch.")
+    return chosen
 
 
 class Side:
@@ -92,8 +99,6 @@ def row(job: str, name: str, side: Side, base: Side | None) -> str:
 
 
 def main(args: Args) -> None:
-    from common import embedded  # it trains the embedded model on first use
-
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", f"{scratch}/packages", TRL]
         subprocess.run(pip, check=True)
