@@ -6,6 +6,7 @@ Layout "colocate": a rank holds its shard of the trainer *and* an engine; with r
 consecutive ranks hold one engine together. "split": the engines are vLLM servers on devices of their own.
 """
 
+import atexit
 import ctypes
 import os
 import re
@@ -22,6 +23,7 @@ from transformers import AutoConfig
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 NARROW = 512  # hidden size
+LET_GO = 0.2  # seconds
 # What a process that torchrun started must not hand on to one that is no rank.
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -163,6 +165,9 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     timeout = timedelta(seconds=layout.collective_timeout)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
+    # A thread of gloo may still hold the last collective's tensors when the ranks have gone on. To drop them it needs
+    # the interpreter: if that is ending, the process aborts. DTensor's caches keep the threads, so none can be joined.
+    atexit.register(time.sleep, LET_GO)
     use_cores()
     if not cuda:
         keep_memory()

@@ -141,3 +141,14 @@ def test_a_run_is_the_same_in_any_layout(tmp_path):
             for key in filter(re.compile("loss/.*|train/.*").fullmatch, plain):
                 assert line[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-5), (name, line["step"], key)
             assert line.get("mismatch/logprob_abs_max", 0) <= 2e-5, (name, line["step"])  # rounding, the largest of all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way, code", [("finish", 0), ("fail", 3)])
+def test_a_run_ends_with_its_own_exit_code_however_slow_gloos_threads_are(way, code):
+    """One that drops its last tensors while the interpreter ends would abort the process."""
+    result = launch(WORKERS / "leaving.py", way, ranks=2, check=False)
+    assert result.stdout.count("slowed down") >= 2
+    assert "terminate called" not in result.stderr
+    assert re.findall(r"failed \(exitcode: (\d+)\)", result.stderr) == [str(code)] * bool(code)
+    assert bool(result.returncode) == bool(code)
