@@ -34,6 +34,7 @@ from common import (
     data,
     diagnosis,
     embedded,
+    engines,
     errors,
     evaluation,
     model,
@@ -42,7 +43,6 @@ from common import (
     plan,
     rewards,
     roles,
-    rollout,
     run,
     selftest,
     tracking,
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    engine = rollout.start(
+    engine = engines.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
         sequences=args.prompts_per_step * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
         layout=args.layout, rollout_tp=args.rollout_tp,

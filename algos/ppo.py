@@ -38,6 +38,7 @@ from common import (
     data,
     diagnosis,
     embedded,
+    engines,
     errors,
     evaluation,
     model,
@@ -46,7 +47,6 @@ from common import (
     plan,
     rewards,
     roles,
-    rollout,
     run,
     selftest,
     tracking,
@@ -299,7 +299,7 @@ def main(args: Args) -> None:
     critic_optimizer = torch.optim.AdamW(
         critic.parameters(), lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    engine = rollout.start(
+    engine = engines.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
         sequences=args.prompts_per_step * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
         layout=args.layout, rollout_tp=args.rollout_tp,

@@ -41,6 +41,7 @@ from common import (
     data,
     diagnosis,
     embedded,
+    engines,
     errors,
     evaluation,
     model,
@@ -292,7 +293,7 @@ def main(args: Args) -> None:
         prm.parameters(), lr=args.prm_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     gen_prompts = args.gen_prompts or args.prompts_per_step
-    engine = rollout.start(
+    engine = engines.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
         sequences=gen_prompts * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
         layout=args.layout, rollout_tp=args.rollout_tp,

@@ -26,7 +26,7 @@ CHECK_EVERY = 10  # weight updates between two with checksums; a server's first 
 
 
 class ServerEngine:
-    """The four methods of common/rollout.py over HTTP; generate() may run in a thread beside the trainer's."""
+    """The four methods of common/engines.py over HTTP; generate() may run in a thread beside the trainer's."""
 
     def __init__(
         self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, rollout_tp: int,

@@ -1,6 +1,6 @@
 """vLLM in this process, and the engine that takes the trainer's weights through vLLM's own weight-transfer API.
 
-Imported by rollout.start alone, after the environment is set.
+Imported by engines.start alone, after the environment is set.
 """
 
 from collections.abc import Iterable

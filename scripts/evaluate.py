@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from common import data, errors, evaluation, placement, rewards, roles, rollout
+from common import data, engines, errors, evaluation, placement, rewards, roles
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ def main(args: Args) -> None:
     max_model_len = data.total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype, args.model)
-    engine = rollout.start(
+    engine = engines.start(
         args.rollout_backend,
         args.model,
         stop_token_ids,

@@ -34,7 +34,7 @@ from plan_model import (
 )
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import batching, embedded, errors, model, placement, rollout, weight_sync
+from common import batching, embedded, engines, errors, model, placement, weight_sync
 from common.grading import Result
 
 FILE = Path(__file__)
@@ -85,7 +85,7 @@ def time_phases(size: str) -> None:
         policy = model.load(folder, world, dtype, compute)
         longest = max(prompt + response for _, _, prompt, response, _ in WORK)
         sequences = max(prompts * group for prompts, group, *_ in WORK)
-        engine = rollout.start("vllm", folder, [1], world, dtype, max_model_len=longest, sequences=sequences)
+        engine = engines.start("vllm", folder, [1], world, dtype, max_model_len=longest, sequences=sequences)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     turns = 0
     results = None

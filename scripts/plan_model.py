@@ -23,7 +23,7 @@ from common.logits import LOGITS_PER_CHUNK
 from common.model import WHOLE_GRADIENTS
 
 GIB = 2**30
-MOST_RESPONSES = 512  # that an engine works on at once, as rollout.start has it
+MOST_RESPONSES = 512  # that an engine works on at once, as engines.start has it
 FREE = 0.05  # of a GPU's memory is left alone: the context, fragmentation
 SPLIT_GAIN = 0.1  # a split layout, which trains on data one update old, must save this share of a step
 

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
-from common import embedded, placement, roles, rollout
+from common import embedded, hf_engine, placement, roles
 from common.errors import BadInput
 from common.grading import gsm8k_reward
 from common.placement import Layout
@@ -59,7 +59,7 @@ def test_the_rollout_says_where_it_runs(models, capsys, layout, said):
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(models, monkeypatch):
     monkeypatch.setattr(roles, "rank_memory", lambda: 2**20)
-    monkeypatch.setattr(rollout.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(hf_engine.AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(BadInput, match=r"need 0\.0 GiB .* has 0\.0; most of it is the policy's"):
         roles.show(models["tied"], ["policy"], [], {}, **GIVEN)
 

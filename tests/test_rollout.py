@@ -5,7 +5,7 @@ import shutil
 import torch
 from transformers import GenerationConfig
 
-from common import rollout
+from common import engines
 from common.rollout import collate, select
 
 
@@ -36,7 +36,7 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
     )
     batches = []
     for path in (models["untied"], str(folder)):
-        engine = rollout.start("hf", path, [1], world, torch.float32, max_model_len=64, sequences=8)
+        engine = engines.start("hf", path, [1], world, torch.float32, max_model_len=64, sequences=8)
         batches.append(engine.generate([[5, 6, 7]], n=8, temperature=1.0, max_tokens=16, seed=1))
     assert batches[0].response_ids == batches[1].response_ids
     assert torch.equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)

@@ -25,7 +25,7 @@ from common import (
     weight_sync,
 )  # fmt: skip
 from common.errors import RunFailed
-from common.rollout import HFEngine
+from common.hf_engine import HFEngine
 
 ROWS = ["rollout", "log-probs, as loaded", "gradient", "weight sync", "weights restored", "checkpoint"]
 ROWS.append("Hugging Face export")

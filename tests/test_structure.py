@@ -55,13 +55,14 @@ def test_importing_an_algorithm_has_no_side_effect():
     assert result.returncode == 0, result.stderr
 
 
-def test_following_grpo_takes_at_most_3650_lines():
+def test_following_grpo_takes_at_most_3600_lines():
     """Everything that works in a default run of algos/grpo.py; other data, rewards and files are beside its path."""
     beside = {"math_grading", "rendering", "report", "reward_model", "reward_service", "sources", "text_rewards"}
     beside |= {
         "diagnosis",
         "errors",
         "folders",
+        "hf_engine",
         "json_lines",
         "layers",
         "plan",
@@ -83,4 +84,4 @@ def test_following_grpo_takes_at_most_3650_lines():
     }
     path = [module for module in COMMON if module.stem not in beside]
     assert len(path) == len(COMMON) - len(beside)
-    assert lines(ROOT / "algos/grpo.py") + sum(map(lines, path)) <= 3650
+    assert lines(ROOT / "algos/grpo.py") + sum(map(lines, path)) <= 3600

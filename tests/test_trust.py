@@ -32,8 +32,8 @@ from common import (
     tracking,
 )  # fmt: skip
 from common.errors import BadInput, RunFailed
+from common.hf_engine import HFEngine
 from common.reward_model import RewardModel, RewardModelOnCPU
-from common.rollout import HFEngine
 
 ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
 SOURCES = sorted(path for folder in ("common", "algos", "scripts") for path in (ROOT / folder).rglob("*.*"))

@@ -18,7 +18,7 @@ import tyro
 from measure import return_memory
 from transformers import AutoModelForCausalLM
 
-from common import batching, data, errors, grading, model, placement, rollout
+from common import batching, data, engines, errors, grading, model, placement
 from common.rollout import Rollout
 
 GROUP, LONGEST = 8, 192
@@ -87,9 +87,9 @@ def main(args: Args) -> None:
     dtypes = [torch.float32, *([torch.bfloat16] if native else [])]
     longest = data.total_tokens(args.model, prompts, LONGEST)
     limits = {"max_model_len": longest, "sequences": args.prompts * GROUP}
-    engines = {name: rollout.start(name, args.model, stops, world, torch.float32, **limits) for name in ("hf", "vllm")}
+    loaded = {name: engines.start(name, args.model, stops, world, torch.float32, **limits) for name in ("hf", "vllm")}
     if native:
-        engines["vllm bf16"] = rollout.start("vllm", args.model, stops, world, torch.bfloat16, **limits)
+        loaded["vllm bf16"] = engines.start("vllm", args.model, stops, world, torch.bfloat16, **limits)
     naive = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_safetensors=True)
     policies = {dtype: model.load(args.model, world, dtype) for dtype in dtypes}
     optimizers = {id(p): torch.optim.AdamW(p.parameters(), lr=0.0, fused=True) for p in (naive, *policies.values())}
@@ -112,7 +112,7 @@ def main(args: Args) -> None:
     for step in range(args.steps):
         mine = loader.take(args.prompts)
         ids = [prompt.ids for prompt in mine]
-        for name, engine in engines.items():
+        for name, engine in loaded.items():
             batch = timed(name, None, partial(engine.generate, ids, GROUP, 1.0, LONGEST, seed=step))
         full = policies[torch.float32]
         texts = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
@@ -153,7 +153,7 @@ def main(args: Args) -> None:
             f"| {before / step:.2f} |"
         )
         before = step
-    placement.finish(world, engines[fast])
+    placement.finish(world, loaded[fast])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from measure import reset_peak, resident, return_memory
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import model, placement, rollout, weight_sync
+from common import engines, model, placement, weight_sync
 
 SIZES = {  # width, layers, vocabulary
     "6 M": (256, 4, 8_192),
@@ -40,7 +40,7 @@ def one(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         policy = model.load(folder, world, torch.float32)
-        engine = rollout.start("vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8)
+        engine = engines.start("vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8)
     weight_sync.push(policy, engine)  # the first also makes what later ones reuse
     times, extras = [], []
     for _ in range(5):

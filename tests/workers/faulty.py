@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from algos import grpo
-from common import checkpoint, data, embedded, errors, model, placement, rollout, traces, tracking, trends
+from common import checkpoint, data, embedded, errors, hf_engine, model, placement, traces, tracking, trends
 
 SMALL = grpo.Args(
     dtype="float32", prompts_per_step=4, group_size=4, mini_batches=2, max_response_tokens=40, temperature=1.3, steps=4,
@@ -32,9 +32,9 @@ REWARD = "def score(items, lengths, truncated):\n    {}\n"
 
 def skip_in_sync(part: str) -> dict:
     """The engine keeps the weights whose names hold `part` as they were."""
-    load = rollout.HFEngine.load_weights
+    load = hf_engine.HFEngine.load_weights
     keep = lambda weights: ((name, tensor) for name, tensor in weights if part not in name)
-    rollout.HFEngine.load_weights = lambda engine, weights: load(engine, keep(weights))
+    hf_engine.HFEngine.load_weights = lambda engine, weights: load(engine, keep(weights))
     return {"learning_rate": 2e-3, "reward": UNEVEN, "max_logprob_gap": 1e-4}
 
 
@@ -48,20 +48,20 @@ def one_layer_not_synced(folder: Path) -> dict:
 
 def syncs_lost(folder: Path) -> dict:
     """The engine counts versions whose weights it never got."""
-    load = rollout.HFEngine.load_weights
+    load = hf_engine.HFEngine.load_weights
 
     def lossy(engine, weights):
         if engine.weight_version < 2:
             weights = [(name, tensor) for name, tensor in weights if not name]  # gathered, not copied
         load(engine, weights)
 
-    rollout.HFEngine.load_weights = lossy
+    hf_engine.HFEngine.load_weights = lossy
     return {"learning_rate": 2e-3, "reward": UNEVEN, "max_logprob_gap": 1e-4}
 
 
 def wrong_temperature(folder: Path) -> dict:
-    generate = rollout.HFEngine.generate
-    rollout.HFEngine.generate = lambda engine, ids, n, temperature, *rest, **more: generate(
+    generate = hf_engine.HFEngine.generate
+    hf_engine.HFEngine.generate = lambda engine, ids, n, temperature, *rest, **more: generate(
         engine, ids, n, 0.7, *rest, **more
     )
     return {}

@@ -12,7 +12,7 @@ import sys
 import types
 from pathlib import Path
 
-from common import checkpoint, data, embedded, model, placement, report, rewards, rollout
+from common import checkpoint, data, embedded, engines, model, placement, report, rewards, rollout
 from common.batching import Compute
 from common.grading import Result, gsm8k_reward
 
@@ -67,7 +67,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     world, finish = placement.init(seed=0), placement.finish
     placement.init = lambda *given: world  # one process group for all runs
     placement.finish = lambda *given: None
-    rollout.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
+    engines.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
     if kind == "ungraded":
         rewards.load = fails_later

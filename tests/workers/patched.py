@@ -2,7 +2,7 @@
 
 none            nothing
 flip            advantages with the opposite sign
-wrong_rollout   the engine reports wrong log-probs: they are measured, never trained on, so nothing may change
+wrong_rollout   transformers' engine reports wrong log-probs: they are measured, never trained on, so nothing may change
 share           nothing: even short prompts are computed once for all their responses
 stale           the engine never gets new weights
 nan             an advantage is NaN
@@ -15,10 +15,10 @@ import torch
 import tyro
 
 from algos import grpo
-from common import batching, errors, rollout
+from common import batching, errors, hf_engine
 
 broken, run_dir, *flags = sys.argv[1:]
-compute_advantages, collate = grpo.compute_advantages, rollout.collate
+compute_advantages, collate = grpo.compute_advantages, hf_engine.collate
 
 
 def wrong_logprobs(prompts, responses, logprobs, *rest):
@@ -28,7 +28,7 @@ def wrong_logprobs(prompts, responses, logprobs, *rest):
 if broken == "flip":
     grpo.compute_advantages = lambda *args: -compute_advantages(*args)
 if broken == "wrong_rollout":
-    rollout.collate = wrong_logprobs
+    hf_engine.collate = wrong_logprobs
 if broken == "share":
     batching.SHORT_PROMPT = 1
 if broken == "stale":

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from common import batching, model, placement, rollout, weight_sync
+from common import batching, engines, model, placement, weight_sync
 
 
 def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
@@ -21,7 +21,7 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
     world = placement.init(0, tp)
     policy = model.load(model_path, world, dtype)
     sizes = {"max_model_len": 64, "sequences": 32, "layout": layout}
-    engine = rollout.start(backend, model_path, [1], world, dtype, **sizes)
+    engine = engines.start(backend, model_path, [1], world, dtype, **sizes)
     if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
         heads = engine.llm.apply_model(lambda served: type(served.lm_head.quant_method).__name__)
         assert heads == ["Float32Head"], heads
