@@ -1,6 +1,6 @@
 """Peak memory of log-probs and their gradients, with the whole (tokens, vocabulary) matrix and in chunks.
 
-python scripts/bench/memory.py
+python scripts/bench/memory.py      # --only whole|chunked VOCABULARY FILE: that one, here; its gradients go to FILE
 
 4,096 tokens; each case runs in a process of its own. Peak: beyond hidden states and head, gradients included. The last
 column is the largest relative difference of the gradients to the whole matrix's.
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import tyro
 from measure import reset_peak, resident
 
 from common.logits import ChunkedLogprobs
@@ -49,13 +50,15 @@ def one(path: str, vocabulary: int, output: str) -> None:
     print(json.dumps(peak))
 
 
-def main() -> None:
+def main(only: tuple[str, int, str] | None = None) -> None:
+    if only:
+        return one(*only)
     print("| vocabulary | whole, MiB | chunked, MiB | times less | gradient differs by |", "|---" * 5 + "|", sep="\n")
     for vocabulary in VOCABULARIES:
         with tempfile.TemporaryDirectory() as scratch:
             peaks, gradients = [], []
             for path in ("whole", "chunked"):
-                command = [sys.executable, __file__, path, str(vocabulary), f"{scratch}/{path}"]
+                command = [sys.executable, __file__, "--only", path, str(vocabulary), f"{scratch}/{path}"]
                 peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
                 gradients.append(torch.load(Path(scratch) / path))
             worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*gradients))
@@ -65,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    one(sys.argv[1], int(sys.argv[2]), sys.argv[3]) if len(sys.argv) > 1 else main()
+    tyro.cli(main, description=__doc__)

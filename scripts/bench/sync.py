@@ -1,6 +1,6 @@
 """Trainer -> engine: seconds of a push and the memory it takes beyond what was there, against the model's size.
 
-python scripts/bench/sync.py
+python scripts/bench/sync.py        # --only SIZE: that one, in this process
 
 Random weights, float32 masters, tied embeddings; each size in a process of its own. The floor is one copy of all
 weights in memory; the peak is the resident set's (a GPU's: allocated memory) during a push. Medians of five.
@@ -15,6 +15,7 @@ import tempfile
 import time
 
 import torch
+import tyro
 from measure import reset_peak, resident, return_memory
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -70,11 +71,15 @@ def one(name: str) -> None:
     placement.finish(world, engine)
 
 
-def main() -> None:
+def main(only: str = "") -> None:
+    if only:
+        return one(only)
     print("| parameters | push, s | one copy, s | extra memory, MiB | a layer, MiB | the embedding, MiB |")
     print("|---" * 6 + "|", flush=True)
     for name in SIZES:
-        output = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            [sys.executable, __file__, "--only", name], capture_output=True, text=True, check=True
+        ).stdout
         (line,) = [line for line in output.splitlines() if line.startswith("FIGURES")]
         row = json.loads(line.removeprefix("FIGURES"))
         figures = " | ".join(f"{row[key]:.2f}" for key in ("seconds", "copy"))
@@ -83,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    one(sys.argv[1]) if len(sys.argv) > 1 else main()
+    tyro.cli(main, description=__doc__)
