@@ -27,7 +27,7 @@ from unittest import mock
 import torch.distributed as dist
 import tyro
 
-from common import data, errors, folders, placement, reward_mixture, rollout, run, traces, tracking
+from common import data, engines, errors, folders, placement, reward_mixture, rollout, run, traces, tracking
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 
@@ -227,7 +227,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
         raise Finished(metrics)
 
     with (
-        mock.patch.object(rollout, "start", start),
+        mock.patch.object(engines, "start", start),
         mock.patch.object(data, "PromptLoader", partial(ReplayLoader, rows)),
         mock.patch.object(reward_mixture.Rewards, "score", score),
         mock.patch.object(tracking.Tracker, "write", write_and_leave),

@@ -32,9 +32,7 @@ def test_with_the_sign_flipped_it_unlearns(runs, name):
     right, flipped = lines(runs / f"{name}-right"), lines(runs / f"{name}-flipped")
     assert right[0]["reward/mean"] == flipped[0]["reward/mean"]  # nothing is learned yet
     assert flipped[-1]["reward/mean"] < flipped[0]["reward/mean"] - 0.15
-    # Over both steps after the first: their prompts are not equally hard, and each machine rounds its own warm start.
-    gains = [one["reward/mean"] - other["reward/mean"] for one, other in zip(right[1:], flipped[1:])]
-    assert sum(gains) / len(gains) > 0.1 and min(gains) > 0
+    assert right[-1]["reward/mean"] > flipped[-1]["reward/mean"] + 0.15
     assert max(row["mismatch/logprob_abs_max"] for row in right) < 5e-4
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from common import checkpoint, data, errors, report
 
 FLAGS = {
-    "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
-    "schedule": "constant", "learning_rate": 3e-4, "warmup_steps": 1,
+    "rollout_backend": "hf", "steps": 6, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
+    "schedule": "constant", "learning_rate": 2e-4, "warmup_steps": 1,
 }  # fmt: skip
 ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than they keep
     "dr_grpo": {"prompts_per_step": 16},
