@@ -77,9 +77,8 @@ def main(only: str = "") -> None:
     print("| parameters | push, s | one copy, s | extra memory, MiB | a layer, MiB | the embedding, MiB |")
     print("|---" * 6 + "|", flush=True)
     for name in SIZES:
-        output = subprocess.run(
-            [sys.executable, __file__, "--only", name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [sys.executable, __file__, "--only", name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         (line,) = [line for line in output.splitlines() if line.startswith("FIGURES")]
         row = json.loads(line.removeprefix("FIGURES"))
         figures = " | ".join(f"{row[key]:.2f}" for key in ("seconds", "copy"))

@@ -38,13 +38,13 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing, on both sides; auto: as algos/ choose it
 
 
-def jobs(args: Args, embedded: str, scratch: str) -> dict[str, dict]:
+def jobs(args: Args, warm_start: str, scratch: str) -> dict[str, dict]:
     gsm8k = {
         "model": args.model, "dataset": args.gsm8k, "prompts": 8, "group": 8, "prompt_tokens": 256,
         "response_tokens": 192, "micro_batch": 8, "steps": args.steps + args.warmup,
     }  # fmt: skip
     arithmetic = gsm8k | {
-        "model": embedded, "dataset": "arithmetic",
+        "model": warm_start, "dataset": "arithmetic",
         "prompts": 64, "prompt_tokens": 64, "response_tokens": 48, "micro_batch": 128,
     }  # fmt: skip
     every = {
