@@ -5,8 +5,8 @@
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it,  <= -A_i clip_dual
 
-sum_it m_it counts the response tokens of the whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts are
-drawn until --prompts-per-step of them have both right and wrong responses. The filter asks for raw correctness, not
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts
+are drawn until --prompts-per-step of them have both right and wrong responses. The filter asks for raw correctness, not
 for the shaped reward: a group of right responses of unequal lengths would teach nothing but length.
 
 Differs from grpo.py: clip_high above clip_low; dynamic sampling; a token mean over the mini-batch; overlong shaping; no
@@ -17,101 +17,64 @@ mini-batch, as here; dual clip as in its code. Each rank draws until it has its 
 
 Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset train.jsonl --steps 400
-            --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --learning-rate 1e-6
-            --schedule constant --warmup-steps 20 --weight-decay 0.1 --max-prompt-tokens 2048
-            --max-response-tokens 20480 --overlong-cache 4096
+            --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --warmup-steps 20
+            --weight-decay 0.1 --max-prompt-tokens 2048 --max-response-tokens 20480 --overlong-cache 4096
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
 """
 
 import dataclasses
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 
-from common import (
-    batching,
-    checkpoint,
-    data,
-    diagnosis,
-    embedded,
-    engines,
-    errors,
-    evaluation,
-    model,
-    overlap,
-    placement,
-    plan,
-    rewards,
-    roles,
-    rollout,
-    run,
-    selftest,
-    tracking,
-    weight_sync,
-)
+from common import errors, placement, weight_sync
+from common.rollout import engines
+from common.run import job
+from common.run.sampling import Batch, Draw
+from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args:
-    # what
-    model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
-    dataset: tuple[str, ...] = ("arithmetic",)  # arithmetic | gsm8k | FILE | owner/name | ...; several: each =WEIGHT
-    source: Annotated[data.TrainSource, tyro.conf.OmitArgPrefixes] = data.TrainSource()  # columns, evaluation set, ...
-    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k | math | file.py:function | model:FOLDER | ...; several: each =WEIGHT
-    reward_failure: Literal["drop", "abort", "zero"] = "drop"  # a response that cannot be graded leaves with its prompt
-    # rollout
-    steps: int = 26  # one step: one rollout and its updates; fewer than elsewhere, each takes several draws
-    prompts_per_step: int = 32  # B, all ranks together; here about two draws of gen_prompts
-    gen_prompts: int = 64  # prompts per draw of dynamic sampling, all ranks together; 0: as many as prompts_per_step
-    max_gen_batches: int = 10  # draws per step before the run stops
-    group_size: int = 8  # G, responses per prompt
-    max_prompt_tokens: int = 64  # longer prompts: --overlong-prompts
-    max_response_tokens: int = 48
-    temperature: float = 1.0  # of sampling and of every log-prob
-    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
-    rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()  # colocate | split, ...
+class Args(job.Flags):
+    # sampling
+    steps: int = 200  # One step is one rollout and its updates.
+    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
+    gen_prompts: int = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
+    max_gen_batches: int = 10  # Largest number of draws in one step; then the run stops.
+    group_size: int = 8  # G, the number of responses to each prompt.
+    max_response_tokens: int = 1024  # A longer response is cut off.
+    temperature: float = 1.0  # Used for sampling and for every log-prob.
     # algorithm
-    clip_low: float = 0.2  # epsilon, below
-    clip_high: float = 0.28  # epsilon, above
-    tis_cap: float = 0.0  # C of truncated importance sampling, 2 is usual; 0: every weight is 1
-    clip_dual: float = 10.0  # c: the loss of a token with A < 0 is at most -A c
-    overlong_cache: int = 8  # L_c: the last tokens before max_response_tokens cost more and more; 0: only its end
-    overlong_factor: float = 1.0  # of the penalty; a right answer is worth +1, a wrong one -1
+    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
+    clip_high: float = 0.28  # The ratio is clipped at 1 + clip_high.
+    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
+    clip_dual: float = 10.0  # c: the loss of a token with A < 0 is at most -A c.
+    overlong_cache: int = 128  # L_c: the last tokens before the limit cost more and more. 0: only the limit costs.
     # optimization
-    mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout, in the same order
-    learning_rate: float = 2.5e-4  # for the embedded model, for few steps; 1e-6 is usual for a pretrained one
-    schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
-    warmup_steps: int = 2  # steps of linear warm-up
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, sharing, ...
-    offload: Literal["none", "all"] = "none"  # to host memory between uses
-    # bookkeeping
-    seed: int = 0
-    run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
-    eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
-    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()  # resume, save_every, ...
-    rollouts_every: int = 10  # steps between files in rollouts/
-    max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
-    profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
-    track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    epochs: int = 1  # Passes over each rollout, in the same order.
+    learning_rate: float = 1e-6  # Peak learning rate of the policy.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
+
+
+# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+# A step takes several draws, so there are fewer steps than in the other files.
+EMBEDDED = job.EMBEDDED | {"steps": 26, "prompts_per_step": 32, "gen_prompts": 64, "learning_rate": 2.5e-4}
+EMBEDDED |= {"overlong_cache": 8}
 
 
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    """(N,) -> (N,): z-score within each group (eq. 4's outcome form). A group of equal rewards gives exactly 0.
+    """(N,) -> (N,): z-score within each group (eq. 4, outcome form). A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the std of sixteen times 0.7 is 1e-8, not 0, and |A| 0.06.
+    Equality is tested on the rewards: in float32 the std of sixteen rewards of 0.7 is 1e-8, and |A| would be 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
     constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (n - 1), as verl and TRL
+    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (n - 1), the same as in verl and TRL
     return torch.where(constant, 0.0, advantages).view(-1)
 
 
@@ -142,9 +105,9 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All (n, T) but advantages (n,). Values outside the mask, NaN included, change nothing.
+    All are (n, T), advantages are (n,). Values outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
-    weights: (n, T), see rollout_weights.
+    weights: (n, T), from rollout_weights().
     """
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
     advantages = advantages[:, None]  # (n, 1)
@@ -157,8 +120,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
 
-    Responses were sampled by the engine's policy: another rounding of the trainer's, or with batches in flight an
-    older one. Weighs the policy loss alone, without a gradient (Ionides, 2008).
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
+    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
     return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
@@ -175,197 +138,107 @@ def clipped_tokens(
     return (clipped & response_mask).sum()
 
 
-def check_args(args: Args, size: int) -> None:
-    """Numbers that cannot work together. Raises BadInput naming both."""
+def check_args(args: Args) -> None:
+    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
     if args.tis_cap < 0:
-        raise errors.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
-    if args.temperature <= 0:
-        raise errors.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
-    share = args.mini_batches * size
-    if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
-        raise errors.BadInput(
-            f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
-            f"x {size} ranks = {share}"
-        )
-    if args.gen_prompts % size or args.gen_prompts < 0 or args.max_gen_batches < 1:
-        raise errors.BadInput(f"--gen-prompts must be a multiple of the {size} ranks, --max-gen-batches at least 1")
-    if args.gen_prompts and args.gen_prompts * args.max_gen_batches < args.prompts_per_step:
-        raise errors.BadInput(
-            f"--gen-prompts {args.gen_prompts} x --max-gen-batches {args.max_gen_batches} draws fewer prompts than "
-            f"--prompts-per-step {args.prompts_per_step}"
-        )
-    if not 0 <= args.overlong_cache <= args.max_response_tokens or args.overlong_factor < 0:
-        raise errors.BadInput("--overlong-cache must be in [0, --max-response-tokens], --overlong-factor >= 0")
-    for name in ("steps", "epochs", "max_prompt_tokens", "max_response_tokens", "rollouts_every"):
-        if getattr(args, name) < 1:
-            raise errors.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+        raise errors.BadInput(f"--tis-cap {args.tis_cap} must be at least 0")
     if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:
         raise errors.BadInput("--clip-low must be inside (0, 1), --clip-high > 0 and --clip-dual > 1 + --clip-high")
+    if not 0 <= args.overlong_cache <= args.max_response_tokens:
+        raise errors.BadInput(f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens]")
 
 
 def main(args: Args) -> None:
-    # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
-    check_args(args, size)
-    reward = rewards.load(args.reward, args.reward_failure, args.saving.trust_pickle)
-    resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
-    if args.model == "embedded":
-        args.model = embedded.warm_start(train=not args.saving.dry_run)
-    args.model = data.resolve_model(args.model, args.source.hub)
-    tokenizer, stop_token_ids = data.load_tokenizer(args.model, args.saving.trust_pickle)
-    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
-    held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
-    reward.check_answers(prompts + held_out)
-    max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    dtype = placement.compute_dtype(args.dtype, args.model)
-    args.compute = batching.plan(args.compute, args.model, dtype)
-    roles.show(
-        args.model, ["policy"], [], reward.rewards, dtype=dtype,
-        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, offload=args.offload,
-    )  # fmt: skip
-    run.check_configuration(args, Path(__file__).stem)
+    check_args(args)
+    plan = job.prepare(args, models=["policy"])
     if args.saving.dry_run:
-        return plan.show(args, size, prompts, held_out, resume)
-
+        return
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
-    policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
+    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    gen_prompts = args.gen_prompts or args.prompts_per_step
     engine = engines.start(
-        args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
-        sequences=gen_prompts * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
-        layout=args.layout, rollout_tp=args.rollout_tp,
+        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
+        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
     )  # fmt: skip
-    loader = data.PromptLoader(prompts, args.seed)
-    trained = {"policy": (policy, optimizer)}
-    saver = checkpoint.Saver(args.saving, trained, loader, reward, engine, tokenizer, dtype, world)
-    start = saver.load(resume)
-    if resume or args.layout.split:  # else the engine has just read these weights
-        weight_sync.push(policy, engine)
-    probe = diagnosis.Probe(policy, engine, prompts, args.temperature, args.max_response_tokens, args.compute, world)
-    if args.saving.selftest:
-        return selftest.run(probe, saver, args.max_logprob_gap, args.run_dir)
-    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
-    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
-    if held_out and not resume:
-        tracker.first(greedy_accuracy(args.max_response_tokens))
+    run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
+    tracker = run.tracker
 
-    share = args.prompts_per_step // world.size  # groups this rank trains on
-
-    def sample(step: int, world: placement.World, tracker: tracking.Figures):
-        """What this rank needs of a step before it trains: a step ahead, in a thread, with --max-inflight-batches 2."""
-        # Dynamic sampling. All ranks make the same number of draws, until each has its share of mixed groups.
-        mine, parts, responses, results = [], [], [], []
-        for draw in range(args.max_gen_batches):
-            prompts = loader.take(gen_prompts)[world.rank :: world.size]
-            begun = reward.ahead(prompts, tokenizer)  # grades the responses to a prompt while others are sampled
-            with tracker.time("rollout"):
-                drawn = engine.generate(
-                    [prompt.ids for prompt in prompts],
-                    args.group_size,
-                    args.temperature,
-                    args.max_response_tokens,
-                    seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
-                    done=begun,
-                )
-            with tracker.time("reward"):
-                texts = tokenizer.batch_decode(drawn.response_ids, skip_special_tokens=True)
-                graded = reward.score(prompts, texts, drawn, world, step, tracker.add, begun)
-            correct = torch.tensor([result.acc > 0 for result in graded]).view(-1, args.group_size)  # (B, G)
-            for i in keep_groups(correct).nonzero().flatten().tolist():
-                rows = range(i * args.group_size, (i + 1) * args.group_size)
-                mine.append(prompts[i])
-                parts.append((drawn, rows))
-                responses += [texts[row] for row in rows]
-                results += [graded[row] for row in rows]
-            tracker.rollout(torch.tensor([result.score for result in graded]), args.group_size, drawn)
-            tracker.add("sampling/prompts_generated", len(prompts), 0)
-            if world.min(len(mine)) >= share:
-                break
-        else:
-            raise errors.RunFailed(
-                f"step {step}: after --max-gen-batches {args.max_gen_batches} draws a rank has only "
-                f"{world.min(len(mine)):.0f} of its {share} prompts with both right and wrong responses: too easy, too "
-                "hard, or a constant reward",
-                code="no-signal",
-            )
+    def sample(step: int, draw: Draw) -> Batch:
+        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        generate = lambda prompts, place, grading: engine.generate(
+            [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
+            seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading,
+        )  # fmt: skip
+        # Dynamic sampling: draw prompts until enough of them pass the filter.
+        batch = draw.until_full(
+            generate, keep_groups, wanted=args.prompts_per_step, most=args.max_gen_batches,
+            prompts_per_draw=args.gen_prompts or args.prompts_per_step, kept="with both right and wrong responses",
+        )  # fmt: skip
         engine.sleep()
-        tracker.add("sampling/prompts_kept", len(mine), 0)
-        mine, batch = mine[:share], rollout.select(parts[:share])  # the surplus is discarded: it would be off-policy
-        responses, results = responses[: len(batch)], results[: len(batch)]
-        return mine, batch, responses, results
+        return batch
 
-    rollouts = overlap.Prefetcher(sample, loader, world, tracker, args.layout)
-    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high, "clip_dual": args.clip_dual}
-    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
+    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
+    # forward is skipped.
     single_update = args.mini_batches * args.epochs == 1
-    for step in saver.steps(tracker.run_dir, args.steps):
-        tracker.begin(step, args.profile)
-        mine, batch, responses, results = rollouts.get(step, last=saver.due(step))
-        scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
-        penalty = overlong_penalty(
-            batch.response_mask.sum(1), args.max_response_tokens, args.overlong_cache, args.overlong_factor
-        )  # (N,)
-        advantages = compute_advantages(2 * scores - 1 + penalty, args.group_size)  # (N,)
+    for step, batch in run.steps(sample):
+        lengths = batch.response_mask.sum(1)  # (N,)
+        penalty = overlong_penalty(lengths=lengths, max_len=args.max_response_tokens, cache_len=args.overlong_cache)
+        advantages = compute_advantages(rewards=2 * batch.scores - 1 + penalty, group_size=args.group_size)  # (N,)
         # A row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
         needed = advantages != 0  # (N,)
 
-        with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
+        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
             micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T); of a single update: its own, below
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
             if not single_update:
                 old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
 
         with tracker.time("update"):
+            decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
-                decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
             for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
-                denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks, the skipped rows' too
+                # The denominator counts the rows of all ranks, and also those that skip the forward.
+                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     if single_update:
                         old_logprobs[micro.rows] = logprobs.detach()
-                    old = old_logprobs[micro.rows]  # (n, T)
-                    w = 1.0  # (n, T) with --tis-cap
+                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    weights = 1.0
                     if args.tis_cap:
-                        w = rollout_weights(old, batch.rollout_logprobs[micro.rows], micro.response_mask, args.tis_cap)
-                    given = (advantages[micro.rows], micro.response_mask)
-                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator, weights=w)
-                    (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
-                    tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
-                if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
+                        weights = rollout_weights(
+                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                            cap=args.tis_cap,
+                        )  # fmt: skip
+                    loss = policy_loss(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
+                        clip_dual=args.clip_dual,
+                    )  # fmt: skip
+                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                    clipped = clipped_tokens(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high, clip_dual=args.clip_dual,
+                    )  # fmt: skip
+                    tracker.update(loss, entropy, mask, clipped)
+                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
+                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
                     optimizer.step()
                     optimizer.zero_grad()
 
-        tracker.mismatch(old_logprobs, batch, engine.weight_version, needed)
-
         with tracker.time("sync"):
             weight_sync.push(policy, engine)
-
-        if step % args.rollouts_every == 0 or step in (1, args.steps):
-            tracker.save_rollouts(step, mine, responses, results, batch, advantages, old_logprobs, needed)
-        if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            with tracker.time("eval"):
-                rollouts.wait()
-                tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
-        metrics = tracker.write(step)
-        run.check(metrics, args.max_logprob_gap, partial(diagnosis.explain_gap, probe, mine, rollouts.wait))
-        with tracker.time("save"):  # counts in the next step
-            saver.step_done(step, metrics)
-
-    rollouts.wait()  # of a run that was stopped early a batch may be in flight
-    tracker.close()
-    placement.finish(world, engine)
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+    run.close()
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    job.launch(main, Args, EMBEDDED, __doc__)

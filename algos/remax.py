@@ -5,116 +5,74 @@
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
-sum_it m_it counts the sampled response tokens of the whole optimizer mini-batch, on all ranks. b depends on the prompt
-and the weights alone, so the gradient stays unbiased: no critic, no group. The greedy responses carry no loss; their
-mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response that scores
-as the greedy one does has advantage 0.
+sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b depends on the
+prompt and the weights alone, so the gradient stays unbiased: no critic, no group. The greedy responses carry no loss;
+their mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response that
+scores as the greedy one does has advantage 0.
 
-Differs from rloo.py: one more response a prompt, greedy, as baseline; token rewards and their sums to come.
+Differs from rloo.py: one more response to each prompt, greedy, is the baseline; rewards are per token and are summed
+from the end.
 
 Differs from the paper: each token's KL counts for all tokens before it (the true return; the original code gives each
 token its own KL alone and discounts by 0.99); G samples share one greedy baseline where the paper draws one; clipped
 ratios and several mini-batches a rollout where it makes one on-policy update.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --group-size 4
-            --steps 200 --learning-rate 1e-6 --kl-coef 0.001 --max-prompt-tokens 512 --max-response-tokens 1024
+        torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --group-size 4 --kl-coef 0.001
 Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. GSM8K on GPUs: not yet reproduced.
 """
 
 import dataclasses
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 
-from common import (
-    batching,
-    checkpoint,
-    data,
-    diagnosis,
-    embedded,
-    engines,
-    errors,
-    evaluation,
-    model,
-    overlap,
-    placement,
-    plan,
-    rewards,
-    roles,
-    run,
-    selftest,
-    tracking,
-    weight_sync,
-)
+from common import errors, placement, weight_sync
+from common.rollout import engines
+from common.run import job
+from common.run.sampling import Batch, Draw
+from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args:
-    # what
-    model: str = "embedded"  # folder or Hub name; "embedded": the arithmetic model, warm-started on first use
-    dataset: tuple[str, ...] = ("arithmetic",)  # arithmetic | gsm8k | FILE | owner/name | ...; several: each =WEIGHT
-    source: Annotated[data.TrainSource, tyro.conf.OmitArgPrefixes] = data.TrainSource()  # columns, evaluation set, ...
-    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k | math | file.py:function | model:FOLDER | ...; several: each =WEIGHT
-    reward_failure: Literal["drop", "abort", "zero"] = "drop"  # a response that cannot be graded leaves with its prompt
-    # rollout
-    steps: int = 60  # one step: one rollout and its updates; 52 at 2e-4, as in grpo.py, ended up to 6 % lower
-    prompts_per_step: int = 64  # B, all ranks together
-    group_size: int = 8  # G, sampled responses per prompt, which share its greedy one; 1 in the paper
-    max_prompt_tokens: int = 64  # longer prompts: --overlong-prompts
-    max_response_tokens: int = 48
-    temperature: float = 1.0  # of sampling and of every log-prob
-    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf: slow, for comparison or where vLLM is not installed
-    rollout_tp: int = 1  # ranks that share one engine by tensor parallelism
-    layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()  # colocate | split, ...
+class Args(job.Flags):
+    # sampling
+    steps: int = 200  # One step is one rollout and its updates.
+    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
+    group_size: int = 8  # G, sampled responses to a prompt, which share its greedy one; 1 in the paper.
+    max_response_tokens: int = 1024  # A longer response is cut off.
+    temperature: float = 1.0  # Used for sampling and for every log-prob.
     # algorithm
-    clip_low: float = 0.2  # epsilon, below
-    clip_high: float = 0.2  # epsilon, above
-    tis_cap: float = 0.0  # C of truncated importance sampling, 2 is usual; 0: every weight is 1
-    kl_coef: float = 0.0  # beta; 0 never loads the reference policy
+    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
+    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
+    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
+    kl_coef: float = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: int = 4  # optimizer steps per pass over the rollout, of whole groups
-    epochs: int = 1  # passes over each rollout, in the same order
-    learning_rate: float = 1.5e-4  # for the embedded model; 1e-6 is usual for a pretrained one
-    schedule: Literal["constant", "linear"] = "linear"  # of the learning rate after warm-up; linear: to 0 at the end
-    warmup_steps: int = 2  # steps of linear warm-up
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of computing; master weights are float32
-    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()  # token budget, sharing, ...
-    offload: Literal["none", "others", "all"] = "none"  # to host memory between uses; others: all but the policy
-    # bookkeeping
-    seed: int = 0
-    run_dir: str = ""  # empty: runs/NAME-DATE-TIME, with the name of this file
-    eval_every: int = 0  # steps between greedy evaluations; 0: before the first and after the last step only
-    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()  # resume, save_every, ...
-    rollouts_every: int = 10  # steps between files in rollouts/
-    max_logprob_gap: float = 0.05  # mean |old - rollout| per token that stops the run
-    profile: tuple[int, ...] = ()  # steps of which every rank writes a torch profiler trace
-    track: Literal["none", "wandb", "tensorboard"] = "none"  # beside metrics.jsonl
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    epochs: int = 1  # Passes over each rollout, in the same order.
+    learning_rate: float = 1e-6  # Peak learning rate of the policy.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
 
 
-def reward_tokens(
-    scores: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
-    response_mask: torch.Tensor,
-    kl_coef: float,
-) -> torch.Tensor:
+# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+EMBEDDED = job.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
+
+
+def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
     """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
 
-    0 outside the mask; a response without a token gets no reward.
+    The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # not the length - 1: the mask may have holes
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask, scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1: the KL's own gradient
+    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
 
 
 def compute_advantages(
@@ -139,9 +97,9 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Values outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
-    weights: (n, T), see rollout_weights.
+    weights: (n, T), from rollout_weights().
     """
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
@@ -152,8 +110,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
 
-    Responses were sampled by the engine's policy: another rounding of the trainer's, or with batches in flight an
-    older one. Weighs the policy loss alone, without a gradient (Ionides, 2008).
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
+    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
     return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
@@ -166,127 +124,65 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
     return (clipped & response_mask).sum()
 
 
-def check_args(args: Args, size: int) -> None:
-    """Numbers that cannot work together. Raises BadInput naming both."""
-    if args.tis_cap < 0:
-        raise errors.BadInput(f"--tis-cap {args.tis_cap}: must be at least 0")
-    if args.temperature <= 0:
-        raise errors.BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
-    share = args.mini_batches * size
-    if args.mini_batches < 1 or args.prompts_per_step < 1 or args.prompts_per_step % share:
-        raise errors.BadInput(
-            f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
-            f"x {size} ranks = {share}"
-        )
-    for name in (
-        "steps",
-        "epochs",
-        "group_size",
-        "max_prompt_tokens",
-        "max_response_tokens",
-        "rollouts_every",
-    ):
-        if getattr(args, name) < 1:
-            raise errors.BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    if args.kl_coef < 0 or not 0 < args.clip_low < 1 or args.clip_high <= 0:
-        raise errors.BadInput("--kl-coef must be >= 0, --clip-low inside (0, 1) and --clip-high > 0")
+def check_args(args: Args) -> None:
+    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if args.tis_cap < 0 or args.kl_coef < 0:
+        raise errors.BadInput(f"--tis-cap {args.tis_cap} and --kl-coef {args.kl_coef} must be at least 0")
+    if not 0 < args.clip_low < 1 or args.clip_high <= 0:
+        raise errors.BadInput("--clip-low must be inside (0, 1) and --clip-high > 0")
 
 
 def main(args: Args) -> None:
-    # Everything that can be wrong with the input is found here, before a model is loaded.
-    size = roles.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
-    check_args(args, size)
-    reward = rewards.load(args.reward, args.reward_failure, args.saving.trust_pickle)
-    resume = run.check_directory(args.run_dir, args.saving.resume, args.track)
-    if args.model == "embedded":
-        args.model = embedded.warm_start(train=not args.saving.dry_run)
-    args.model = data.resolve_model(args.model, args.source.hub)
-    tokenizer, stop_token_ids = data.load_tokenizer(args.model, args.saving.trust_pickle)
-    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
-    held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
-    reward.check_answers(prompts + held_out)
-    max_model_len = data.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    dtype = placement.compute_dtype(args.dtype, args.model)
-    args.compute = batching.plan(args.compute, args.model, dtype)
-    roles.show(
-        args.model, ["policy"], ["reference"] if args.kl_coef > 0 else [], reward.rewards, dtype=dtype,
-        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, offload=args.offload,
-    )  # fmt: skip
-    run.check_configuration(args, Path(__file__).stem)
+    check_args(args)
+    plan = job.prepare(args, models=["policy", *["reference"] * (args.kl_coef > 0)])
     if args.saving.dry_run:
-        return plan.show(args, size, prompts, held_out, resume)
-
+        return
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
-    policy = model.load(args.model, world, dtype, args.compute, offload=args.offload == "all")
-    ref_policy = None
-    if args.kl_coef > 0:
-        ref_policy = model.load(args.model, world, dtype, args.compute, offload=args.offload != "none")
-        ref_policy.requires_grad_(False)
+    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+    ref_policy = None
+    if args.kl_coef > 0:
+        ref_policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
+        ref_policy.requires_grad_(False)
     engine = engines.start(
-        args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
-        sequences=args.prompts_per_step * args.group_size // roles.engines(size, args.rollout_tp, args.layout),
-        layout=args.layout, rollout_tp=args.rollout_tp,
+        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
+        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
     )  # fmt: skip
-    loader = data.PromptLoader(prompts, args.seed)
-    trained = {"policy": (policy, optimizer)}
-    saver = checkpoint.Saver(args.saving, trained, loader, reward, engine, tokenizer, dtype, world)
-    start = saver.load(resume)
-    if resume or args.layout.split:  # else the engine has just read these weights
-        weight_sync.push(policy, engine)
-    probe = diagnosis.Probe(policy, engine, prompts, args.temperature, args.max_response_tokens, args.compute, world)
-    if args.saving.selftest:
-        return selftest.run(probe, saver, args.max_logprob_gap, args.run_dir)
-    tracker = tracking.Tracker(args.run_dir, Path(__file__).stem, args, world, args.track, start, args.steps)
-    greedy_accuracy = partial(evaluation.greedy_accuracy, engine, held_out, reward, tokenizer, world)
-    if held_out and not resume:
-        tracker.first(greedy_accuracy(args.max_response_tokens))
+    run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
+    tracker = run.tracker
 
-    def sample(step: int, world: placement.World, tracker: tracking.Figures):
-        """What this rank needs of a step before it trains: a step ahead, in a thread, with --max-inflight-batches 2."""
-        # Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
-        mine = loader.take(args.prompts_per_step)[world.rank :: world.size]
-        begun = reward.ahead(mine, tokenizer)  # grades the responses to a prompt while others are sampled
-        with tracker.time("rollout"):
-            greedy = engine.generate([prompt.ids for prompt in mine], 1, 0.0, args.max_response_tokens, seed=0)
-            batch = engine.generate(
-                [prompt.ids for prompt in mine],
-                args.group_size,
-                args.temperature,
-                args.max_response_tokens,
-                seed=args.seed * 2**20 + step,
-                done=begun,
-            )
+    def sample(step: int, draw: Draw) -> Batch:
+        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        prompts = draw.prompts(args.prompts_per_step)
+        grading = draw.grade_early(prompts)
+        with draw.time("rollout"):
+            rollout = engine.generate(
+                [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
+                seed=args.seed * 2**20 + step, done=grading,
+            )  # fmt: skip
+            greedy = engine.generate([prompt.ids for prompt in prompts], 1, 0.0, args.max_response_tokens, seed=0)
             engine.sleep()
+        baseline = draw.grade(prompts, greedy, figures=False)
+        batch = draw.grade(prompts, rollout, grading)
+        batch.baseline = baseline
+        graded = baseline.response_mask.any(1)  # (B,)
+        draw.add("reward/greedy_mean", baseline.scores.sum(), graded.sum())
+        batch.response_mask &= graded.repeat_interleave(args.group_size)[:, None]
+        return batch
 
-        with tracker.time("reward"):
-            responses = tokenizer.batch_decode(greedy.response_ids, skip_special_tokens=True)
-            results = reward.score(mine, responses, greedy, world, step, tracker.add)
-            greedy_scores = torch.tensor([result.score for result in results], device=world.device)  # (B,)
-            tracker.add("reward/greedy_mean", greedy_scores.sum(), greedy.response_mask.any(1).sum())
-            greedy_scores = greedy_scores.repeat_interleave(args.group_size)  # (N,)
-            known = greedy.response_mask.any(1).repeat_interleave(args.group_size)  # (N,) bool: graded
-            batch.response_mask &= known[:, None]
-            responses = tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
-            results = reward.score(mine, responses, batch, world, step, tracker.add, begun)
-        return mine, greedy, greedy_scores, batch, responses, results
-
-    rollouts = overlap.Prefetcher(sample, loader, world, tracker, args.layout)
-    clip = {"clip_low": args.clip_low, "clip_high": args.clip_high}
-    # The log-probs of a single update are the old ones: the ratio is 1, and no pass of its own is due.
+    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
+    # forward is skipped.
     single_update = args.mini_batches * args.epochs == 1 and ref_policy is None
-    for step in saver.steps(tracker.run_dir, args.steps):
-        tracker.begin(step, args.profile)
-        mine, greedy, greedy_scores, batch, responses, results = rollouts.get(step, last=saver.due(step))
-        scores = torch.tensor([result.score for result in results], device=world.device)  # (N,)
+    for step, batch in run.steps(sample):
+        greedy_scores = batch.baseline.scores.repeat_interleave(args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
-        needed = scores != greedy_scores if ref_policy is None else batch.response_mask.any(1)  # (N,)
+        needed = batch.scores != greedy_scores if ref_policy is None else batch.response_mask.any(1)  # (N,)
 
-        with tracker.time("logprobs"):  # before any update: "old" are the weights that sampled
+        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
             micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T); of a single update: its own, below
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
             if not single_update:
                 old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
             ref_logprobs = None
@@ -294,58 +190,55 @@ def main(args: Args) -> None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
                 kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
                 tracker.add("reward/kl", kl.sum(), len(batch))
-        token_rewards = reward_tokens(scores, old_logprobs, ref_logprobs, batch.response_mask, args.kl_coef)  # (N, T)
-        advantages = compute_advantages(token_rewards, greedy_scores, batch.response_mask)  # (N, T)
+        token_rewards = reward_tokens(
+            scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+            response_mask=batch.response_mask, kl_coef=args.kl_coef,
+        )  # (N, T)  # fmt: skip
+        advantages = compute_advantages(
+            token_rewards=token_rewards, greedy_scores=greedy_scores, response_mask=batch.response_mask
+        )  # (N, T)
 
         with tracker.time("update"):
+            decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
-                decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
             for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
-                denominator = world.sum(batch.response_mask[rows].sum())  # tokens on all ranks, the skipped rows' too
+                # The denominator counts the rows of all ranks, and also those that skip the forward.
+                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     if single_update:
                         old_logprobs[micro.rows] = logprobs.detach()
-                    old = old_logprobs[micro.rows]  # (n, T)
-                    w = 1.0  # (n, T) with --tis-cap
+                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    weights = 1.0
                     if args.tis_cap:
-                        w = rollout_weights(old, batch.rollout_logprobs[micro.rows], micro.response_mask, args.tis_cap)
-                    given = (advantages[micro.rows], micro.response_mask)
-                    loss = policy_loss(logprobs, old, *given, **clip, denominator=denominator, weights=w)
-                    (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
-                    tracker.update(loss, entropy, micro.response_mask, clipped_tokens(logprobs, old, *given, **clip))
-                if micro_batches:  # else no rank has a gradient, and Adam would move on its momentum alone
+                        weights = rollout_weights(
+                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                            cap=args.tis_cap,
+                        )  # fmt: skip
+                    loss = policy_loss(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
+                    )  # fmt: skip
+                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                    clipped = clipped_tokens(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high,
+                    )  # fmt: skip
+                    tracker.update(loss, entropy, mask, clipped)
+                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    tracker.grad_norm(step, grad_norm)  # stops the run before NaN reaches the weights
+                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
                     optimizer.step()
                     optimizer.zero_grad()
 
-        tracker.mismatch(old_logprobs, batch, engine.weight_version, needed)
-
         with tracker.time("sync"):
             weight_sync.push(policy, engine)
-
-        tracker.rollout(scores, args.group_size, batch)
-        if step % args.rollouts_every == 0 or step in (1, args.steps):
-            tracker.save_rollouts(
-                step, mine, responses, results, batch, advantages, old_logprobs, needed, baseline=greedy
-            )
-        if held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            with tracker.time("eval"):
-                rollouts.wait()
-                tracker.add("eval/accuracy", greedy_accuracy(args.max_response_tokens))
-        metrics = tracker.write(step)
-        run.check(metrics, args.max_logprob_gap, partial(diagnosis.explain_gap, probe, mine, rollouts.wait))
-        with tracker.time("save"):  # counts in the next step
-            saver.step_done(step, metrics)
-
-    rollouts.wait()  # of a run that was stopped early a batch may be in flight
-    tracker.close()
-    placement.finish(world, engine)
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+    run.close()
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    job.launch(main, Args, EMBEDDED, __doc__)

@@ -1,4 +1,7 @@
-"""What ends a run, or should be looked at: one line with a stable code, explained in docs/errors.md."""
+"""Errors and warnings that end a run or deserve a look: one line with a stable code, which docs/errors.md explains.
+
+torch is imported inside the functions that need it: worker processes of rewards import this file and do without torch.
+"""
 
 import contextlib
 import errno
@@ -7,52 +10,45 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException as SaveFailed
-
-# What gloo, NCCL and torch's store say when another rank does not come, or is gone.
+# Words of gloo, NCCL and torch's store when another rank does not come, or is gone.
 LATE = ("timed out", "timeout")
 GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection was likely closed", "remote process")
-GIVE_UP_TOGETHER = 3.0  # seconds: ranks that wait for the same one run out of patience at about the same time
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
-
-
-# Environment variables whose values are written nowhere: not into run.json, not into a message.
+GIVE_UP_SECONDS = 3.0  # ranks that wait for the same rank give up within about this time of each other
+# Environment variables whose values are never written, neither into run.json nor into a message.
 SECRETS = ("REWARD_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-LONGEST = 2000  # characters of a line that is printed: some of what it quotes has megabytes
-# What a terminal obeys instead of showing it, what turns a line around, and halves of surrogate pairs.
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+LONGEST = 2000  # characters of a printed line; some of what a message quotes has megabytes
+# Control characters, characters that turn a line around, and halves of surrogate pairs.
+INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def redacted(text: str) -> str:
     """The text, which may be JSON, without the values of SECRETS and without the user and password of any URL."""
     for name in SECRETS:
         value = os.environ.get(name, "").strip()
-        if len(value) > 5:  # a shorter one is no secret, and would be in every second word
+        if len(value) > 5:  # a shorter value is no secret, and would be found in ordinary words
             text = text.replace(value, f"${name}").replace(json.dumps(value)[1:-1], f"${name}")
     return re.sub(r"://[^\s\"'<>]*@", "://...@", text)
 
 
 def visible(text: str) -> str:
-    """The text as it may be printed: lines of at most LONGEST characters, redacted, control characters as escapes."""
-    lines = []
+    """The text as it may be printed: redacted, with short lines, and with control characters as escapes."""
+    longest, lines = LONGEST, []
     for line in text.split("\n"):
-        line = redacted(line[: 2 * LONGEST])  # cut first: of megabytes; not at LONGEST, perhaps in mid-password
-        lines.append(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
-    return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], "\n".join(lines))
+        line = redacted(
+            line[: 2 * longest]
+        )  # a cut at `longest` might fall into a password and hide it from redacted()
+        lines.append(line if len(line) <= longest else line[: longest - 3] + "...")
+    return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], "\n".join(lines))
 
 
 class OneLine(Exception):
-    """A message of one line: what was found, what was expected, what to do; `code` is its heading in docs/errors.md."""
+    """One line: what was found, what was expected, what to do. `code` is its heading in docs/errors.md."""
 
-    code: str
-
-    def __init__(self, message: str, code: str):
+    def __init__(self, message: str, code: str = "bad-input"):
         super().__init__(visible(message), code)
         self.code = code
 
@@ -61,10 +57,7 @@ class OneLine(Exception):
 
 
 class BadInput(OneLine, ValueError):
-    """Something the user gave is wrong: a flag, a file, what came from a service."""
-
-    def __init__(self, message: str, code: str = "bad-input"):
-        super().__init__(message, code)
+    """Something the user gave is wrong: a flag, a file, or the reply of a service."""
 
 
 class RunFailed(OneLine, RuntimeError):
@@ -72,14 +65,16 @@ class RunFailed(OneLine, RuntimeError):
 
 
 def refuse_all(errors: list[str], code: str = "bad-input") -> None:
-    """Raise one BadInput that says the first five of the errors and counts the rest; nothing without errors."""
+    """Raise one BadInput that quotes the first five errors and counts the rest. Without errors nothing happens."""
     if errors:
         more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
         raise BadInput("\n".join(errors[:5] + more), code=code)
 
 
-def raise_together(error: OneLine | None, group: dist.ProcessGroup | None = None) -> None:
-    """If any rank has an error, raise the first rank's on all of them. Collective: every rank calls it."""
+def raise_together(error: OneLine | None, group=None) -> None:
+    """If any rank has an error, raise the first rank's on all ranks. Collective: every rank of `group` calls it."""
+    import torch.distributed as dist
+
     errors: list[OneLine | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=group)
     for found in errors:
@@ -88,96 +83,81 @@ def raise_together(error: OneLine | None, group: dist.ProcessGroup | None = None
 
 
 def say(line: str, file=None) -> None:
-    """Print on rank 0 alone, visible(); works before init, too."""
+    """Print visible(line) on rank 0 only. It works before the ranks are joined, too."""
     if os.environ.get("RANK", "0") == "0":
         print(visible(line), file=file, flush=True)
 
 
 def warn(message: str, code: str) -> None:
-    """Something to look at that does not end the run, on rank 0."""
+    """Say on rank 0 that something deserves a look. The run goes on."""
     say(f"warning[{code}]: {message}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def in_phase(name: str) -> Iterator[None]:
+    """Note on every exception that leaves the block in which phase it was raised. recognized() reads the note."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {name}")
+        raise
+
+
 def launch(main: Callable[[Any], None], args: Any) -> None:
-    """Call main(args); bad input (exit code 2) and a failed run (3) become one line on stderr, not a traceback."""
+    """Call main(args). Bad input (exit code 2) and a failed run (3) become one line on stderr, not a traceback."""
+    import torch.distributed as dist
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
         main(args)
     except OneLine as error:
         say(f"error[{error.code}]: {error}", file=sys.stderr)
-        if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # perhaps this rank's rows alone
-            print(visible(f"error[{error.code}] on rank {dist.get_rank()}: {error}"), file=sys.stderr, flush=True)
+        if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # in the rows of this rank?
+            print(f"error[{error.code}] on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, BadInput) else 3)
-    except (RuntimeError, OSError, MemoryError, SafetensorError, SaveFailed) as error:
-        found = recognized(error)
-        if found is None:
+    except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
+        failure = recognized(error)
+        if failure is None:
             raise
-        if first_to_tell():  # of the ranks that are left: rank 0 may be the one that is not
-            print(visible(f"error[{found.code}]: {found}"), file=sys.stderr, flush=True)
+        tell_once(failure)
         sys.stdout.flush()
         os._exit(3)  # threads and destructors would wait for the other ranks
 
 
 def recognized(error: BaseException) -> RunFailed | None:
-    """What a library's error means, where that is known: another rank, the memory, the disk."""
-    said = f"{error}".lower()
+    """The failure behind a library's error where it is known: memory, disk, or another rank. Otherwise None."""
+    import torch
+    import torch.distributed as dist
+
+    said = str(error).lower()
     short = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    here = f"rank {os.environ.get('RANK', '0')} {getattr(error, '__notes__', ['at the start'])[0]}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
-        return RunFailed(f"out of memory, {here()}: {short}; {memory()}", code="out-of-memory")
+        cure = "lower --token-budget or --rollout-memory, then --activation-checkpointing, --offload all"
+        return RunFailed(f"{here}: out of memory ({short}); {cure}", code="out-of-memory")
     if any(words in said for words in FULL):
-        return RunFailed(f"{here()}: {short}; make room, then --resume auto goes on", code="disk-full")
+        return RunFailed(f"{here}: {short}; make room, then --resume auto goes on", code="disk-full")
     if isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said:
         if any(words in said for words in LATE):
-            return RunFailed(f"{here()}, waited in vain for {missing()} ({short})", code="collective-timeout")
+            return RunFailed(f"{here}: waited in vain for another rank ({short})", code="collective-timeout")
         if any(words in said for words in GONE):
-            return RunFailed(f"{here()}, lost {missing()} ({short})", code="rank-lost")
+            return RunFailed(f"{here}: lost another rank ({short})", code="rank-lost")
     return None
 
 
-def here() -> str:
-    """This rank and its phase."""
-    if not dist.is_initialized():
-        return "at the start"
-    return f"rank {dist.get_rank()} in {note(dist.get_rank())[0]}"
+def tell_once(failure: RunFailed) -> None:
+    """Print the failure on the first rank that fails. Where ranks wait for others, add which ranks have not failed."""
+    from torch.distributed import distributed_c10d as c10d
 
-
-def note(rank: int) -> tuple[str, float]:
-    """What World.enter() left of a rank: its phase, and for how many seconds it has been in it."""
-    with contextlib.suppress(RuntimeError):  # the store may have died with the rank or the agent that kept it
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([f"phase/{rank}"]):
-            began, _, phase = store.get(f"phase/{rank}").decode().partition(" ")
-            return phase, time.time() - float(began)
-    return "its start", 0.0
-
-
-def missing() -> str:
-    """The ranks that do not fail as this one does: those that hang, or are dead. Called by each that fails."""
-    if not dist.is_initialized():
-        return "the other ranks"
-    found = []
-    with contextlib.suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"gave-up/{dist.get_rank()}", "")
-        time.sleep(GIVE_UP_TOGETHER)
-        found = [rank for rank in range(dist.get_world_size()) if not store.check([f"gave-up/{rank}"])]
-    said = [f"rank {rank}, in {phase} for {seconds:.0f} s" for rank in found[:4] for phase, seconds in [note(rank)]]
-    return "; ".join(said) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "another rank"
-
-
-def memory() -> str:
-    """What is taken, and the flags that lower it, from the one that costs least."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-    else:
-        free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    return (
-        f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken, and the table at the start has each "
-        "role's share: lower --token-budget or --rollout-memory, then --activation-checkpointing, --offload all"
-    )
-
-
-def first_to_tell() -> bool:
-    """Whether no other rank has said why the run ends."""
-    with contextlib.suppress(RuntimeError, ValueError):  # no store any more, or none yet
-        return dist.distributed_c10d._get_default_store().add("told", 1) == 1
-    return True
+    line = f"error[{failure.code}]: {failure}"
+    with contextlib.suppress(RuntimeError, ValueError):  # there may be no store yet, or its process may be dead
+        store, rank, ranks = c10d._get_default_store(), c10d.get_rank(), range(c10d.get_world_size())
+        store.append("failed", f"{rank} ")
+        if failure.code in ("collective-timeout", "rank-lost"):
+            time.sleep(GIVE_UP_SECONDS)
+            silent = set(ranks) - set(map(int, store.get("failed").split()))
+            line += f"; ranks that hang or are dead: {sorted(silent)[:8] or 'unknown'}"
+        if int(store.get("failed").split()[0]) != rank:
+            return
+    print(line, file=sys.stderr, flush=True)

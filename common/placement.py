@@ -1,17 +1,18 @@
-"""Who runs where: ranks, devices and the mesh that every role shares.
+"""Who runs where: ranks, devices, and the mesh that every role shares.
 
-Single program, multiple data: each rank runs the same script from top to bottom, on its own share of
-the prompts. Plain `python algos/X.py` is a world of one; `torchrun --nproc-per-node N` a world of N.
-Layout "colocate": a rank holds its shard of the trainer *and* an engine; with rollout_tp = k, each k
-consecutive ranks hold one engine together. "split": the engines are vLLM servers on devices of their own.
+Single program, multiple data: each rank runs the same script from top to bottom, on its own share of the prompts.
+Plain `python algos/X.py` is a world of one rank; `torchrun --nproc-per-node N` makes a world of N.
+Placement "colocate": a rank holds its shard of the trainer and an engine; with rollout_tp = k, each k consecutive ranks
+hold one engine together. Placement "split": the engines are vLLM servers on devices of their own.
 """
 
 import atexit
 import ctypes
 import os
 import re
-import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -19,29 +20,19 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-NARROW = 512  # hidden size
-LET_GO = 0.2  # seconds
-# What a process that torchrun started must not hand on to one that is no rank.
+from common.errors import BadInput
+
+COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
+NARROW_HIDDEN_SIZE = 512  # --dtype auto computes narrower models in float32
+EXIT_PAUSE_SECONDS = 0.2
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # option numbers of mallopt, from malloc.h
+# Environment variables that a process started by torchrun must not hand on to a process that is no rank.
 TORCHRUN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
-
-
-def split_weight(entry: str) -> tuple[str, float]:
-    """SPEC=WEIGHT as (SPEC, WEIGHT); anything else weighs 1, as it is: a folder's name or a URL may hold a "="."""
-    spec, _, number = entry.rpartition("=")
-    if spec and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
-        return spec, float(number)
-    return entry, 1.0
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +40,18 @@ class Sharding:
     """How the trainer is laid over the ranks."""
 
     sequence_parallel: int = 1  # ranks that compute one row together: a sequence this many times as long fits a rank
-    shard_size: int = 0  # ranks that hold one sharded copy of the weights, such as those of a node; 0: all
+    shard_size: int = 0  # ranks that hold one sharded copy of the weights, for example those of a node; 0 means all
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where responses are generated, and what the engine may take."""
 
-    rollout_placement: Literal["colocate", "split"] = "colocate"  # split: by vLLM servers, beside the trainer
-    rollout_devices: tuple[int, ...] = ()  # split: GPUs of this node, or cores of a CPU, for servers this run starts
-    rollout_urls: tuple[str, ...] = ()  # split: servers that are running, scripts/serve_rollout.sh
-    max_inflight_batches: int = 1  # 2: the next step's responses are sampled while this one trains; split alone
-    inflight_updates: bool = False  # new weights reach responses half done; their tokens are of two versions
-    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0: 0.4, or 0.9 of one of its own
-    rollout_max_seqs: int = 0  # responses it works on at once; 0: all of a step's, at most 512
-    rollout_batched_tokens: int = 0  # tokens of one forward of it; 0: vLLM's own choice
-    collective_timeout: float = 1800.0  # seconds that ranks wait for each other before the run ends
+    rollout_placement: Literal["colocate", "split"] = "colocate"  # split: vLLM servers on devices of their own generate
+    rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs, or CPU cores, for servers that this run starts
+    rollout_urls: tuple[str, ...] = ()  # split: servers that are running already (scripts/serve_rollout.sh)
+    max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
+    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0 means 0.4, or 0.9 on its own GPU
 
     @property
     def split(self) -> bool:
@@ -78,11 +65,10 @@ class World:
     device: torch.device
     mesh: DeviceMesh  # (ranks,), or (copies, shards): parameters are sharded over the last, gradients averaged over all
     rollout_tp: int  # ranks that share one engine
-    tp_group: dist.ProcessGroup | None  # those ranks; None when each rank has its own engine
+    tp_group: dist.ProcessGroup | None  # the ranks of this rank's engine; None when each rank has its own engine
     sp_group: dist.ProcessGroup | None = None  # ranks that compute one row together; None when each has its own
-    group: dist.ProcessGroup | None = None  # all ranks, for numbers; None: torch's default group
-    noted: bool = True  # whether enter() leaves notes: those of a second thread would overwrite the first's
-    timeout: timedelta | None = None  # of collectives; None: torch's own
+    group: dist.ProcessGroup | None = None  # all ranks, for numbers; None means torch's default group
+    timeout: timedelta | None = None  # how long a collective waits; None means torch's default
 
     @property
     def is_main(self) -> bool:
@@ -94,14 +80,8 @@ class World:
         return self.rank // self.rollout_tp
 
     def beside(self) -> "World":
-        """The same world for a second thread: its collectives do not mix with the first's. Collective."""
-        return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout), noted=False)
-
-    def enter(self, phase: str) -> None:
-        """Leave a note of what this rank does now: when a collective fails, errors.note() reads them."""
-        if self.noted:
-            store = dist.distributed_c10d._get_default_store()  # held by nobody: it must go before the interpreter does
-            store.set(f"phase/{self.rank}", f"{time.time():.0f} {phase}")
+        """The same world for a second thread, whose collectives do not mix with the first's. Collective."""
+        return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def sum(self, value: float) -> float:
         """Sum of a number over the ranks. Collective: every rank calls it."""
@@ -116,38 +96,20 @@ class World:
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def _reduce(self, value: float, op) -> float:
-        tensor = torch.tensor(float(value), dtype=torch.float64)  # on CPU: gloo, exact for counts
+        tensor = torch.tensor(float(value), dtype=torch.float64)  # on the CPU: gloo adds counts exactly
         dist.all_reduce(tensor, op, group=self.group)
         return tensor.item()
-
-
-def finish(world: World, engine=None) -> None:
-    """End a run: no rank leaves while another still talks to it. Collective: every rank calls it."""
-    dist.barrier()
-    if engine is not None:
-        engine.shutdown()  # first: vLLM's groups live inside ours, and it may take ours down with them
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sharding = Sharding()) -> World:
     """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it.
 
-    A split layout's rollout devices are left to the servers: its ranks take what remains, in order.
+    A split layout leaves its rollout devices to the servers: the ranks take the remaining devices in order.
     """
     rollout_tp = 1 if layout.split else rollout_tp
-    if "RANK" not in os.environ:  # plain python: a world of one, by the same variables torchrun sets
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(
-            RANK="0",
-            WORLD_SIZE="1",
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+    if "RANK" not in os.environ:  # plain python makes a world of one, with the same variables that torchrun sets
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
@@ -156,18 +118,17 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
         torch.cuda.set_device(device)
     elif layout.rollout_devices:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
-    if os.environ["WORLD_SIZE"] == "1":  # nobody to meet: torch's store would listen on all of this machine's addresses
-        store, rank, size = dist.HashStore(), 0, 1
-    else:
-        store, rank, size = next(dist.rendezvous("env://"))
-    # After torchrun --max-restarts its store still has the addresses of the ranks that died: gloo would wait for them.
+    # A world of one meets nobody, and torch's TCP store would listen on all addresses of this machine.
+    alone = os.environ["WORLD_SIZE"] == "1"
+    store, rank, size = (dist.HashStore(), 0, 1) if alone else next(dist.rendezvous("env://"))
+    # After a restart by torchrun the store still has the addresses of the ranks that died. gloo would wait for them.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    timeout = timedelta(seconds=layout.collective_timeout)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
-    # A thread of gloo may still hold the last collective's tensors when the ranks have gone on. To drop them it needs
-    # the interpreter: if that is ending, the process aborts. DTensor's caches keep the threads, so none can be joined.
-    atexit.register(time.sleep, LET_GO)
+    # A thread of gloo may still hold tensors of the last collective at exit. It needs the interpreter to drop them, and
+    # aborts the process if the interpreter is ending. DTensor's caches keep these threads alive: none can be joined.
+    atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
     use_cores()
     if not cuda:
         keep_memory()
@@ -181,31 +142,113 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group, timeout=timeout)
 
 
+def finish(world: World, engine=None) -> None:
+    """End a run: no rank leaves while another still talks to it. Collective: every rank calls it."""
+    dist.barrier()
+    if engine is not None:
+        engine.shutdown()  # vLLM's groups live inside ours, and its shutdown may end ours, too
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", sharding=Sharding()) -> int:
+    """Number of ranks that torchrun started (1 without it), before they are joined. Raises BadInput."""
+    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    together = {"rollout-tp": size if layout.split and rollout_tp > 0 else rollout_tp}
+    together |= {"sequence-parallel": sharding.sequence_parallel, "shard-size": sharding.shard_size or size}
+    for flag, ranks in together.items():
+        if ranks < 1 or size % ranks:
+            raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
+    if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
+        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
+        raise BadInput(f"{local_size} ranks{servers} on this node, which has {torch.cuda.device_count()} GPUs")
+    check_layout(layout, rollout_tp, backend)
+    return size
+
+
+def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
+    """Refuse flags that contradict each other. Raises BadInput."""
+    devices, urls = layout.rollout_devices, layout.rollout_urls
+    if layout.max_inflight_batches not in (1, 2):
+        raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: expected 1, or 2 for one batch ahead")
+    if not layout.split:
+        if devices or urls or layout.max_inflight_batches > 1:
+            raise BadInput(
+                "--rollout-devices, --rollout-urls, --max-inflight-batches 2: need --rollout-placement split"
+            )
+        return
+    if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
+        raise BadInput(f"--rollout-urls {re.split('[?#]', bad[0])[0]}: expected http://HOST:PORT")
+    if backend != "vllm":
+        raise BadInput(f"--rollout-placement split needs vLLM's servers; --rollout-backend {backend} has none")
+    if bool(devices) == bool(urls):
+        raise BadInput("--rollout-placement split: needs --rollout-devices to start servers on, or --rollout-urls")
+    cuda = torch.cuda.is_available()
+    kind = "GPUs" if cuda else "cores"
+    there = list(range(torch.cuda.device_count())) if cuda else sorted(os.sched_getaffinity(0))
+    if len(set(devices)) < len(devices) or not set(devices) <= set(there):
+        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {there}")
+    if set(devices) == set(there):
+        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
+    if len(devices) % rollout_tp:
+        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
+
+
+def engine_count(size: int, rollout_tp: int, layout: Layout) -> int:
+    """Number of engines that share the prompts of a step."""
+    if layout.split:
+        return len(layout.rollout_devices) // rollout_tp or len(layout.rollout_urls)
+    return size // rollout_tp
+
+
 def use_cores() -> None:
     """Give this rank its share of the cores. Two ranks with all cores each would fight: 0.3 s becomes 13 s."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
 
 
-def keep_memory() -> None:
-    """Freed tensors stay with this process. glibc hands large ones back to the kernel, which clears each page anew.
+def rank_memory() -> float:
+    """Bytes of this rank's GPU, or its share of the machine's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
 
-    It costs memory: a tensor may not quite fit the gap that one as large has left.
+
+def keep_memory() -> None:
+    """Keep freed tensors in this process. Otherwise glibc returns large ones to the kernel, which clears every page
+    again: an update on a CPU took 1.04 to 1.10 times as long. The price is memory lost between tensors.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # only glibc has it, and only glibc needs it
-        libc.mallopt(M_MMAP_MAX, 0)  # nothing outside the heap,
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks
+        libc.mallopt(M_MMAP_MAX, 0)  # put every tensor on the heap,
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # and never shrink the heap
+
+
+@contextmanager
+def rounded_products(rounded: bool = True) -> Iterator[None]:
+    """Let CPU products of float32 matrices round both to bfloat16 first, and add up in float32, where that is faster.
+
+    Matrices that were bfloat16 lose nothing by it. Without a bfloat16 kernel oneDNN takes its float32 kernel, which on
+    an AMD processor is twice as fast as MKL's.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if rounded else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def compute_dtype(name: str, model_path: str) -> torch.dtype:
-    """--dtype: "auto" is native_dtype(), but float32 for models narrower than NARROW.
+    """The dtype that --dtype names. "auto" is native_dtype(), but float32 for models under NARROW_HIDDEN_SIZE.
 
-    Those gain little by it, and what the embedded job reaches must not depend on the kind of machine.
+    Narrow models gain little by bfloat16, and what the embedded job reaches must not depend on the machine.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW
+    narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE
     return torch.float32 if narrow else native_dtype()
 
 

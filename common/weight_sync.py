@@ -1,4 +1,4 @@
-"""Trainer -> engine: the policy's weights, gathered one parameter at a time."""
+"""Weight sync from the trainer to the engine: the policy's parameters are gathered one at a time."""
 
 import zlib
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ class Parameter(NamedTuple):
 
 
 class FullParameters:
-    """(name, full tensor) of every parameter, anew in each iteration; one is whole at a time, on a GPU two.
+    """Iterates over (name, full tensor) of every parameter. One tensor at a time is whole, two on a GPU.
 
-    Collective: every rank iterates. Tied parameters appear once, under their first name. Also a weight source of
-    vLLM's trainer engines, which ask for metadata() first.
+    Each iteration gathers the current weights. Tied parameters appear once, under their first name. vLLM's trainer
+    engines also take it as their weight source, and ask for metadata() first. Collective: every rank iterates.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
-        """dtype: None, or another than the float32 of the masters, to send less."""
+        """dtype: data type to send, or None for that of the parameters (float32)."""
         self.policy, self.dtype = policy, dtype
 
     def metadata(self) -> list[Parameter]:
-        """Name, dtype and full shape of what an iteration yields, without gathering it."""
+        """Name, dtype and full shape of each parameter that an iteration yields. Nothing is gathered."""
         return [Parameter(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -35,16 +35,16 @@ class FullParameters:
         return one_ahead(pairs) if next(self.policy.parameters()).is_cuda else pairs
 
     def gather(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole of one parameter. Collective: every rank calls it."""
+        """One parameter as a full tensor. Collective: every rank calls it."""
         tensor = parameter.detach()
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 def one_ahead(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same pairs on a GPU, the next one gathered on a stream of its own while the one before is loaded."""
+    """The same pairs on a GPU. A second stream gathers the next one while the caller loads the current one."""
     gathering = torch.cuda.Stream()
-    gathering.wait_stream(torch.cuda.current_stream())  # the update that made these weights
+    gathering.wait_stream(torch.cuda.current_stream())  # the update must have finished
 
     def gathered() -> tuple[tuple[str, torch.Tensor] | None, torch.cuda.Event]:
         with torch.cuda.stream(gathering):
@@ -53,18 +53,18 @@ def one_ahead(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
     pair, ready = gathered()
     while pair is not None:
         following = gathered()
-        user = torch.cuda.current_stream()  # asked anew: vLLM's sender changes it between two tensors
+        user = torch.cuda.current_stream()  # ask each time: vLLM's sender changes it between two tensors
         user.wait_event(ready)
-        pair[1].record_stream(user)  # else the next gather could be given this memory while it is still read
+        pair[1].record_stream(user)  # otherwise the next gather could write to this memory while it is read
         yield pair
         pair, ready = following
 
 
 def push(policy: nn.Module, engine) -> None:
-    """Make the engine sample from the policy as it is now. Collective: every rank calls it."""
+    """Give the engine the policy's current weights. Collective: every rank calls it."""
     engine.load_weights(FullParameters(policy, engine.wire_dtype))
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a CPU tensor's bytes, for weights that cross from one process to another."""
+    """CRC-32 of a CPU tensor's bytes. It shows whether weights were damaged between two processes."""
     return zlib.crc32(memoryview(tensor.contiguous().view(torch.uint8).numpy()))

@@ -1,6 +1,6 @@
-"""The committed baselines on the embedded task: train three seeds, and draw what they gave.
+"""The committed baselines on the embedded task: train three seeds, print their table, draw their curves.
 
-python scripts/baselines.py                             # prints the table the committed CSVs give
+python scripts/baselines.py                             # prints the table of the committed CSVs
 python scripts/baselines.py --rebuild                   # writes it into both READMEs, and curves.svg
 python scripts/baselines.py --run grpo ppo              # trains seeds 0, 1, 2 again (minutes each), then rebuilds
 taskset -c 0 python scripts/baselines.py --run grpo --seeds 0     # one seed, on one core
@@ -19,8 +19,8 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from common import report
-from common.run import flat
+from common.run import report
+from common.run.directory import flat
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
@@ -33,13 +33,13 @@ COLUMNS = (
 
 @dataclasses.dataclass
 class Args:
-    run: tuple[str, ...] = ()  # algorithms to train again
+    run: tuple[str, ...] = ()  # Algorithms to train again.
     seeds: tuple[int, ...] = (0, 1, 2)
-    rebuild: bool = False  # write tables and curves
+    rebuild: bool = False  # Write tables and curves.
 
 
 def train(algorithm: str, seed: int) -> None:
-    """python algos/X.py --seed S, nothing else but evaluations every five steps; keeps curve and run.json."""
+    """Run python algos/X.py --seed S --eval-every 5, and keep its curve and run.json."""
     folder = BASELINES / algorithm
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,7 +54,7 @@ def train(algorithm: str, seed: int) -> None:
                 for row in report.read_metrics(run_dir)
             )
         run = json.loads((run_dir / "run.json").read_text())
-    run["argv"] = [f"algos/{algorithm}.py", "--seed", str(seed), "--eval-every", "5"]  # not this machine's folders
+    run["argv"] = [f"algos/{algorithm}.py", "--seed", str(seed), "--eval-every", "5"]  # without this machine's folders
     run["args"].update(model="embedded", run_dir="")
     (folder / f"seed{seed}.json").write_text(json.dumps(run, indent=2) + "\n")
 
@@ -65,13 +65,13 @@ def read(path: Path) -> list[dict[str, float]]:
 
 
 def curves() -> dict[str, list[list[dict]]]:
-    """algorithm -> one list of rows a seed, from the committed CSVs."""
+    """{algorithm: a list of rows for each seed}, from the committed CSVs."""
     folders = [folder for folder in sorted(BASELINES.iterdir()) if list(folder.glob("seed*.csv"))]
     return {folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))] for folder in folders}
 
 
 def check_same(algorithm: str) -> None:
-    """Seeds of one algorithm must be one experiment: the same flags but the seed, of those that all of them had."""
+    """Seeds of one algorithm must be one experiment: flags that all of them have are the same, except for the seed."""
     runs = [json.loads(path.read_text())["args"] for path in sorted((BASELINES / algorithm).glob("seed*.json"))]
     runs = [flat(args) for args in runs]
     shared = set.intersection(*(set(args) for args in runs)) - {"seed"}
@@ -80,7 +80,7 @@ def check_same(algorithm: str) -> None:
 
 
 def table(curves: dict[str, list[list[dict]]]) -> str:
-    """One line an algorithm: greedy accuracy before and after, each seed; steps, seconds, responses."""
+    """One line for each algorithm: greedy accuracy before, after (each seed and mean), steps, responses, seconds."""
     lines = [
         "| algorithm | seeds | greedy accuracy before | after, each seed | after, mean | steps | responses | seconds |",
         "|---|---|---|---|---|---|---|---|",
@@ -103,7 +103,7 @@ def table(curves: dict[str, list[list[dict]]]) -> str:
 
 
 def draw(curves: dict[str, list[list[dict]]]) -> None:
-    """curves.svg: greedy accuracy and sampled reward against steps; mean line, band from worst to best seed."""
+    """Draw curves.svg: accuracy and reward over the steps. Lines are means, bands go from worst to best seed."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, key, title in zip(
         figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")

@@ -1,10 +1,11 @@
-"""Kill a run at random moments, let it go on, and compare with one that was never killed.
+"""Kill a run at random moments, resume it, and compare with a run that was never killed.
 
     python scripts/kill_test.py --kills 20
 
-Each kill is a run of its own: SIGKILL at a random moment of a rollout, an update, a sync or a save, in turns, every
-other run with --async-save. Then the newest checkpoint must be whole, no matter what lies beside it, and --resume auto
-must end in the metrics and weights of the uninterrupted run, bit for bit. Exits with 1 if one does not.
+Each kill has a run of its own: SIGKILL comes at a random moment of a rollout, an update, a sync or a save, in turns.
+After each round through the phases, --async-save changes. Then the newest checkpoint must be whole, whatever lies next
+to it, and --resume auto must end in the metrics and weights of the uninterrupted run, bit for bit. The script exits
+with 1 if one run does not.
 """
 
 import dataclasses
@@ -25,11 +26,14 @@ import tyro
 from safetensors import safe_open
 
 from algos import grpo
-from common import checkpoint, data, embedded, errors, folders, tracking
+from common import errors
+from common.data import arithmetic
+from common.data.prompts import TrainSource
+from common.run import checkpoint, folders, tracking
 
 FLAGS = {
     "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24,
-    "temperature": 1.3, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
+    "temperature": 1.3, "rollouts_every": 1, "source": TrainSource(eval_prompts=0),
 }  # fmt: skip
 PHASES = ("rollout", "update", "sync", "save")
 
@@ -37,10 +41,10 @@ PHASES = ("rollout", "update", "sync", "save")
 @dataclasses.dataclass
 class Args:
     kills: int = 20
-    phases: tuple[Literal["rollout", "update", "sync", "save"], ...] = PHASES  # in which, in turns
+    phases: tuple[Literal["rollout", "update", "sync", "save"], ...] = PHASES  # where runs are killed, in turns
     steps: int = 6
-    backend: Literal["vllm", "hf"] = "hf"  # vllm: 20 s more a kill
-    seed: int = 0  # of the moments
+    backend: Literal["vllm", "hf"] = "hf"  # vllm takes 20 s more for each kill
+    seed: int = 0  # seed of the random moments
 
 
 @dataclasses.dataclass
@@ -51,7 +55,7 @@ class Moment:
 
 
 def train(args: Args, run_dir: Path, asynchronous: bool, resume: str, moment: Moment | None) -> None:
-    """A run, in this process; killed at the moment, if one is given."""
+    """Run the training in this process. If a moment is given, it is killed then."""
     log = os.open(run_dir.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -72,11 +76,11 @@ def train(args: Args, run_dir: Path, asynchronous: bool, resume: str, moment: Mo
     tracking.Tracker.begin, tracking.Tracker.time = begin_step, timed_phase
     saving = checkpoint.Saving(resume=resume, save_every=1, keep_checkpoints=2, async_save=asynchronous)
     own = {"steps": args.steps, "rollout_backend": args.backend, "dataset": (str(run_dir.parent / "problems.jsonl"),)}
-    errors.launch(grpo.main, grpo.Args(**{**FLAGS, **own}, run_dir=str(run_dir), saving=saving))
+    errors.launch(grpo.main, grpo.Args(**{**grpo.EMBEDDED, **FLAGS, **own}, run_dir=str(run_dir), saving=saving))
 
 
 def run(*given) -> int:
-    """The exit code of train() in a process of its own: a fork, which has imported everything already."""
+    """Exit code of train() in a process of its own. It is a fork, which has imported everything already."""
     process = multiprocessing.get_context("fork").Process(target=train, args=given)
     process.start()
     process.join()
@@ -84,34 +88,34 @@ def run(*given) -> int:
 
 
 def figures(run_dir: Path) -> tuple[list[dict], bytes, dict]:
-    """Metrics without times, and what the last checkpoint holds."""
+    """Metrics without times, and the model and the facts of the last checkpoint."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
     last = folders.complete(run_dir)[-1]
     state = json.loads((last / "state.json").read_text())
-    state.pop("files")  # their sizes: the trainer's hold the folder's name
+    state.pop("files")  # sizes of files, in which the name of the folder counts
     return rows, (last / "model/model.safetensors").read_bytes(), state
 
 
 def read(newest: Path) -> None:
-    """Read all of a checkpoint's model; what the trainer needs of it the run that goes on will read."""
+    """Read the whole model of a checkpoint. The run that goes on will read the state of the trainer."""
     json.loads((newest / "state.json").read_text())
     with safe_open(newest / "model/model.safetensors", "np") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 -- it is no dict
+        for name in tensors.keys():  # noqa: SIM118 -- not a dict
             tensors.get_tensor(name)
 
 
 def durations(run_dir: Path) -> dict[str, float]:
-    """Seconds of each phase, the longest after the first step. A step's save is in the figures of the next."""
+    """Seconds of each phase, the longest after the first step. The save of a step is in the row of the next step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     return {phase: max(row.get(f"time/{phase}", 0.0) for row in rows) for phase in PHASES}
 
 
 def main(args: Args) -> None:
-    embedded.warm_start()
+    arithmetic.warm_start()
     draw, equal = random.Random(args.seed), 0
     with tempfile.TemporaryDirectory() as scratch:
-        rows = embedded.problems("train")[:10]
+        rows = arithmetic.problems("train")[:10]
         (Path(scratch) / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         whole = Path(scratch) / "whole"
         if run(args, whole, False, "", None):

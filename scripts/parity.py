@@ -3,9 +3,9 @@
 python scripts/parity.py             # the table from what was recorded (tests/parity.json), written into docs/parity.md
 python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
 
-Their packages are imported from wheels without dependencies: of verl, trainer/ppo/core_algos.py; of TRL, the methods
-of GRPOTrainer and RLOOTrainer, called on a stand-in that hands them the batch's log-probs. What they import besides
-and never call here (ray, tensordict ...) is replaced by stand-ins, too. PRIME is in neither.
+Their packages are imported from wheels without dependencies. Called are verl's trainer/ppo/core_algos.py, and the
+methods of TRL's GRPOTrainer and RLOOTrainer on a stand-in that hands them the batch's log-probs. Packages that they
+import and never call here (ray, tensordict, ...) are replaced by stand-ins as well. Neither has PRIME.
 """
 
 import ast
@@ -63,7 +63,7 @@ def batch() -> Tensors:
 
 
 def with_gradient(of: str, function) -> torch.Tensor:
-    """function(tensor of the batch, with grad) -> scalar; its value and its gradient in that tensor, as one vector."""
+    """Value of function(tensor of the batch) and its gradient with respect to that tensor, as one vector."""
     leaf = batch()[of].clone().requires_grad_()
     loss = function(leaf)
     loss.backward()
@@ -106,40 +106,13 @@ def ours() -> Tensors:
     }
 
 
-# line, peer, what the peer calls it, why it differs ("" where it must be equal to 1e-6)
-LINES = (
-    ("grpo advantages", "verl", "grpo", ""),
-    ("grpo advantages, 16 x 0.7 in float32", "verl", "grpo", "equal rewards: exactly 0 here, rounding over eps there"),
-    ("dr_grpo advantages", "verl", "grpo, norm_adv_by_std_in_grpo=False", ""),
-    ("rloo advantages", "verl", "rloo", ""),
-    ("remax token rewards", "verl", "compute_rewards", ""),
-    ("remax advantages", "verl", "remax", ""),
-    ("ppo returns", "verl", "gae", ""),
-    ("ppo advantages, whitened", "verl", "gae", ""),
-    ("grpo loss", "verl", "vanilla, seq-mean-token-mean, c = 1e9", ""),
-    ("grpo loss with KL", "verl", "the same, plus low_var_kl", ""),
-    ("grpo loss", "verl", "vanilla, its defaults", "defaults there: token mean, dual clip at 3"),
-    ("dr_grpo loss", "verl", "vanilla, seq-mean-token-sum-norm, factor K", ""),
-    (
-        "dr_grpo loss",
-        "verl",
-        "vanilla, seq-mean-token-sum-norm",
-        "no factor given: the padded width of the batch there",
-    ),
-    ("dapo loss", "verl", "vanilla, token-mean, c = 3", ""),
-    ("rloo loss", "verl", "vanilla, token-mean, c = 1e9", ""),
-    ("ppo loss", "verl", "vanilla, token-mean, c = 1e9", ""),
-    ("ppo value loss", "verl", "compute_value_loss", ""),
-    ("grpo advantages", "TRL", "scale_rewards group", "eps 1e-6 here, 1e-4 there"),
-    ("grpo advantages, eps 1e-4", "TRL", "scale_rewards group", ""),
-    ("dr_grpo advantages", "TRL", "scale_rewards none", ""),
-    ("rloo advantages with KL", "TRL", "RLOOTrainer", ""),
-    ("grpo loss", "TRL", "grpo", ""),
-    ("grpo loss with KL", "TRL", "grpo, beta", ""),
-    ("dr_grpo loss", "TRL", "dr_grpo", ""),
-    ("dapo loss, no dual clip", "TRL", "dapo", ""),
-    ("rloo loss", "TRL", "RLOOTrainer", "token ratios and a token mean here, one ratio a sequence there"),
-)
+DIFFERENT = {  # "our line|what the peer calls it" -> why it differs; every other line is equal to 1e-6
+    "grpo advantages, 16 x 0.7 in float32|grpo": "equal rewards: exactly 0 here, rounding over eps there",
+    "grpo loss|vanilla, its defaults": "defaults there: token mean, dual clip at 3",
+    "dr_grpo loss|vanilla, seq-mean-token-sum-norm": "no factor given: the padded width of the batch there",
+    "grpo advantages|scale_rewards group": "eps 1e-6 here, 1e-4 there",
+    "rloo loss|RLOOTrainer": "token ratios and a token mean here, one ratio a sequence there",
+}
 
 
 def verl_lines() -> Tensors:
@@ -151,7 +124,7 @@ def verl_lines() -> Tensors:
     mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
     index, z = np.arange(12) // G, grpo.compute_advantages(b["scores"], G)[:, None] * mask
 
-    def place(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # as verl does: on the last token
+    def place(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # on the last token, as verl does
         return torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, scores[:, None])
 
     def loss(mode: str, c: float, scale=None, kl: bool = False) -> torch.Tensor:
@@ -204,7 +177,7 @@ class Settings(dict):
 
 
 def import_with_stand_ins(name: str):
-    """Import a module; of what it imports, packages that are not installed are replaced. They are never called."""
+    """Import a module. Packages that it imports and that are not installed are replaced: they are never called."""
     absent: list[str] = []
     while True:
         try:
@@ -260,17 +233,10 @@ def trl_lines() -> Tensors:
         return SimpleNamespace(**settings)
 
     def advantages(scale: str) -> torch.Tensor:
-        self = SimpleNamespace(
-            multi_objective_aggregation="sum_then_normalize", scale_rewards=scale, reward_weights=torch.ones(1)
-        )
-        unscored = torch.zeros(12, dtype=torch.bool)
-        names = {
-            "rewards_per_func": scores[:, None],
-            "unscorable_mask": unscored,
-            "num_generations": G,
-            "device": "cpu",
-        }
-        return run(grouped, make, self=self, **names)
+        settings = {"multi_objective_aggregation": "sum_then_normalize", "reward_weights": torch.ones(1)}
+        names = {"rewards_per_func": scores[:, None], "unscorable_mask": torch.zeros(12, dtype=torch.bool)}
+        self = SimpleNamespace(**settings, scale_rewards=scale)
+        return run(grouped, make, self=self, num_generations=G, device="cpu", **names)
 
     def loss(method, **settings) -> torch.Tensor:
         def function(logprobs):
@@ -321,9 +287,11 @@ def differences() -> list[tuple[str, str, str, float, str]]:
     """(line, peer, what the peer calls it, largest |ours - theirs|, why) for each line."""
     recorded, mine = json.loads(RECORDED.read_text()), ours()
     rows = []
-    for line, peer, called, why in LINES:
-        theirs = torch.tensor(recorded[peer][f"{line}|{called}"], dtype=torch.float64)
-        rows.append((line, peer, called, (mine[line].flatten().double() - theirs).abs().max().item(), why))
+    for peer in ("verl", "TRL"):
+        for name, theirs in recorded[peer].items():
+            line, called = name.split("|")
+            difference = (mine[line].flatten().double() - torch.tensor(theirs, dtype=torch.float64)).abs().max().item()
+            rows.append((line, peer, called, difference, DIFFERENT.get(name, "")))
     return rows
 
 

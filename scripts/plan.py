@@ -1,336 +1,348 @@
-"""How long a step will take and how much memory a rank needs, before any GPU is rented.
+"""How long will a step take, and how much memory will a rank need? An estimate before any GPU is rented.
 
-python scripts/plan.py predict --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --response-mean 800
-python scripts/plan.py predict --sizes.hidden 3584 --sizes.layers 28 --sizes.parameters 7.6e9 --gpus 16   # no config
-python scripts/plan.py scale --model Qwen/Qwen2.5-7B-Instruct --plot scale.svg       # to 512 GPUs
-python scripts/plan.py measure --output costs.json                                   # this machine's costs
-python scripts/plan.py predict --constants costs.json --model FOLDER --gpus 1        # with them
-python scripts/plan.py validate                                                      # predicted against measured
+python scripts/plan.py --model Qwen/Qwen2.5-7B-Instruct --gpus 16 --response-mean 800      # every layout on 16 GPUs
+python scripts/plan.py --model Qwen/Qwen2.5-7B-Instruct --gpus 8 16 32 64                  # the best layout on each
+python scripts/plan.py --model FOLDER --gpus 8 --run runs/grpo                             # corrected by a real run
 
-NOTHING HERE WAS MEASURED ON A GPU: without --constants the costs are a data sheet's figures times assumed shares (the
---assume flags). Formulas: scripts/plan_model.py; what they leave out: docs/planning.md.
+Of the model only config.json is read: a folder with nothing else in it will do. NOTHING HERE WAS MEASURED ON A GPU:
+times are a data sheet's figures divided by assumed shares of them, which are printed and are flags. With --run the time
+of each phase is multiplied by what it took in that run divided by what is computed for it.
+
+P and L: mean tokens of a prompt and of a response. docs/planning.md lists what is left out.
 """
 
 import dataclasses
-import json
-import sys
+import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
-from plan_model import (
-    GIB,
-    Assumed,
-    Costs,
-    Job,
-    Machine,
-    Model,
-    Prediction,
-    assumed_costs,
-    from_config,
-    layer_parameters,
-    predictions,
-    recommend,
-    running_responses,
-    with_budget,
-)
 from transformers import AutoConfig
 
-from common import data, errors, placement
+from common import errors
 from common.errors import BadInput
+from common.run.directory import described, flat, read_metrics
+from common.run.plan import count_parameters
+from common.trainer import batching
+from common.trainer.logits import LOGITS_PER_CHUNK
+from common.trainer.model import GRADIENT_MEMORY_SHARE
 
-SHEETS = {  # data sheets, SXM: bytes, dense bfloat16 FLOP/s, HBM bytes/s, NVLink bytes/s in one direction
-    "a100-80gb": (80e9, 312e12, 2.0e12, 300e9),
-    "h100": (80e9, 989e12, 3.35e12, 450e9),
-    "h200": (141e9, 989e12, 4.8e12, 450e9),
-    "b200": (180e9, 2250e12, 7.7e12, 900e9),
-}
-COLUMNS = ("rollout", "logprobs", "update", "sync", "step")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A model without a config; what is 0 follows from the rest as in Qwen2."""
-
-    hidden: int = 0
-    layers: int = 0
-    parameters: float = 0  # all of them; 0: from the other sizes
-    vocabulary: int = 152_064
-    heads: int = 0  # 0: 128 wide
-    kv_heads: int = 0  # 0: as many as heads
-    intermediate: int = 0  # 0: from the parameters, else four times hidden
-    tied: bool = False  # one matrix as embedding and head
+GIB = 2**30  # bytes
+ENGINE_RESPONSES = 512  # most responses that an engine works on at once
+BLOCK_TOKENS = 16  # tokens of a block of the engine's KV cache; whole blocks of a prompt are shared by its responses
+FREE = 0.05  # share of a GPU's memory that is left for its context and for fragmentation
+SPLIT_GAIN = 0.1  # share of a step that a split layout must save: it trains on responses one update old
+PHASES = ("rollout", "logprobs", "update", "sync")
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A data sheet; what is 0 is that of --gpu."""
+class Job:
+    """The work of one step; names as the flags of algos/."""
 
-    gpu: Literal["a100-80gb", "h100", "h200", "b200"] = "h100"
-    gpus_per_node: int = 8
-    memory_gb: float = 0  # 1e9 bytes
-    peak_tflops: float = 0  # dense, in the compute dtype
-    hbm_gb_s: float = 0
-    link_gb_s: float = 0  # a GPU to others of its node, one direction
-    network_gb_s: float = 50  # a GPU to other nodes, one direction: a 400 Gbit/s card each
-
-
-@dataclass
-class Planned:
-    """What predict and scale share; the job's flags are those of algos/."""
-
-    model: str = ""  # folder or Hub name, of which only config.json is read; empty: --sizes
-    sizes: Sizes = Sizes()
-    gpu: Annotated[Gpu, tyro.conf.OmitArgPrefixes] = Gpu()
-    constants: str = ""  # costs that `measure` wrote, in place of the assumed ones
-    assume: Assumed = dataclasses.field(default_factory=Assumed)
     prompts_per_step: int = 256
     group_size: int = 8
-    prompt_mean: float = 200  # tokens
-    max_prompt_tokens: int = 512
-    response_mean: float = 400  # tokens
+    prompt_mean: float = 200  # Tokens.
+    response_mean: float = 400  # Tokens.
     max_response_tokens: int = 1024
     mini_batches: int = 4
     epochs: int = 1
-    reference: bool = False  # a reference policy, as --kl-coef > 0 loads one
-    shared_prompts: bool = True
+    reference: bool = False  # Whether a reference policy is loaded, as --kl-coef > 0 does.
     activation_checkpointing: bool = False
-    token_budget: int = 0
+    token_budget: int = 0  # Tokens of one forward; 0 takes as many as memory allows.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    rollout_memory: float = 0.4
-    rollout_max_seqs: int = 0
+    rollout_memory: float = 0.4  # Share of a GPU's memory that a colocated engine takes.
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A data sheet, by default that of an H100 SXM, and shares of it that are assumptions. None of it was measured."""
+
+    gpus_per_node: int = 8
+    memory: float = 80e9  # Bytes: A100 and H100 80e9, H200 141e9, B200 180e9.
+    peak: float = 989e12  # Dense bfloat16 FLOP/s: A100 312e12, H100 and H200 989e12, B200 2250e12.
+    hbm: float = 3.35e12  # Bytes/s of its memory: A100 2.0e12, H100 3.35e12, H200 4.8e12, B200 7.7e12.
+    link: float = 450e9  # Bytes/s to GPUs of its node, one way: A100 300e9, H100 and H200 450e9, B200 900e9.
+    network: float = 50e9  # Bytes/s to other nodes, one way: a card of 400 Gbit/s for each GPU.
+    update_share: float = 0.40  # Share of the peak that the products of forward and backward reach.
+    forward_share: float = 0.45  # Share of the peak in log-probs, prefill and decoding.
+    hbm_share: float = 0.60  # Share of the memory's bandwidth that decoding and the optimizer reach.
+    network_share: float = 0.70  # Share of the bandwidth within and between nodes that collectives reach.
+    step_seconds: float = 3e-3  # Scheduler and kernel launches of one decoding step.
+    token_seconds: float = 10e-6  # Python's work for one sampled token.
+    allreduce_seconds: float = 20e-6  # Latency of one all-reduce, two a layer and decoding step with rollout tp > 1.
+    push_seconds: float = 1.0  # Waking the engine and loading weights, in addition to moving their bytes.
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes/s of a collective over these ranks. Over several nodes the network counts; one rank needs none."""
+        slowest = self.link if ranks <= self.gpus_per_node else self.network
+        return self.network_share * slowest if ranks > 1 else math.inf
 
 
 @dataclass
-class Predict(Planned):
-    """One step on these GPUs: every layout that could run, the quickest first, and a recommendation."""
-
-    gpus: int = 8
-    rows: int = 8  # of the table
-
-
-@dataclass
-class Scale(Planned):
-    """The recommended layout's step on 1, 2, 4, ... GPUs."""
-
-    most: int = 512
-    weak: bool = False  # the prompts of a step grow with the GPUs, from --prompts-per-step on 8; else one job on all
-    plot: str = ""  # a file for the curves (.svg, .png)
+class Args:
+    model: str  # Folder or Hub name. Only config.json is read.
+    gpus: tuple[int, ...] = (8,)  # One number prints all layouts; several print the best layout on each.
+    job: Annotated[Job, tyro.conf.OmitArgPrefixes] = Job()
+    hardware: Annotated[Hardware, tyro.conf.OmitArgPrefixes] = Hardware()
+    run: str = ""  # Directory of a colocated run of algos/ on the same kind of GPU, whose times correct the estimate.
 
 
-@dataclass
-class Measure:
-    """Time this machine's phases and fit its costs. Takes minutes, alone on the machine."""
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder. The first three have the names of its config."""
 
-    sizes: tuple[str, ...] = ("192x4", "576x4", "256x10")  # WIDTHxLAYERS, random weights
-    rounds: int = 5  # turns of each, after one of warm-up
-    output: str = "costs.json"
-
-
-@dataclass
-class Validate:
-    """Fit on some sizes, predict steps of algos/grpo.py on others, all taking turns. Takes minutes."""
-
-    sizes: tuple[str, ...] = ("192x4", "576x4", "256x10")  # the costs come from these
-    held_out: tuple[str, ...] = ("256x4", "320x8", "512x6")
-    rounds: int = 5
-    output: str = ""  # a markdown file for the table
-    constants: str = ""  # a file for the costs, as `measure` writes it
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    query_width: int  # of all heads of a layer together
+    key_width: int  # the same of keys, and of values
+    embedding: int  # parameters of the embedding, or of the head
+    inner: int  # parameters of all layers together and of the last norm
+    parameters: int  # all of them, tied ones counted once
 
 
-Args = Predict | Scale | Measure | Validate
-
-
-# ---- input ----------------------------------------------------------------------------------------------------------
-
-
-def model_of(args: Planned) -> Model:
-    """--model or --sizes. Raises BadInput."""
-    sizes = args.sizes
-    if args.model:
-        try:
-            return from_config(AutoConfig.from_pretrained(data.resolve_model(args.model, "huggingface")))
-        except (OSError, ValueError) as error:
-            first = str(error).splitlines()[0]
-            raise BadInput(
-                f"--model {args.model}: {first} (or give its sizes: --sizes.hidden, --sizes.layers)"
-            ) from error
-    if sizes.hidden < 1 or sizes.layers < 1:
-        raise BadInput("--model, or --sizes.hidden and --sizes.layers at least, says what is trained")
-    heads = sizes.heads or max(1, sizes.hidden // 128)
-    kv_heads, head_dim = sizes.kv_heads or heads, sizes.hidden // heads
-    ends = sizes.vocabulary * sizes.hidden * (1 if sizes.tied else 2)
-    shape = {"hidden": sizes.hidden, "layers": sizes.layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    intermediate, inside = sizes.intermediate or 4 * sizes.hidden, round(sizes.parameters - ends)
-    if sizes.parameters:
-        rest = inside - layer_parameters(intermediate=0, **shape, qkv_bias=True)
-        if rest <= 0:
-            raise BadInput(f"--sizes.parameters {sizes.parameters:g}: the vocabulary and attention alone have more")
-        intermediate = sizes.intermediate or round(rest / (3 * sizes.hidden * sizes.layers))
-    else:
-        inside = layer_parameters(intermediate=intermediate, **shape, qkv_bias=True)
+def load_model(path: str) -> Model:
+    """Sizes from config.json. Raises BadInput."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {path}: {str(error).splitlines()[0]}") from error
+    if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        raise BadInput(f"--model {path}: a mixture of experts computes with some of its parameters; dense models only")
+    heads, count, embedding = config.num_attention_heads, count_parameters(path), config.vocab_size * config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Model(
-        sizes.hidden, intermediate, sizes.layers, heads, kv_heads, head_dim, sizes.vocabulary, sizes.tied, inside
-    )
+        config.hidden_size, config.intermediate_size, config.num_hidden_layers, heads * head_dim,
+        config.num_key_value_heads * head_dim, embedding,
+        count - embedding * (1 if config.tie_word_embeddings else 2), count,
+    )  # fmt: skip
 
 
-def job_of(args: Planned) -> Job:
-    """The job's flags, looked over. Raises BadInput."""
-    for mean, most in (("prompt_mean", "max_prompt_tokens"), ("response_mean", "max_response_tokens")):
-        if not 0 < getattr(args, mean) <= getattr(args, most):
-            flags = [f"--{name.replace('_', '-')} {getattr(args, name):g}" for name in (mean, most)]
-            raise BadInput(f"{flags[0]} must be above 0 and at most {flags[1]}")
-    for name in ("prompts_per_step", "group_size", "mini_batches", "epochs"):
-        if getattr(args, name) < 1:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    names = {field.name for field in dataclasses.fields(Job)} & {field.name for field in dataclasses.fields(Planned)}
-    return Job(**{name: getattr(args, name) for name in names} | {"dtype": getattr(torch, args.dtype)})
+@dataclass(frozen=True)
+class Step:
+    """One step in one layout. Colocated: every rank trains and samples in turns. Split: each does one all the time."""
 
+    model: Model
+    job: Job
+    hardware: Hardware
+    train: int  # W, ranks that train
+    rollout: int  # ranks that sample
+    tp: int  # ranks of one engine
+    split: bool
 
-def machine_of(gpu: Gpu, gpus: int) -> Machine:
-    """GPUs by their data sheet and the flags that replace parts of it. Raises BadInput."""
-    if gpus < 1 or (gpus > gpu.gpus_per_node and gpus % gpu.gpus_per_node):
-        raise BadInput(f"--gpus {gpus}: a whole number of nodes of --gpus-per-node {gpu.gpus_per_node}, or part of one")
-    given = (gpu.memory_gb * 1e9, gpu.peak_tflops * 1e12, gpu.hbm_gb_s * 1e9, gpu.link_gb_s * 1e9)
-    figures = [own or sheet for own, sheet in zip(given, SHEETS[gpu.gpu])]
-    return Machine(gpus, gpu.gpus_per_node, *figures, gpu.network_gb_s * 1e9)
+    def __str__(self) -> str:
+        name = f"split, {self.train} train, {self.rollout} sample" if self.split else "colocate"
+        return f"{name}, rollout tp {self.tp}"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return getattr(torch, self.job.dtype).itemsize
 
-def costs_of(args: Planned, job: Job, machine: Machine) -> tuple[Costs, Job, Machine, str]:
-    """(costs, job, machine, where the costs are from): assumed, or --constants and the machine they hold for."""
-    if not args.constants:
-        sheet = f"{args.gpu.gpu}'s data sheet" if machine.gpus == 1 else f"{machine.gpus} x {args.gpu.gpu}, data sheet"
-        return assumed_costs(machine, args.assume), job, machine, f"ASSUMED shares of {sheet}; nothing was measured"
-    if not Path(args.constants).is_file():
-        raise BadInput(
-            f"--constants {args.constants}: no such file; plan.py measure --output {args.constants} makes it"
+    @property
+    def prompt_copies(self) -> int:
+        """How often the trainer computes a prompt: once, or once for each response to it."""
+        return 1 if self.job.prompt_mean >= batching.SHARED_PROMPT_MIN_TOKENS else self.job.group_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache for one token: a key and a value of each layer."""
+        return 2 * self.model.num_hidden_layers * self.model.key_width * self.itemsize
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes that the backward keeps of one token."""
+        return batching.activation_bytes(self.model, getattr(torch, self.job.dtype), self.job.activation_checkpointing)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one forward: --token-budget, or what batching.plan chooses for a rank of this memory."""
+        budget, room = 1024, batching.ACTIVATION_MEMORY_SHARE * self.hardware.memory
+        while budget < batching.MAX_BUDGET_TOKENS and 2 * budget * self.activation_bytes <= room:
+            budget *= 2
+        return self.job.token_budget or budget
+
+    def trained_tokens(self, prompts: float) -> float:
+        """Tokens in the trainer's forward for these prompts and their responses."""
+        return prompts * (self.prompt_copies * self.job.prompt_mean + self.job.group_size * self.job.response_mean)
+
+    def micro_batches(self, prompts: float) -> int:
+        """Number of forwards for these prompts."""
+        return math.ceil(self.trained_tokens(prompts) / self.token_budget)
+
+    def forward_flop(self) -> tuple[float, float]:
+        """FLOPs of a rank's forward, (layers, logits): 2 for each parameter and token, 4 for each width and pair."""
+        model, length, prompt = self.model, self.job.response_mean, self.job.prompt_mean
+        prompts, group = self.job.prompts_per_step / self.train, self.job.group_size
+        # A pair is a token and one that it attends to: P^2/2 in a prompt, L P + L^2/2 in a response.
+        pairs = prompts * (self.prompt_copies * prompt**2 / 2 + group * (length * prompt + length**2 / 2))
+        layers = (
+            2 * model.inner * self.trained_tokens(prompts) + 4 * model.query_width * model.num_hidden_layers * pairs
         )
-    found = json.loads(Path(args.constants).read_text())
-    if found["device"] == "cpu" and machine.gpus > 1:
-        raise BadInput(f"--gpus {machine.gpus}: the costs in {args.constants} are those of one rank with all cores")
-    job = dataclasses.replace(job, dtype=getattr(torch, found["dtype"]))
-    if found["device"] == "cpu":
-        job = dataclasses.replace(job, kv_block=32, rollout_memory=0.25)
-    return found["costs"], job, dataclasses.replace(machine, memory=found["memory"]), f"measured on {found['hardware']}"
+        return layers, 2 * model.embedding * prompts * group * length
+
+    def update_flop(self) -> float:
+        """FLOPs of one rank in the updates: 3 forwards' worth in layers (4 with checkpointing), 4 in logits."""
+        layers, logits = self.forward_flop()
+        return self.job.epochs * ((4 if self.job.activation_checkpointing else 3) * layers + 4 * logits)
+
+    @property
+    def engine_responses(self) -> float:
+        """Responses that one engine has to generate in a step."""
+        return self.job.prompts_per_step * self.job.group_size * self.tp / self.rollout
+
+    def running_responses(self) -> float:
+        """Responses an engine works on at once, each with P + L tokens of KV cache. 0: the longest does not fit."""
+        share = 1 - 2 * FREE if self.split else self.job.rollout_memory
+        room = self.tp * share * self.hardware.memory - self.model.parameters * self.itemsize
+        if room < (self.job.prompt_mean + self.job.max_response_tokens) * self.kv_bytes:
+            return 0.0
+        held = room / (self.kv_bytes * (self.job.prompt_mean + self.job.response_mean))
+        return min(self.engine_responses, ENGINE_RESPONSES, max(1.0, held))
+
+    def rollout_seconds(self) -> float:
+        """An engine's products, its reads of weights (each decoding step), keys and values, and the host's work."""
+        model, job, hardware = self.model, self.job, self.hardware
+        tokens, prompts = self.engine_responses * job.response_mean, self.engine_responses / job.group_size
+        # A prompt is computed once, and half a block of the KV cache again for each further response to it.
+        filled = prompts * (job.prompt_mean + (job.group_size - 1) * min((BLOCK_TOKENS + 1) / 2, job.prompt_mean))
+        # Decoding takes as many forwards as the longest response has tokens, after rounds where not all run at once.
+        rounds = max(1.0, self.engine_responses / self.running_responses())
+        steps = rounds * job.response_mean + job.max_response_tokens - job.response_mean
+        flop = filled * (2 * model.inner + 2 * model.query_width * model.num_hidden_layers * job.prompt_mean)
+        flop += 2 * (model.inner + model.embedding) * tokens
+        read = steps * model.parameters * self.itemsize
+        read += tokens * (job.prompt_mean + job.response_mean / 2) * self.kv_bytes
+        spent = flop / (hardware.peak * hardware.forward_share) + read / (hardware.hbm * hardware.hbm_share)
+        spent = spent / self.tp + steps * hardware.step_seconds + tokens * hardware.token_seconds
+        if self.tp > 1:
+            moved = 2 * (self.tp - 1) / self.tp * model.hidden_size * self.itemsize * tokens
+            moved /= hardware.bandwidth(self.tp)
+            spent += 2 * model.num_hidden_layers * (steps * hardware.allreduce_seconds + moved)
+        return spent
+
+    def seconds(self, ratios: dict[str, float]) -> dict[str, float]:
+        """Seconds of each phase and of the step. ratios: measured / computed seconds of each phase, or {}.
+
+        FSDP gathers the weights for each forward and each backward, and reduces gradients once an optimizer step, or in
+        each backward where whole ones have no room. This runs at the same time as the products: the longer one counts.
+        """
+        job, hardware, parameters = self.job, self.hardware, self.model.parameters
+        prompts, updates = job.prompts_per_step / self.train, job.epochs * job.mini_batches
+        wide, read = hardware.bandwidth(self.train), hardware.hbm * hardware.hbm_share
+        forwards = self.micro_batches(prompts / job.mini_batches)
+        reductions = 1 if 4 * parameters <= GRADIENT_MEMORY_SHARE * hardware.memory else forwards
+        passes = (updates > 1) + job.reference  # old log-probs, unless there is a single update, and the reference's
+        gathered = passes * self.micro_batches(prompts) * self.itemsize * parameters
+        exchanged = updates * (2 * forwards * self.itemsize + 4 * reductions) * parameters
+        adam = 28 * updates * parameters / self.train / read  # four float32 arrays are read, three are written
+        products = self.update_flop() / (hardware.peak * hardware.update_share)
+        frozen = passes * sum(self.forward_flop()) / (hardware.peak * hardware.forward_share)
+        passed_on = parameters * self.itemsize / hardware.bandwidth(self.train + self.rollout) if self.split else 0.0
+        phases = {
+            "rollout": self.rollout_seconds(),
+            "logprobs": max(frozen, gathered / wide),
+            "update": max(products + adam, exchanged / wide),
+            "sync": hardware.push_seconds + 4 * parameters * (1 / read + 1 / wide) + passed_on,
+        }
+        phases = {name: spent * ratios.get(name, 1.0) for name, spent in phases.items()}
+        training = phases["logprobs"] + phases["update"]  # in a split layout it runs while the next rollout does
+        both = max(phases["rollout"], training) if self.split else phases["rollout"] + training
+        return phases | {"step": both + phases["sync"]}
+
+    def peak_bytes(self) -> dict[str, float]:
+        """Most bytes of a rank in the update and in the rollout, to which colocated trainers add their states."""
+        parameters, memory = self.model.parameters, self.hardware.memory
+        ends, layer = parameters - self.model.inner, self.model.inner / self.model.num_hidden_layers
+        prompts = self.job.prompts_per_step / self.train / self.job.mini_batches
+        keeps_whole = 4 * parameters <= GRADIENT_MEMORY_SHARE * memory and self.micro_batches(prompts) > 1
+        # Float32 masters, gradients and Adam's two moments, and a reference policy.
+        states = (20 if self.job.reference else 16) * parameters / self.train
+        gathered = self.itemsize * (parameters if self.train == 1 else ends + 2 * layer)  # a layer and the next one
+        gradients = 4 * (parameters if keeps_whole else max(ends, layer))
+        activations = min(self.token_budget, self.trained_tokens(prompts)) * self.activation_bytes
+        trainer = states + gathered + gradients + activations + 3 * 4 * LOGITS_PER_CHUNK
+        engine = (1 - 2 * FREE if self.split else self.job.rollout_memory) * memory
+        return {"update": trainer, "rollout": engine + (0 if self.split else states)}
+
+    def refusal(self) -> str:
+        """Why this layout cannot run, or ""."""
+        job, memory = self.job, self.hardware.memory
+        if job.prompts_per_step % (job.mini_batches * self.train):
+            return f"{job.prompts_per_step} prompts is no multiple of {job.mini_batches} mini-batches x {self.train}"
+        for phase, needed in self.peak_bytes().items():
+            if needed > (1 - FREE) * memory:
+                return f"needs {needed / GIB:.1f} GiB a rank of {memory / GIB:.0f} GiB in the {phase}"
+        fits = self.running_responses() >= 1
+        return "" if fits else "weights and the longest response's KV cache do not fit into the engine's share"
 
 
-# ---- output ---------------------------------------------------------------------------------------------------------
+def layouts(model: Model, job: Job, hardware: Hardware, gpus: int) -> list[Step]:
+    """Every layout on these GPUs: tp a power of two inside a node, split at any multiple of it."""
+    sizes = [tp for tp in (1, 2, 4, 8) if tp <= hardware.gpus_per_node and gpus % tp == 0]
+    found = [Step(model, job, hardware, gpus, gpus, tp, False) for tp in sizes]
+    shares = [(used, tp) for tp in sizes for used in range(tp, gpus, tp)]
+    return found + [Step(model, job, hardware, gpus - used, used, tp, True) for used, tp in shares]
 
 
-def row(found: Prediction, job: Job) -> str:
-    """A layout as a line of the table."""
-    if found.refused:
-        return f"| {found.layout} | " + " | ".join("-" for _ in COLUMNS) + f" | - | - | {found.refused} |"
-    phases = " | ".join(f"{found.seconds[name]:.1f}" for name in COLUMNS)
-    rate = job.prompts_per_step * job.group_size * job.response_mean / found.seconds["step"]
-    memory = max(found.bytes.values()) / GIB
-    return f"| {found.layout} | {phases} | {rate:,.0f} | {memory:.1f} | |"
+def recommend(seconds: dict[Step, float]) -> Step:
+    """The quickest colocated layout, or the quickest split one where that saves SPLIT_GAIN. seconds: of a step."""
+    quickest = min(seconds, key=seconds.get)
+    colocated = min((it for it in seconds if not it.split), key=seconds.get, default=quickest)
+    return quickest if seconds[quickest] <= (1 - SPLIT_GAIN) * seconds[colocated] else colocated
 
 
-HEADER = (
-    "| layout | rollout, s | logprobs, s | update, s | sync, s | step, s | tokens/s | GiB a rank | |\n"
-    + "|---" * 9
-    + "|"
-)
+def check_args(args: Args) -> None:
+    """Raises BadInput."""
+    job, node = args.job, args.hardware.gpus_per_node
+    if job.response_mean > job.max_response_tokens:
+        raise BadInput(f"--response-mean {job.response_mean:g} is over --max-response-tokens {job.max_response_tokens}")
+    for name in ("prompts_per_step", "group_size", "mini_batches", "epochs", "prompt_mean", "response_mean"):
+        if getattr(job, name) < 1:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(job, name)}: must be at least 1")
+    if bad := [gpus for gpus in args.gpus if gpus < 1 or (gpus > node and gpus % node)]:
+        raise BadInput(f"--gpus {bad[0]}: expected part of a node of {node}, or whole nodes")
 
 
-def predict(args: Predict) -> None:
-    """Print the table of layouts and the recommendation."""
-    model, job, machine = model_of(args), job_of(args), machine_of(args.gpu, args.gpus)
-    costs, job, machine, origin = costs_of(args, job, machine)
-    found = predictions(model, job, machine, costs, args.assume)
-    best = recommend(found)
-    job = with_budget(model, job, machine.memory)
-    print(f"{model.parameters / 1e9:.3g} B parameters, token budget {job.token_budget}. Costs: {origin}.\n\n{HEADER}")
-    for place, it in enumerate(found):
-        if place < args.rows or not it.layout.split:  # colocated ones are always said
-            print(row(it, job))
-    running = running_responses(model, job, best.layout, machine.memory)
-    parts = ", ".join(f"{amount / GIB:.1f} GiB in the {phase}" for phase, amount in best.bytes.items())
-    print(f"\nrecommended: {best.layout}: {best.seconds['step']:.1f} s a step")
-    print(f"memory of a rank: {parts}; an engine works on {running:.0f} responses at once")
-    if best.layout.split:
-        print(
-            "split: the rollout of the next step runs beside the update, so it is sampled from weights one update old"
-        )
-
-
-def scaled(args: Scale) -> list[tuple[int, Job, Prediction | None]]:
-    """(GPUs, its job, the recommended layout or None) for 1, 2, 4, ..., args.most."""
-    model, rows, gpus = model_of(args), [], 1
-    while gpus <= args.most:
-        job = job_of(args)
-        if args.weak:
-            job = dataclasses.replace(job, prompts_per_step=max(1, job.prompts_per_step * gpus // 8))
-        costs, job, machine, _ = costs_of(args, job, machine_of(args.gpu, gpus))
-        found = predictions(model, job, machine, costs, args.assume)
-        able = not all(it.refused for it in found)
-        rows.append((gpus, job, recommend(found) if able else None))
-        gpus *= 2
-    return rows
-
-
-def scale(args: Scale) -> None:
-    """Print the table, and draw it."""
-    rows = scaled(args)
-    origin = costs_of(args, job_of(args), machine_of(args.gpu, 1))[3]
-    print(f"Costs: {origin}.\n\n| GPUs | prompts {HEADER.removesuffix('|---' * 9 + '|').strip()} share of linear |")
-    print("|---" * 12 + "|")
-    first = None
-    for gpus, job, best in rows:
-        if best is None:
-            print(f"| {gpus} | {job.prompts_per_step} | no layout can run |" + " |" * 9)
-            continue
-        rate = job.prompts_per_step / best.seconds["step"] / gpus
-        first = first or rate
-        print(f"| {gpus} | {job.prompts_per_step} {row(best, job)} {rate / first:.0%} |")
-    if args.plot:
-        draw([it for it in rows if it[2]], args.plot, origin)
-        print(f"\nplot: {args.plot}")
-
-
-def draw(rows, path: str, origin: str) -> None:
-    """Seconds of each phase over the GPUs, both logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name in COLUMNS:
-        axes.loglog([gpus for gpus, *_ in rows], [it.seconds[name] for *_, it in rows], marker="o", label=name, base=2)
-    axes.set(xlabel="GPUs", ylabel="s a step", title=f"Expectation: {origin}")
-    axes.title.set_fontsize(9)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-    pyplot.close(figure)
+def measured_ratios(run_dir: Path, job: Job, hardware: Hardware) -> dict[str, float]:
+    """Measured / computed seconds of each phase of a run, whose own flags describe its job. Prints both."""
+    run, steps = described(run_dir / "run.json"), [row for row in read_metrics(run_dir) if "time/step" in row]
+    median = lambda name: statistics.median(row.get(name, 0.0) for row in steps)
+    flags, ranks = flat(run["args"]), run["hardware"]["ranks"]
+    own = {name: flags[name] for name in {*vars(job)} & {*flags} - {"dtype", "rollout_memory"}}
+    job = dataclasses.replace(job, **own, response_mean=median("response/length_mean"))
+    computed = Step(load_model(flags["model"]), job, hardware, ranks, ranks, flags["rollout_tp"], False).seconds({})
+    for name in PHASES:
+        print(f"{run_dir}: {name} {median(f'time/{name}'):.3f} s, computed {computed[name]:.3f} s")
+    return {name: median(f"time/{name}") / computed[name] for name in PHASES if computed[name]}
 
 
 def main(args: Args) -> None:
-    if isinstance(args, Predict):
-        return predict(args)
-    if isinstance(args, Scale):
-        return scale(args)
-    import plan_measure  # it imports the trainer's modules
-
-    held_out = args.held_out if isinstance(args, Validate) else ()
-    dtype = placement.native_dtype()
-    timed, steps = plan_measure.play(args.sizes, held_out, args.rounds)
-    costs, errors = plan_measure.fit_turns(timed, dtype)
-    found = plan_measure.record(costs, errors, args.sizes, dtype, args.rounds)
-    constants = args.output if isinstance(args, Measure) else args.constants
-    if constants:
-        Path(constants).write_text(json.dumps(found, indent=2) + "\n")
-        print(f"costs: {constants}; largest error of a phase: {max(errors.values()):.0%}")
-    if isinstance(args, Validate):
-        command = " ".join(["python", "scripts/plan.py", *sys.argv[1:]])
-        text = plan_measure.page(plan_measure.validation_rows(costs, steps, dtype), found, command)
-        print(text)
-        if args.output:
-            Path(args.output).write_text(text)
+    check_args(args)
+    model, hardware = load_model(args.model), args.hardware
+    print(f"{model.parameters / 1e9:.3g} B parameters")
+    print("ASSUMED, not measured:", ", ".join(f"{name} {value:g}" for name, value in vars(hardware).items()))
+    ratios = measured_ratios(Path(args.run), args.job, hardware) if args.run else {}
+    print("\n| layout | " + ", s | ".join((*PHASES, "step")) + ", s | tokens/s | GiB a rank | |\n" + "|---" * 9 + "|")
+    for gpus in args.gpus:
+        found = layouts(model, args.job, hardware, gpus)
+        able = {it: it.seconds(ratios) for it in found if not it.refusal()}
+        best = recommend({it: spent["step"] for it, spent in able.items()}) if able else None
+        shown = sorted(able, key=lambda it: able[it]["step"])[:8]
+        shown += [it for it in found if it not in shown and not it.split]  # colocated layouts are always shown
+        for it in shown if len(args.gpus) == 1 else [best or found[0]]:
+            cells = ["-"] * 7 + [it.refusal()]
+            if it in able:
+                rate = args.job.prompts_per_step * args.job.group_size * args.job.response_mean / able[it]["step"]
+                cells = [f"{spent:.1f}" for spent in able[it].values()]
+                cells += [f"{rate:,.0f}", f"{max(it.peak_bytes().values()) / GIB:.1f}", "best" * (it == best)]
+            print(f"| {gpus} GPUs, {it} | {' | '.join(cells)} |")
+        if best and len(args.gpus) == 1:
+            needs = " and ".join(f"{size / GIB:.1f} GiB in {phase}" for phase, size in best.peak_bytes().items())
+            print(f"\nbest: {needs} a rank, {best.token_budget} tokens a forward")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: install, warm start by SFT, then GRPO with FSDP2, vLLM and native weight sync.
+# From nothing to a trained model: install, then GRPO from the committed warm start with FSDP2, vLLM and native weight sync.
 #   bash scripts/quickstart.sh [flags of algos/grpo.py]        what is there already is skipped
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -2,9 +2,9 @@
 
     python scripts/replay.py runs/grpo --step 2                 (the run had --save-every 1 --rollouts-every 1)
 
-The algorithm's own main runs; only the engine answers from the file. Rewards are graded again: their code, and the
-services and weights files they use, must be there as they were. Responses that could not be graded stay so. Start it
-in the directory the run was started in, on any number of ranks. Another number than the run's packs other
+The algorithm's own main runs, with an engine that answers from the file. Rewards are graded again, so their code and
+the services and weights files that they use must be as they were. A response that could not be graded stays ungraded.
+Start it in the directory where the run was started, on any number of ranks. Another number of ranks packs other
 micro-batches: in float32 the figures still agree to 1e-6, in bfloat16 they do not.
 
 Exits with 1 if losses, gradient norms, scores, advantages, values or log-probs differ by more than --tolerance,
@@ -27,7 +27,12 @@ from unittest import mock
 import torch.distributed as dist
 import tyro
 
-from common import data, engines, errors, folders, placement, reward_mixture, rollout, run, traces, tracking
+from common import errors, placement
+from common.data import prompts as data
+from common.rewards import mixture as reward_mixture
+from common.rollout import engines, rollout
+from common.run import directory as run
+from common.run import folders, traces, tracking
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 
@@ -37,11 +42,10 @@ class Args:
     run_dir: tyro.conf.Positional[Path]
     step: int
     tolerance: float = 1e-6
-    trust_pickle: bool = False  # read checkpoints and weights that are pickles: they may run code of who wrote them
 
 
 class Finished(Exception):
-    """The step is done: leaves the algorithm's main before it goes on to the next one."""
+    """The step is done. Raised to leave the algorithm's main before the next step."""
 
 
 @dataclasses.dataclass
@@ -66,7 +70,6 @@ class ReplayEngine:
             if "baseline_response_ids" in group[0]:
                 names = ("response_ids", "finish_reason")
                 greedy = {name: group[0][f"baseline_{name}"] for name in names}
-                greedy["weight_versions"] = group[0]["weight_versions"][:1] * len(greedy["response_ids"])
                 self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
 
     def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Recorded:
@@ -81,7 +84,7 @@ class ReplayEngine:
             [row["response_ids"] for row in rows],
             [row["rollout_logprobs"] for row in rows] if temperature > 0 else None,
             [row["finish_reason"] == "length" for row in rows],
-            [row["weight_versions"] for row in rows],
+            [max(row["weight_versions"], default=0) for row in rows],
             self.device,
         )
         return Recorded(**vars(batch), rows=rows)
@@ -94,7 +97,7 @@ class ReplayEngine:
 
 
 class ReplayLoader(data.PromptLoader):
-    """Gives out the prompts of the file, in its order: those that a filter dropped in the run are not drawn at all."""
+    """Gives out the prompts of the file, in its order. Prompts that a filter dropped in the run are never drawn."""
 
     def __init__(self, rows: list[dict], prompts: list[data.Prompt], *given):
         super().__init__(prompts, *given)
@@ -117,7 +120,7 @@ class ReplayLoader(data.PromptLoader):
 
 
 def as_recorded(results: list, batch: Recorded) -> list:
-    """Rows that could not be graded in the run are what they were there, and no others may fail. Raises RunFailed."""
+    """Give rows that could not be graded in the run their recorded results. Raises RunFailed if another row fails."""
     for i, (row, result) in enumerate(zip(batch.rows, results)):
         if row["dropped"]:
             batch.response_mask[i] = False
@@ -130,8 +133,13 @@ def as_recorded(results: list, batch: Recorded) -> list:
     return results
 
 
+def zero_ungraded(rewards, results: list, *given) -> list:
+    """In place of Rewards.drop_ungraded: as_recorded() decides what becomes of rows that could not be graded."""
+    return [dataclasses.replace(r, score=0.0, acc=0.0) if r.score is None else r for r in results]
+
+
 def rebuild(kind, value) -> Any:
-    """A value of run.json as the field's type: JSON knows neither dataclasses nor tuples. Raises BadInput."""
+    """Turn a value of run.json into the field's type: JSON has neither dataclasses nor tuples. Raises BadInput."""
     if dataclasses.is_dataclass(kind):
         types = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(types))
@@ -161,7 +169,7 @@ def load_run(run_dir: Path, step: int) -> tuple[Any, dict, dict]:
 
 
 def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
-    """Folder of the state the step began with; "" is the start model. Raises BadInput."""
+    """Folder of the checkpoint that the step began with; "" if it began with the start model. Raises BadInput."""
     name = f"step_{step - 1:06d}"
     for folder in (run_dir / "checkpoints" / name, Path(resumed)):
         if folder.name == name and (folder / "state.json").is_file():
@@ -175,20 +183,16 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
     )
 
 
-def replay(run_dir: Path, step: int, trust_pickle: bool = False) -> list[tuple[str, float, float, float]]:
-    """(name, in the run, now, difference) of the step's figures, on rank 0. Collective. Raises BadInput, RunFailed."""
+def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
+    """(name, recorded, recomputed, difference) of each figure, on rank 0. Collective. Raises BadInput, RunFailed."""
     algorithm, flags, metrics = load_run(run_dir, step)
     rows = traces.read(traces.find(run_dir, step))
     with tempfile.TemporaryDirectory() as scratch:
         flags = {
             **flags,
             "run_dir": scratch,
-            "saving": {
-                "resume": checkpoint_before(run_dir, step, flags["saving"]["resume"]),
-                "trust_pickle": trust_pickle,  # whatever run.json says
-            },
+            "saving": {"resume": checkpoint_before(run_dir, step, flags["saving"]["resume"])},
             "source": {**flags["source"], "eval_prompts": 0},
-            "reward_failure": "zero",  # as_recorded() decides
             "rollout_tp": 1,
             "layout": dataclasses.asdict(placement.Layout()),
             "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},  # other ranks than the run's
@@ -230,6 +234,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
         mock.patch.object(engines, "start", start),
         mock.patch.object(data, "PromptLoader", partial(ReplayLoader, rows)),
         mock.patch.object(reward_mixture.Rewards, "score", score),
+        mock.patch.object(reward_mixture.Rewards, "drop_ungraded", zero_ungraded),
         mock.patch.object(tracking.Tracker, "write", write_and_leave),
     ):
         try:
@@ -244,7 +249,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
 
 
 def gap(before: float, now: float) -> float:
-    """Absolute difference, relative to numbers above 1; infinite if only one is a number."""
+    """Absolute difference, relative for numbers above 1; infinite if only one of the two is NaN."""
     if before == now or (math.isnan(before) and math.isnan(now)):
         return 0.0
     difference = abs(before - now) / max(1.0, abs(before))
@@ -264,7 +269,7 @@ def mean(values: list[float]) -> float:
 def main(args: Args) -> None:
     if args.step < 1:
         raise errors.BadInput(f"--step {args.step}: steps count from 1")
-    table = replay(args.run_dir, args.step, args.trust_pickle)
+    table = replay(args.run_dir, args.step)
     errors.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
     for name, before, now, difference in table:
         mark = "  differs" if difference > args.tolerance else ""

@@ -1,10 +1,11 @@
-"""Write RUN_DIR/report.html again from what the run has saved so far: python scripts/report.py runs/grpo"""
+"""Write RUN_DIR/report.html from what a run has saved so far: python scripts/report.py runs/grpo"""
 
 from pathlib import Path
 
 import tyro
 
-from common import errors, report
+from common import errors
+from common.run import report
 
 
 def main(run_dir: Path) -> None:

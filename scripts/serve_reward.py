@@ -1,4 +1,4 @@
-"""Any grader as a reward service, for `--reward http://HOST:PORT`. The contract: common/reward_service.py.
+"""Serves any grader for `--reward http://HOST:PORT`. The docstring of common/rewards/service.py has the contract.
 
 python scripts/serve_reward.py --reward gsm8k                             # on http://127.0.0.1:8001
 python scripts/serve_reward.py --reward math --threads 8                  # eight batches at once
@@ -6,9 +6,9 @@ python scripts/serve_reward.py --reward my_reward.py:grade --port 8002    # a fu
 REWARD_TOKEN=secret python scripts/serve_reward.py --host 0.0.0.0         # for other machines
 python algos/grpo.py --reward http://127.0.0.1:8001                       # with the same REWARD_TOKEN, if there is one
 
-A grader sees what it would see in the trainer, but for token ids, and in requests of at most 64 responses. One that
-raises answers with status 500, which the trainer tries again (what a grader asks may be away for a moment); the
-traceback is here. A result without a score, or with one that is no finite number, gives an error for that row alone.
+A grader sees what it would see in the trainer, except for token ids, in requests of at most 64 responses. If it
+raises, the service prints the traceback and answers with status 500, and the trainer tries again. A result without a
+finite score gives an error for that row alone.
 """
 
 import asyncio
@@ -28,19 +28,18 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
 from common import errors, rewards
-from common.grading import Item, Result, Reward
-from common.reward_service import BYTES, ITEMS, VERSION, plain
+from common.rewards.grading import Item, Result, Reward
+from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, complaint, plain
 
-REMEMBERED = 256  # requests whose answers are kept
+REMEMBERED_REQUESTS = 256  # the service keeps the answers to this many requests
 
 
 @dataclasses.dataclass
 class Args:
-    reward: str = "gsm8k"  # gsm8k | math | file.py:function | model:FOLDER | ... (one, as in --reward of algos/)
-    host: str = "127.0.0.1"  # loopback: nobody else reaches it; 0.0.0.0: everybody does
-    port: int = 8001
-    threads: int = 1  # batches graded at once; more only if the grader may be called from several threads
-    trust_pickle: bool = False  # read a reward model's weights that are a pickle: it may run code of who wrote it
+    reward: str = "gsm8k"  # One reward, as in --reward of algos/: gsm8k, math, file.py:function, model:FOLDER, ...
+    host: str = "127.0.0.1"  # Address to listen on. Only this machine reaches the default; everybody reaches 0.0.0.0.
+    port: int = 8001  # Port to listen on.
+    threads: int = 1  # Batches graded at the same time. More than 1 needs a grader that several threads may call.
 
 
 class Row(BaseModel):
@@ -48,13 +47,13 @@ class Row(BaseModel):
     prompt: str
     response: str
     answer: str | None = None
-    meta: dict = {}  # with "length" and "truncated", if the client knows them
+    meta: dict = {}  # with "length" and "truncated" if the client knows them
 
 
 class Score(BaseModel):
     version: Literal[1]
     request_id: str = Field(min_length=1, max_length=200)
-    items: list[Row] = Field(max_length=ITEMS)
+    items: list[Row] = Field(max_length=MAX_ITEMS)
 
 
 def grade(reward: Reward, asked: Score) -> bytes:
@@ -81,26 +80,25 @@ def describe(result: Result) -> dict:
 
 
 async def read(request: Request) -> Score:
-    """The body, checked. Raises HTTPException: 413 if it is too large, 422 if it is not the contract's."""
+    """The body of a request. Raises HTTPException: 413 if it is too large, 422 if it breaks the contract."""
     body = b""
     async for chunk in request.stream():
         body += chunk
-        if len(body) > BYTES:
-            raise HTTPException(413, f"a request holds {BYTES} bytes")
+        if len(body) > MAX_REQUEST_BYTES:
+            raise HTTPException(413, f"a request holds {MAX_REQUEST_BYTES} bytes")
     try:
         return Score.model_validate(json.loads(body))  # not pydantic's own JSON: it refuses lone surrogates
     except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-        raise HTTPException(422, what) from None
+        raise HTTPException(422, complaint(error)) from None
     except (ValueError, RecursionError) as error:
         raise HTTPException(422, f"not JSON: {error}") from None
 
 
 def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
-    """The application. token: "" asks for none."""
+    """The application. An empty token asks for none."""
     app = FastAPI(title="reward service", version=str(VERSION))
-    pool = ThreadPoolExecutor(threads)  # off the event loop: /health answers while a batch is graded
-    jobs: dict[str, asyncio.Future] = {}  # by request id: a request sent again gets the answer of the first
+    pool = ThreadPoolExecutor(threads)  # outside of the event loop, so that /health answers while a batch is graded
+    jobs: dict[str, asyncio.Future] = {}  # by request id: a request that is sent again gets the first answer
 
     def authorize(request: Request) -> None:
         given = request.headers.get("Authorization", "").encode()
@@ -120,16 +118,16 @@ def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
         if job is None:
             job = asyncio.get_running_loop().run_in_executor(pool, functools.partial(grade, reward, asked))
             jobs[asked.request_id] = job
-            if len(jobs) > REMEMBERED:
+            if len(jobs) > REMEMBERED_REQUESTS:
                 del jobs[next(iter(jobs))]  # the oldest
         try:
             return Response(await asyncio.shield(job), media_type="application/json")
         finally:
             if job.cancelled() or (job.done() and job.exception()):
-                jobs.pop(asked.request_id, None)  # to be graded again when it comes again
+                jobs.pop(asked.request_id, None)  # the next try grades it again
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:  # its traceback is printed
+    async def failed(request: Request, error: Exception) -> Response:  # uvicorn prints the traceback
         reason = "".join(traceback.format_exception_only(error)).strip().rpartition("\n")[2]
         return Response(json.dumps({"detail": reason[:300]}), 500, media_type="application/json")
 
@@ -140,8 +138,8 @@ def main(args: Args) -> None:
     if args.threads < 1 or not 0 < args.port < 65536:
         raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
     if args.reward == "repetition":
-        raise errors.BadInput("--reward repetition looks at token ids, which stay in the trainer: use it there")
-    reward, token = rewards.load_one(args.reward, args.trust_pickle), os.environ.get("REWARD_TOKEN", "").strip()
+        raise errors.BadInput("--reward repetition reads token ids, which stay in the trainer: use it there")
+    reward, token = rewards.load_one(args.reward), os.environ.get("REWARD_TOKEN", "").strip()
     if not token and args.host not in ("127.0.0.1", "localhost", "::1"):
         errors.say(f"warning: --host {args.host} without REWARD_TOKEN: whoever reaches this port can use the grader")
     app = serve(reward, args.reward, token, args.threads)

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# A rollout server for --rollout-urls, on this node's GPUs, or its CPU: bash scripts/serve_rollout.sh MODEL [FLAGS]
-# FLAGS are of vLLM's server: --port 8000 --tensor-parallel-size 2 --max-model-len 1536 --max-num-seqs 512
-# --dtype bfloat16 ... (--dtype as the trainer's). It listens on loopback; --host 0.0.0.0 opens it to the network, where
-# whoever reaches it can replace its weights. CUDA_VISIBLE_DEVICES picks GPUs. A trainer without a GPU must be on the
-# same machine.
+# Starts a rollout server for --rollout-urls on this node's GPUs, or on its CPU if there are none.
+#
+#     bash scripts/serve_rollout.sh MODEL [FLAGS OF vLLM'S SERVER]
+#     bash scripts/serve_rollout.sh Qwen/Qwen2.5-0.5B-Instruct --port 8000 --max-model-len 1536 --max-num-seqs 512
+#
+# --dtype must be the trainer's, --max-num-seqs at least its --group-size. CUDA_VISIBLE_DEVICES picks the GPUs. A trainer
+# without a GPU must run on the same machine. The server listens on loopback. --host 0.0.0.0 opens it to the network,
+# where everyone who reaches it can replace its weights.
 set -euo pipefail
 model=${1:?"a model's folder or Hub name"}
 root=$(dirname "$0")/..
-export VLLM_SERVER_DEV_MODE=1  # opens the routes for weights
+export VLLM_SERVER_DEV_MODE=1  # opens the routes for weight updates
 if nvidia-smi -L > /dev/null 2>&1; then
   own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}')
 else

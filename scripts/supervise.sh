@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run a training command until it ends, again and again with --resume auto after a crash:
+# Run a training command until it is done. After a crash start it again with --resume auto:
 #   bash scripts/supervise.sh python algos/grpo.py --run-dir runs/night --save-every 10
 #   bash scripts/supervise.sh torchrun --nproc-per-node 8 algos/grpo.py --run-dir runs/night --save-every 10
-# Stops when the command is done (exit code 0), when its input is wrong (2), when it was asked to stop (Ctrl-C or
-# SIGTERM here: the step is ended and saved), and after RESTARTS (5) crashes in a row. It waits DELAY seconds (10) before
-# the first restart and twice as long before each next; a run of an HOUR (3600 seconds) makes it count anew.
+# It stops when the command is done (exit code 0), when its input is wrong (2), when it is asked to stop (Ctrl-C or
+# SIGTERM: the step is ended and saved), and after RESTARTS crashes in a row (default 5). It waits DELAY seconds (10)
+# before the first restart, and twice as long before each further one. A run of HOUR seconds (3600) resets the count.
 # torchrun restarts crashed ranks by itself, and sooner: --max-restarts 5 --shutdown-timeout 600, and --resume auto.
 set -uo pipefail
 restarts=${RESTARTS:-5} delay=${DELAY:-10} hour=${HOUR:-3600}

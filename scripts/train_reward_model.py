@@ -1,26 +1,29 @@
-"""A Bradley-Terry reward model from pairs of responses, for `--reward model:FOLDER`.
+"""Train a Bradley-Terry reward model on pairs of responses, for `--reward model:FOLDER`.
 
     L = - mean over pairs of log sigmoid(r(chosen) - r(rejected))
 
-python scripts/train_reward_model.py                                  # embedded: right additions against wrong ones
-python scripts/train_reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl --learning-rate 1e-5
-python algos/ppo.py --reward model:runs/reward-model                  # what it is for
+    python scripts/train_reward_model.py                              # right and wrong additions
+    python scripts/train_reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl --learning-rate 1e-5
+    python algos/ppo.py --reward model:runs/reward-model              # trains a policy on its scores
 
 A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected". The last --held-out pairs are
-not trained on; the accuracy printed is the share of them ranked right. The model is the policy's architecture with a
-head of one output in place of the vocabulary, saved as a Hugging Face sequence classifier.
+not trained on. The accuracy that is printed is the share of held-out pairs in which the chosen response scores higher.
+The model has the policy's architecture, with a head of one output in place of the vocabulary. It is saved as a Hugging
+Face sequence classifier.
 
-What is ranked right on held-out pairs may still be gamed. Trained without pairs that answer another problem, this
-ranked 97.7 % right; PPO then raised its score from 2.3 to 5.1 and lost the task, 52.7 to 0.4 % greedy: it solved
-easier problems than the one asked. With them (embedded.pairs), 89.1 % are ranked right, and
+A policy can game a model that ranks held-out pairs well. Trained without pairs that answer another problem, this model
+ranked 97.7 % of them right. PPO then raised its score from 2.3 to 5.1 and lost the task (52.7 to 0.4 % greedy), because
+it solved easier problems than the one in the prompt. With such pairs, 89.1 % are ranked right, and
 `python algos/ppo.py --reward model:runs/reward-model --kl-coef 0.02` goes from 52.7 to 64.5 % greedy in 30 steps, then
-back to 56.3 % at 50: the score is no longer the task. Watch eval/accuracy, and stop at its best.
+back to 56.3 % at step 50: beyond its best point, a higher score means a worse policy. Watch eval/accuracy, and stop at
+its best.
 """
 
 import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,48 +32,83 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
-from common import batching, data, embedded, errors, model, placement, roles, rollout, sources
-from common.reward_model import conversation
+from common import errors, placement
+from common.data import arithmetic, sources
+from common.data.tokenizer import load_tokenizer, resolve_model
+from common.rewards.model import conversation
+from common.rollout import rollout
+from common.trainer import batching, model
 
 
 @dataclasses.dataclass
 class Args:
-    model: str = "embedded"  # folder or Hub name; "embedded": the warm-started arithmetic model
-    dataset: str = "arithmetic"  # arithmetic | pairs.jsonl
-    steps: int = 800
-    batch_size: int = 64  # pairs per optimizer step, all ranks together
-    pairs_per_forward: int = 64  # per rank; memory only, never the gradient
-    learning_rate: float = 1e-3  # for the embedded model; 1e-5 is usual for a pretrained one
-    warmup_steps: int = 20
-    max_grad_norm: float = 1.0
-    held_out: int = 256
-    dtype: str = "auto"  # auto | float32 | bfloat16
-    activation_checkpointing: bool = False
-    seed: int = 0
-    trust_pickle: bool = False  # read weights that are a pickle: it may run code of who wrote it
-    output: str = "runs/reward-model"
+    model: str = "embedded"  # Folder, Hub name or modelscope:OWNER/NAME. embedded: the warm-started arithmetic model.
+    dataset: str = "arithmetic"  # A file pairs.jsonl or pairs.parquet, or arithmetic: pairs of the embedded task.
+    steps: int = 800  # Optimizer steps.
+    batch_size: int = 64  # Pairs per optimizer step, all ranks together.
+    pairs_per_forward: int = 64  # Pairs per forward on each rank. It changes memory and speed, never the gradient.
+    learning_rate: float = 1e-3  # Peak learning rate. The default suits the embedded model; 1e-5 a pretrained one.
+    warmup_steps: int = 20  # Steps until the learning rate reaches its peak.
+    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm.
+    held_out: int = 256  # Pairs that are not trained on but measured at the end.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
+    activation_checkpointing: bool = False  # Compute activations a second time in the backward, to save memory.
+    seed: int = 0  # Seed of the order of the pairs.
+    output: str = "runs/reward-model"  # Folder that the reward model is written to.
 
 
 def pair_loss(chosen: torch.Tensor, rejected: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Scalar: - sum of log sigmoid(chosen - rejected), both (n,), over `denominator` (pairs of the whole batch)."""
+    """Scalar: - sum log sigmoid(chosen - rejected) / denominator. Scores are (n,); denominator: pairs of all ranks."""
     return -F.logsigmoid(chosen - rejected).sum() / denominator
 
 
 def load_pairs(dataset: str) -> list[dict]:
-    """Rows with "prompt", "chosen" and "rejected". Raises BadInput, naming lines."""
+    """Rows with "prompt", "chosen" and "rejected". Raises BadInput that names the bad lines."""
     if dataset == "arithmetic":
-        return embedded.pairs()
-    rows, bad = sources.read_jsonl(Path(dataset)), []
-    for where, row in rows:
-        missing = [key for key in ("prompt", "chosen", "rejected") if not row.get(key)]
-        if missing:
-            bad.append(f'{where}: missing key "{missing[0]}" (found: {", ".join(row) or "nothing"})')
-    errors.refuse_all(bad)
-    return [row for _, row in rows]
+        return arithmetic_pairs()
+
+    def check(where: str, row: dict) -> dict:
+        for key in ("prompt", "chosen", "rejected"):
+            if not row.get(key):
+                raise errors.BadInput(f'{where}: missing key "{key}" (found: {", ".join(row) or "nothing"})')
+        return row
+
+    return sources.collect(sources.read_file(Path(dataset)), check)
+
+
+def arithmetic_pairs() -> list[dict[str, str]]:
+    """Four rows for each training problem of the embedded task: the right solution against four wrong ones.
+
+    The wrong ones are: a carry that was forgotten, or added where there is none; a wrong digit in the answer; the right
+    solution of another problem, without which a policy soon learns to answer the easiest problem it knows; and a wrong
+    digit in the working.
+    """
+    draw, rows = random.Random(1), []
+    for row in arithmetic.problems("train"):
+        a, b = map(int, row["question"].rstrip("=").split("+"))
+        right = arithmetic.solution(a, b)
+        working, answer = right.split("\n#### ")
+        with_carry = a % 10 + b % 10 >= 10
+        wrong_tens = a // 10 + b // 10 + (0 if with_carry else 1)
+        wrong_carry = f"{working.rpartition('=')[0].removesuffix('+1')}{'' if with_carry else '+1'}={wrong_tens}"
+        wrong = [
+            f"{wrong_carry}\n#### {10 * wrong_tens + (a + b) % 10}",
+            f"{working}\n#### {change_digit(answer, draw)}",
+            arithmetic.solution(*map(int, change_digit(f"{a},{b}", draw).split(","))),
+            f"{change_digit(working, draw)}\n#### {change_digit(answer, draw) if draw.random() < 0.5 else answer}",
+        ]
+        rows += [{"prompt": row["question"], "chosen": right, "rejected": other} for other in wrong]
+    return rows
+
+
+def change_digit(text: str, draw: random.Random) -> str:
+    """The text with one of its digits replaced by another digit."""
+    place = draw.choice([i for i, character in enumerate(text) if character.isdigit()])
+    return text[:place] + draw.choice([d for d in "0123456789" if d != text[place]]) + text[place + 1 :]
 
 
 def main(args: Args) -> None:
-    size = roles.check_world(rollout_tp=1)
+    size = placement.check_world(rollout_tp=1)
     if args.batch_size % size or min(args.batch_size, args.steps, args.pairs_per_forward, args.held_out) < 1:
         raise errors.BadInput(f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1")
     pairs = load_pairs(args.dataset)
@@ -79,8 +117,9 @@ def main(args: Args) -> None:
             f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
         )
     if args.model == "embedded":
-        args.model = embedded.warm_start()
-    tokenizer, _ = data.load_tokenizer(args.model, args.trust_pickle)
+        args.model = arithmetic.warm_start()
+    args.model = resolve_model(args.model)
+    tokenizer, _ = load_tokenizer(args.model)
     random.Random(args.seed).shuffle(pairs)
     world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype, args.model)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)
@@ -88,50 +127,47 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def scores(pairs: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chosen (n,), rejected (n,). Collective: every rank gives as many pairs."""
+        """Scores of the chosen (n,) and of the rejected responses (n,). Collective: n is the same on every rank."""
         sides = [
             conversation(tokenizer, pair["prompt"], pair[side], ended=True)
             for side in ("chosen", "rejected")
             for pair in pairs
         ]
-        # One more token each: the value before it is the value after the conversation's last.
-        rows = rollout.collate(
-            sides, [[tokenizer.eos_token_id]] * len(sides), None, [False] * len(sides), 0, world.device
-        )
-        values = model.response_values(
-            reward_model, batching.pack_groups(rows, [[i] for i in range(len(sides))])
-        )  # (2 n, 1)
+        # A value belongs to the position before a response token. So each conversation gets a response of one token,
+        # and the value of that token is the score after the whole conversation.
+        responses = [[tokenizer.eos_token_id]] * len(sides)
+        rows = rollout.collate(sides, responses, None, [False] * len(sides), 0, world.device)
+        packed = batching.pack_groups(rows, [[i] for i in range(len(sides))])
+        values = model.response_values(reward_model, packed)  # (2 n, 1)
         return values.squeeze(1).chunk(2)
 
     train, held_out = pairs[: len(pairs) - args.held_out], pairs[len(pairs) - args.held_out :]
-    draw = random.Random(args.seed)  # the same on every rank
+    draw = random.Random(args.seed)  # draws the same pairs on every rank
     progress = trange(args.steps, desc="reward model", disable=not world.is_main, dynamic_ncols=True)
     for step in progress:
-        mine = draw.sample(train, args.batch_size)[world.rank :: world.size]
+        own_pairs = draw.sample(train, args.batch_size)[world.rank :: world.size]
         total, right = 0.0, 0
-        for first in range(0, len(mine), args.pairs_per_forward):
-            chosen, rejected = scores(mine[first : first + args.pairs_per_forward])
-            loss = pair_loss(chosen, rejected, len(mine) * world.size)
-            (loss * world.size).backward()  # FSDP averages over ranks; the sum is wanted
+        for first in range(0, len(own_pairs), args.pairs_per_forward):
+            chosen, rejected = scores(own_pairs[first : first + args.pairs_per_forward])
+            loss = pair_loss(chosen, rejected, args.batch_size)
+            (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
             total, right = total + loss.item(), right + (chosen > rejected).sum().item()
         torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(1 - step / args.steps, (step + 1) / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
-        progress.set_postfix(
-            loss=f"{world.sum(total):.3f}", accuracy=f"{world.sum(right) / len(mine) / world.size:.3f}"
-        )
+        progress.set_postfix(loss=f"{world.sum(total):.3f}", accuracy=f"{world.sum(right) / args.batch_size:.3f}")
 
     right, margin = 0, 0.0
-    with torch.no_grad():  # every rank scores all of them: the same number of forwards
+    with torch.no_grad():  # every rank scores all held-out pairs, so that all make the same number of forwards
         for first in range(0, len(held_out), args.pairs_per_forward):
             chosen, rejected = scores(held_out[first : first + args.pairs_per_forward])
             right, margin = right + (chosen > rejected).sum().item(), margin + (chosen - rejected).sum().item()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(reward_model, options=options)
     if world.is_main:
-        state.pop("score.bias")  # zero still: it cancels in every difference
+        state.pop("score.bias")  # it is still zero, because it cancels in every difference of scores
         classifier = AutoModelForSequenceClassification.from_config(reward_model.config, dtype=torch.float32)
         classifier.load_state_dict(state)
         classifier.to(dtype).save_pretrained(args.output)

@@ -1,10 +1,10 @@
-"""The responses of a step, token by token: in the terminal, or as one HTML page that needs nothing else.
+"""Show the responses of a step, token by token: in the terminal, or as one HTML page that needs no other file.
 
     python scripts/view_rollouts.py runs/grpo --step 20 --sort score --limit 5
     python scripts/view_rollouts.py runs/grpo --html step.html --color mismatch --limit 0
     python scripts/view_rollouts.py runs/ppo/rollouts/step_000010.jsonl --color value --grep 85
 
-Green is above zero, red below, orange how far trainer and engine are apart, violet no number (NaN).
+Green is above zero, red below zero, orange the gap between trainer and engine, violet NaN.
 """
 
 import dataclasses
@@ -17,37 +17,40 @@ from typing import Literal
 
 import tyro
 
-from common import data, errors, run, traces
+from common import errors
+from common.data.tokenizer import load_tokenizer as load_tokenizer_of
+from common.run import traces
+from common.run.directory import described
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
 pre.prompt{background:#f6f6f6;max-height:12em;overflow:auto;margin:0}i{opacity:.4;user-select:none}"""
 GREEN, RED, ORANGE, VIOLET = (70, 190, 90), (240, 90, 80), (255, 160, 40), (190, 120, 255)
-# Control characters in a response would move the cursor or rename the window; they are shown, not sent.
+# Control characters of a response would move the cursor or rename the window: visible signs replace them.
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 VISIBLE |= {code: "\N{SYMBOL FOR DELETE}" for code in range(127, 160)}
-# What turns the rest of a line around, and halves of surrogate pairs, which no file and no terminal can take.
+# Replaced as well: marks that turn a line around, and halves of surrogate pairs, which cannot be written.
 VISIBLE |= dict.fromkeys((*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), "\ufffd")
 
 
 @dataclasses.dataclass
 class Args:
-    path: tyro.conf.Positional[Path]  # a run directory, or a file of its rollouts/
-    step: int = 0  # of the run directory; 0: the last one saved
-    html: str = ""  # write this page in place of the terminal
-    color: Literal["advantage", "value", "mismatch"] = "advantage"  # mismatch: |trainer - engine| log-prob
-    sort: Literal["prompt", "score", "length", "mismatch"] = "prompt"  # worst score, most tokens, largest mean first
-    limit: int = 20  # responses shown; 0: all
-    grep: str = ""  # only with this text in prompt or response
+    path: tyro.conf.Positional[Path]  # A run directory, or a file of its rollouts/.
+    step: int = 0  # Step of the run directory; 0 is the last one that was saved.
+    html: str = ""  # Write this page instead of printing.
+    color: Literal["advantage", "value", "mismatch"] = "advantage"  # mismatch is |trainer - engine| of the log-probs.
+    sort: Literal["prompt", "score", "length", "mismatch"] = "prompt"  # First: lowest score, most tokens, largest gap.
+    limit: int = 20  # Number of responses that are shown; 0 shows all.
+    grep: str = ""  # Show only responses with this text in prompt or response.
 
 
 def pieces(ids: list[int], tokenizer) -> list[str]:
-    """The text of each token. A token that ends inside a character has none; the next one has the whole character.
+    """The text of each token. A token that ends inside a character has no text; the next one has the whole character.
 
-    Each is decoded after the one before: alone, some tokenizers would take its leading space away.
+    Each is decoded together with the one before it: alone, it may lose its leading space.
     """
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    texts, first, done = [], 0, 0  # ids[:done] are written, ids[first:done] go before as context
+    texts, first, done = [], 0, 0  # ids[:done] have their text, ids[first:done] are the context of the next one
     for end in range(1, len(ids) + 1):
         before, text = decode(ids[first:done]), decode(ids[first:end])
         if text.endswith("\ufffd") and end - done < 4 and end < len(ids):  # no character has more than four bytes
@@ -59,19 +62,19 @@ def pieces(ids: list[int], tokenizer) -> list[str]:
 
 
 def numbers(row: dict, color: str) -> list[float] | None:
-    """What colours each token; None if the row has no such numbers."""
+    """The number that colours each token; None if the row has no such numbers."""
     if color == "advantage":
         given = row["advantage"]
         return given if isinstance(given, list) else [given] * len(row["response_ids"])
     if color == "value":
         return row.get("values")
-    if row["old_logprobs"] is None:  # it was not trained on
+    if row["old_logprobs"] is None:  # the row was not trained on
         return None
     return [abs(old - rollout) for old, rollout in zip(row["old_logprobs"], row["rollout_logprobs"])]
 
 
 def tint(number: float, scale: float, color: str) -> tuple[int, int, int] | None:
-    """Background of a token: white at 0, full at `scale`; None where it would be white."""
+    """Background of a token: white at 0, the full colour at `scale`. None where it would be white."""
     if math.isnan(number):
         return VIOLET
     strength = min(1.0, abs(number) / scale)
@@ -114,17 +117,17 @@ def choose(rows: list[dict], args: Args) -> list[dict]:
 
 
 def load_tokenizer(path: Path):
-    """The tokenizer of the run the file belongs to; None, and a line that says why, if there is none."""
+    """The tokenizer of the run that the file belongs to. Without one, None and a line that says why."""
     try:
-        described = run.described(path.resolve().parent.parent / "run.json")
-        return data.load_tokenizer(described["args"].get("model", ""), trust_pickle=True)[0]  # reads no weights
+        run = described(path.resolve().parent.parent / "run.json")
+        return load_tokenizer_of(run["args"].get("model", ""))[0]
     except errors.BadInput as error:
         print(f"whole responses without colours, the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
 
 
 def tokens(row: dict, tokenizer, scale: float, color: str) -> list[tuple[str, tuple | None, str]]:
-    """(text, background, all numbers) of each token, or of the whole response without a tokenizer."""
+    """(text, background, numbers in words) of each token; without a tokenizer, of the whole response."""
     if tokenizer is None:
         return [(row["response"].translate(VISIBLE), None, "")]
     given = numbers(row, color)
@@ -138,7 +141,7 @@ def tokens(row: dict, tokenizer, scale: float, color: str) -> list[tuple[str, tu
 
 
 def to_terminal(row: dict, marked: list, color: bool) -> str:
-    """The row as lines; color: with ANSI backgrounds."""
+    """The row as lines of text. color: with ANSI backgrounds."""
     text = ""
     for piece, background, _ in marked:
         if background and color:

@@ -1,6 +1,9 @@
 """Shared fixtures: tiny models on disk, a world of one, and a way to start workers as a user starts scripts."""
 
+import atexit
+import functools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,11 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from forkserver import ForkServer
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import embedded, placement
+from common import placement
+from common.data import arithmetic as embedded
 
 ROOT = Path(__file__).parents[1]
+# Flags of the embedded job for a script that is given another --model: real models have other defaults.
+ARITHMETIC = ["--dataset", "arithmetic", "--max-prompt-tokens", "64", "--max-response-tokens", "48"]
+ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
+ENVIRONMENT = dict(os.environ)
 CORES = os.sched_getaffinity(0)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
@@ -25,6 +34,21 @@ def pytest_configure(config) -> None:
     if hasattr(config, "workerinput") and len(CORES) >= WORKERS:
         mine = int(config.workerinput["workerid"].removeprefix("gw"))
         os.sched_setaffinity(0, sorted(CORES)[mine::WORKERS])
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Files whose launches wait for each other (see launch) are spread: one of them first, the others last."""
+    alone = (
+        "test_learns",
+        "test_faults",
+        "test_distributed",
+        "test_siblings",
+        "test_launch",
+        "test_resume",
+        "test_traces",
+    )
+    place = {"test_split": 0} | {name: 2 for name in alone}
+    items.sort(key=lambda item: place.get(Path(item.fspath).stem, 1))
 
 
 def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
@@ -61,38 +85,77 @@ def world():
     placement.finish(world)
 
 
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this pytest worker, which starts with the first launch that can be forked."""
+    server = ForkServer(ENVIRONMENT)
+    atexit.register(server.stop)
+    return server
+
+
 def launch(
     *command,
     ranks: int = 1,
-    timeout: int = 600,
+    timeout: float = 600,
     check: bool = True,
     cwd=None,
     servers: bool = False,
     launcher_flags=(),
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess:
-    """Run a script as a user would: plain python, or torchrun with more than one rank, on all cores.
+    """Run a script as a user would with plain python, or with torchrun for more than one rank.
 
-    Several ranks run one launch at a time: two engines of tensor parallelism would meet in vLLM's shared memory.
-    servers: the run starts rollout servers, which want a core of their own.
+    The processes are forked from one that has imported torch and vLLM. `fresh` starts interpreters instead, torchrun's
+    for several ranks: for what happens at an import, and for what torchrun does when a rank dies.
+    Several ranks run one launch at a time, on all cores: two engines of tensor parallelism would meet in vLLM's shared
+    memory. servers: the run starts rollout servers, which want a core of their own.
     """
-    launcher = [sys.executable]
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} ranks need as many GPUs")
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launcher_flags]
-    inherited = {name: value for name, value in os.environ.items() if name not in embedded.TORCHRUN_VARIABLES}
+    command = [str(word) for word in command]
+    inherited = {name: value for name, value in os.environ.items() if name not in placement.TORCHRUN_VARIABLES}
     alone = ranks > 1 or servers
     one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if alone else nullcontext()
-    spread = partial(os.sched_setaffinity, 0, CORES) if alone else None
+    cores = CORES if alone else os.sched_getaffinity(0)
     with one_at_a_time:
-        result = subprocess.run(
-            [*launcher, *map(str, command)],
-            env=inherited, cwd=cwd, timeout=timeout, capture_output=True, text=True, preexec_fn=spread,
-        )  # fmt: skip
+        if fresh or launcher_flags or torch.cuda.is_available():
+            launcher = [sys.executable]
+            if ranks > 1:
+                launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+                launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launcher_flags]
+            result = subprocess.run(
+                launcher + command, env=inherited, cwd=cwd, timeout=timeout, capture_output=True, text=True,
+                preexec_fn=partial(os.sched_setaffinity, 0, cores),
+            )  # fmt: skip
+        else:
+            environments = [inherited | variables for variables in torchrun_variables(ranks)]
+            result = fork(command, environments, timeout, cwd, cores)
     if check:
         assert result.returncode == 0, f"{command} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result
+
+
+def torchrun_variables(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank; nothing for a single one, which is plain python."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"TORCHELASTIC_RUN_ID": "forked", "OMP_NUM_THREADS": 1}
+    every = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    return [{name: str(value) for name, value in variables.items()} for variables in every]
+
+
+def fork(command: list[str], environments: list[dict], timeout: float, cwd, cores) -> subprocess.CompletedProcess:
+    """A launch by the fork server: all ranks write to the same two files. A rank's exit code is that of the launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        settings = {"cwd": str(cwd or os.getcwd()), "cores": cores, "stdout": str(out), "stderr": str(err)}
+        codes = fork_server().run(command, environments, timeout, **settings)
+        code = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess(command, code, *[path.read_text() for path in (out, err)])
 
 
 def relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

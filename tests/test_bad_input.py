@@ -10,18 +10,20 @@ from conftest import ROOT, launch
 from pyarrow import parquet
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
-from common import data, errors, model, placement
-from common.batching import Compute
-from common.checkpoint import Saving
+from common import errors, placement
+from common.data import prompts as data
+from common.run.checkpoint import Saving
+from common.trainer import model
+from common.trainer.batching import Compute
 
 CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"group_size": 1}, "--group-size 1: a group of one"),
     ({"temperature": 0.0}, "--temperature 0.0: training samples at a temperature > 0"),
     ({"prompts_per_step": 10}, "--prompts-per-step 10 is not a multiple of --mini-batches 4 x 1 ranks = 4"),
-    ({"mini_batches": 0}, "--prompts-per-step 64 is not a multiple of --mini-batches 0"),
+    ({"mini_batches": 0}, "--mini-batches 0: must be at least 1"),
     ({"compute": Compute(-1)}, "--token-budget -1: must be at least 1, or 0 to choose it from memory"),
     ({"steps": 0}, "--steps 0: must be at least 1"),
-    ({"kl_coef": -1.0}, "--kl-coef must be >= 0"),
+    ({"kl_coef": -1.0}, "--kl-coef -1.0 must be at least 0"),
     ({"rollout_tp": 3}, "--rollout-tp 3 does not divide the 1 ranks"),
     ({"compute": Compute(sequence_parallel=2)}, "--sequence-parallel 2 does not divide the 1 ranks"),
     ({"compute": Compute(shard_size=-1)}, "--shard-size -1 does not divide the 1 ranks"),
@@ -121,11 +123,11 @@ OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (rloo, {"group_size": 1}, "--group-size 1: a group of one"),
     (remax, {"group_size": 0}, "--group-size 0: must be at least 1"),
     (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
-    (dapo, {"gen_prompts": -1}, "--gen-prompts must be a multiple of the 1 ranks"),
-    (dapo, {"max_gen_batches": 0}, "--max-gen-batches at least 1"),
-    (dapo, {"overlong_cache": 49}, "--overlong-cache must be in [0, --max-response-tokens]"),
+    (dapo, {"gen_prompts": -1}, "--gen-prompts -1: must be a multiple of the 1 ranks"),
+    (dapo, {"max_gen_batches": 0}, "--max-gen-batches 0: must be at least 1"),
+    (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens]"),
     (dapo, {"clip_dual": 1.1}, "--clip-dual > 1 + --clip-high"),
-    (ppo, {"clip": 0.0}, "--clip inside (0, 1)"),
+    (ppo, {"clip": 0.0}, "--clip must be inside (0, 1)"),
     (ppo, {"lam_actor": 1.5}, "--lam-actor 1.5, --lam-critic 1.0: must be inside [0, 1]"),
     (ppo, {"critic_warmup_steps": 50}, "--critic-warmup-steps 50 leaves nothing of --steps 50"),
     (prime, {"group_size": 1}, "--group-size 1: a group of one"),
@@ -145,7 +147,7 @@ def refused(tmp_path, monkeypatch, capsys):
     def call(algorithm, **flags) -> str:
         began = time.perf_counter()
         with pytest.raises(SystemExit) as left:
-            errors.launch(algorithm.main, algorithm.Args(**flags))
+            errors.launch(algorithm.main, algorithm.Args(**{**getattr(algorithm, "EMBEDDED", {}), **flags}))
         assert left.value.code == 2 and time.perf_counter() - began < 15
         said = capsys.readouterr().err
         assert said.startswith("error[bad-input]: ") and said.endswith("\n")

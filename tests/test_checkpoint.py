@@ -16,8 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
-from common import checkpoint, data, embedded, errors, folders, model, placement, rewards, run, stopping, tracking
+from common import errors, placement, rewards
+from common.data import arithmetic
+from common.data import prompts as data
+from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.run import checkpoint, directory, folders, stopping, tracking
+from common.trainer import model
 
 ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
 
@@ -50,9 +55,9 @@ def start(models, world, run_dir, kind="untied", critic=False, reward=("gsm8k",)
     for name in ["policy", "critic"][: 1 + critic]:
         trained_model = model.load(models[kind], world, torch.float32, value_head=name == "critic")
         trained[name] = (trained_model, torch.optim.AdamW(trained_model.parameters(), lr=1e-2, fused=True))
-    loader = data.PromptLoader(data.load("arithmetic", data.Source(), "test", embedded.tokenizer(), 64), seed=0)
+    loader = data.PromptLoader(data.load("arithmetic", data.Source(), "test", arithmetic.tokenizer(), 64), seed=0)
     saver = checkpoint.Saver(
-        checkpoint.Saving(**saving), trained, loader, rewards.load(reward), Engine(), embedded.tokenizer(),
+        checkpoint.Saving(**saving), trained, loader, rewards.load(reward), Engine(), arithmetic.tokenizer(),
         torch.float32, world,
     )  # fmt: skip
     saver.run_dir = run_dir
@@ -73,9 +78,9 @@ def test_export_is_the_policy(models, world, tmp_path, kind):
     saver = start(models, world, tmp_path, kind)
     policy, optimizer = saver.trained["policy"]
     step(policy, optimizer)
-    checkpoint.export(policy, embedded.tokenizer(), tmp_path / "model", torch.float32, world)
+    checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "model", torch.float32, world)
     assert same(exported(tmp_path), values(policy))
-    assert data.load_tokenizer(str(tmp_path / "model"))[1] == [1]
+    assert load_tokenizer(str(tmp_path / "model"))[1] == [1]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -90,7 +95,7 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_sa
     saver.finish_writing()
     torch.manual_seed(1)
     again = start(models, world, tmp_path)
-    folder = run.find_checkpoint("auto", tmp_path)
+    folder = directory.find_checkpoint("auto", tmp_path)
     assert again.load(folder) == 3 and again.engine.weight_version == 6  # the push that follows makes it 7
     assert same(policy_of(again), at_save) and same(exported(folder), at_save)
     assert torch.equal(torch.rand(3), drawn)
@@ -183,7 +188,7 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_pa
             cut_after(patch, count)
             save(last, 0.9)
             ended = True
-        newest = run.find_checkpoint("auto", saver.run_dir)
+        newest = directory.find_checkpoint("auto", saver.run_dir)
         whole = {str(path.relative_to(newest)): path.read_text() for path in newest.rglob("*") if path.is_file()}
         facts = json.loads(whole.pop("state.json"))
         assert facts["step"] in (4, last) and whole.keys() == {"model/a", "model/b", "trainer/a", "trainer/b"}
@@ -215,24 +220,20 @@ def test_a_replaced_one_without_its_successor_takes_its_name_back(tmp_path):
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000002", "step_000004"]
 
 
-@pytest.mark.parametrize(
-    "keep, stay, best",
-    [(0, [2, 4, 6, 8, 10], 4), (1, [4, 10], 4), (2, [4, 8, 10], 4), (9, [2, 4, 6, 8, 10], 4)],
-)
-def test_the_last_and_the_best_stay(tmp_path, keep, stay, best):
-    for number, accuracy in ((2, 0.5), (4, 0.75), (6, None), (8, 0.75), (10, 0.25)):
+ALL = [2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("keep, stay", [(0, ALL), (1, [4, 10]), (2, [4, 8, 10]), (9, ALL)])
+def test_the_last_and_the_best_stay(tmp_path, keep, stay):
+    for number, accuracy in zip(ALL, (0.5, 0.75, None, 0.75, 0.25)):
         fake(tmp_path, number, accuracy)
         folders.rotate(tmp_path, keep)
-    assert [run.saved_step(folder) for folder in folders.complete(tmp_path)] == stay
+        fake(tmp_path / "never evaluated", number)
+        folders.rotate(tmp_path / "never evaluated", 1)
+    assert [directory.saved_step(folder) for folder in folders.complete(tmp_path)] == stay
     said = json.loads((tmp_path / "checkpoints/best.json").read_text())
-    assert said == {"folder": f"step_{best:06d}", "step": best, "eval/accuracy": 0.75}
-
-
-def test_a_run_that_was_never_evaluated_has_no_best(tmp_path):
-    for number in (2, 4):
-        fake(tmp_path, number)
-        folders.rotate(tmp_path, 1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+    assert said == {"folder": "step_000004", "step": 4, "eval/accuracy": 0.75}
+    assert [path.name for path in (tmp_path / "never evaluated/checkpoints").iterdir()] == ["step_000010"]
 
 
 def test_without_room_nothing_is_written(models, world, tmp_path, monkeypatch):
@@ -257,18 +258,16 @@ def test_only_complete_checkpoints_are_found(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
             (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps({"step": int(name[5:11])}))
-    assert run.find_checkpoint("auto", tmp_path).name == "step_000010"
-    assert run.find_checkpoint("auto", tmp_path / "nothing") is None
-    assert run.find_checkpoint("", tmp_path) is None
+    assert directory.find_checkpoint("auto", tmp_path).name == "step_000010"
+    assert directory.find_checkpoint("auto", tmp_path / "nothing") is None
+    assert directory.find_checkpoint("", tmp_path) is None
     for name in ("step_000020", "step_000030.unfinished/"):
         with pytest.raises(BadInput, match="no complete checkpoint"):
-            run.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
+            directory.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
     older = str(tmp_path / "checkpoints/step_000002")
-    with pytest.raises(
-        BadInput, match=r"--resume .*step_000002: --run-dir .* has the newer step_000010; --resume auto"
-    ):
-        run.check_directory(str(tmp_path), older, "none")
-    assert run.check_directory(str(tmp_path / "other"), older, "none") == Path(older)
+    with pytest.raises(BadInput, match=r"step_000002: --run-dir .* has the newer step_000010; --resume auto"):
+        directory.check_directory(str(tmp_path), older, "none")
+    assert directory.check_directory(str(tmp_path / "other"), older, "none") == Path(older)
 
 
 def test_a_torn_line_is_no_step(world, tmp_path):
@@ -292,22 +291,19 @@ class Flags:
     source: data.TrainSource = data.TrainSource()
 
 
-@pytest.mark.parametrize(
-    "before, now, refused",
-    [
-        ({}, {}, ""),
-        ({}, {"steps": 20, "eval_every": 5, "layout": placement.Layout(rollout_memory=0.5)}, ""),
-        ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
-        ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
-        ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
-        ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
-        ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
-    ],
-)
+@pytest.mark.parametrize("before, now, refused", [
+    ({}, {}, ""),
+    ({}, {"steps": 20, "eval_every": 5, "layout": placement.Layout(rollout_memory=0.5)}, ""),
+    ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
+    ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
+    ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
+    ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
+    ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
+])  # fmt: skip
 def test_another_configuration_is_refused(world, tmp_path, before, now, refused):
-    began = run.describe(Flags("elsewhere", **before), "grpo", world)
+    began = directory.describe(Flags("elsewhere", **before), "grpo", world)
     (tmp_path / "run.json").write_text(json.dumps(began))
-    check = partial(run.check_configuration, Flags(str(tmp_path), **now))
+    check = partial(directory.check_configuration, Flags(str(tmp_path), **now))
     if refused:
         with pytest.raises(BadInput) as error:
             check("grpo")
@@ -316,50 +312,47 @@ def test_another_configuration_is_refused(world, tmp_path, before, now, refused)
         check("grpo")
     with pytest.raises(BadInput, match=r"is a run of grpo.py, not of rloo.py"):
         check("rloo")
-    run.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
-    run.check_configuration(Flags("", seed=5), "grpo")
+    directory.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
+    directory.check_configuration(Flags("", seed=5), "grpo")
     began["args"]["old_flag"] = 1
     (tmp_path / "run.json").write_text(json.dumps(began))
     with pytest.raises(BadInput, match="--old-flag 1, now None"):
         check("grpo")
 
 
+def test_flags_of_older_versions_are_ignored(world, tmp_path):
+    began = directory.describe(Flags("elsewhere"), "grpo", world)
+    began["args"] |= {"hub": "modelscope", "layout": began["args"]["layout"] | {"rollout_max_seqs": 9}}
+    (tmp_path / "run.json").write_text(json.dumps(began))
+    directory.check_configuration(Flags(str(tmp_path)), "grpo")
+    flags = set().union(*(directory.flat(dataclasses.asdict(algorithm.Args())) for algorithm in ALGORITHMS))
+    assert flags.isdisjoint(directory.REMOVED)
+
+
 def test_flags_that_may_differ_are_flags():
-    flags = [set(run.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
-    assert set(run.MAY_DIFFER) <= set.intersection(*flags)
+    flags = [set(directory.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
+    assert set(directory.MAY_DIFFER) <= set.intersection(*flags)
     assert {"learning_rate", "seed", "dataset", "temperature", "group_size", "schedule", "dtype"}.isdisjoint(
-        run.MAY_DIFFER
+        directory.MAY_DIFFER
     )
 
 
-@pytest.mark.parametrize(
-    "given, environment, said",
-    [
-        (["--steps", "9"], {}, "python -u algos/grpo.py --steps 9 --run-dir 'my run' --resume auto"),
-        (
-            ["--run_dir=x", "--resume", "auto", "--template", "a b", "--run-dir", "y"],
-            {},
-            "python -u algos/grpo.py --template 'a b' --run-dir 'my run' --resume auto",
-        ),
-        (
-            [],
-            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
-            "torchrun --nproc-per-node 8 algos/grpo.py --run-dir 'my run' --resume auto",
-        ),
-        (
-            [],
-            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
-            "torchrun --nnodes 2 --nproc-per-node 4 algos/grpo.py --run-dir 'my run' --resume auto",
-        ),
-    ],
-)
+RANKS = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize("given, environment, said", [
+    ("--steps 9", {}, "python -u algos/grpo.py --steps 9"),
+    ("--run_dir=x --resume auto --template t --run-dir y", {}, "python -u algos/grpo.py --template t"),
+    ("", {**RANKS, "LOCAL_WORLD_SIZE": "8"}, "torchrun --nproc-per-node 8 algos/grpo.py"),
+    ("", {**RANKS, "LOCAL_WORLD_SIZE": "4"}, "torchrun --nnodes 2 --nproc-per-node 4 algos/grpo.py"),
+])  # fmt: skip
 def test_the_command_that_goes_on(monkeypatch, given, environment, said):
-    monkeypatch.setattr(sys, "argv", ["algos/grpo.py", *given])
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "algos/grpo.py", *given])
+    monkeypatch.setattr(sys, "argv", ["algos/grpo.py", *given.split()])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "algos/grpo.py", *given.split()])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert stopping.command(Path("my run")) == said
+    assert stopping.command(Path("my run")) == f"{said} --run-dir 'my run' --resume auto"
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch):
@@ -373,7 +366,7 @@ def test_a_second_signal_leaves_at_once(monkeypatch):
         kill(os.getpid(), signal.SIGTERM)
         kill(os.getpid(), signal.SIGTERM)  # a launcher's, of the same Ctrl-C
         assert signals.asked == "SIGTERM" and not sent
-        signals.since = time.monotonic() - 2 * stopping.ONE_REQUEST
+        signals.since = time.monotonic() - 2 * stopping.ONE_REQUEST_SECONDS
         kill(os.getpid(), signal.SIGTERM)
         assert sent == [(os.getpid(), signal.SIGTERM, signal.SIG_DFL)]
     finally:
@@ -386,7 +379,8 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
     for module, name in ((placement, "init"), (model, "load")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
     saving = checkpoint.Saving(dry_run=True, save_every=5)
-    args = algorithm.Args(model=models["untied"], dtype="float32", run_dir=str(tmp_path / "run"), saving=saving)
+    given = {"model": models["untied"], "dtype": "float32", "run_dir": str(tmp_path / "run"), "saving": saving}
+    args = algorithm.Args(**{**algorithm.EMBEDDED, **given})
     errors.launch(algorithm.main, args)
     said = capsys.readouterr().out
     responses = args.prompts_per_step * args.group_size

@@ -1,43 +1,45 @@
-"""Data: what is read, what is refused and with which words, and an order that can be resumed."""
+"""Prompts: how rows become token ids, what happens to long ones, templates, and an order that can be resumed."""
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import data, embedded, rendering
+from common.data import arithmetic, templates
+from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse
+from common.data.prompts import load as load_prompts
+from common.data.tokenizer import has_safetensors, load_tokenizer, total_tokens
 from common.errors import BadInput
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-TOKENIZER = embedded.tokenizer()
-CHAT = embedded.tokenizer()
+TOKENIZER = arithmetic.tokenizer()
+CHAT = arithmetic.tokenizer()
 CHAT.chat_template = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}="
 
 
-def load(dataset: str, split: str = "train", limit: int = 64, tokenizer=TOKENIZER, **source) -> list[data.Prompt]:
-    return data.load((dataset,), data.Source(**source), split, tokenizer, limit)
+def load(dataset: str, split: str = "train", limit: int = 64, tokenizer=TOKENIZER, **source) -> list[Prompt]:
+    return load_prompts((dataset,), Source(**source), split, tokenizer, limit)
 
 
 def test_arithmetic_is_complete_and_held_out():
     train, test = (load("arithmetic", split) for split in ("train", "test"))
-    assert len(train) + len(test) == 90 * 90 and len(test) == embedded.HELD_OUT
+    assert len(train) + len(test) == 90 * 90 and len(test) == arithmetic.HELD_OUT
     assert not {p.text for p in train} & {p.text for p in test}
     for prompt in test:
         a, b = map(int, prompt.text.rstrip("=").split("+"))
         assert prompt.answer == str(a + b)
-    assert embedded.solution(47, 38) == "7+8=15,4+3+1=8\n#### 85"
-    assert embedded.solution(47, 38, with_carry=False) == "7+8=15,4+3=7\n#### 75"
-    assert embedded.solution(92, 37) == "2+7=9,9+3=12\n#### 129"
+    assert arithmetic.solution(47, 38) == "7+8=15,4+3+1=8\n#### 85"
+    assert arithmetic.solution(47, 38, with_carry=False) == "7+8=15,4+3=7\n#### 75"
+    assert arithmetic.solution(92, 37) == "2+7=9,9+3=12\n#### 129"
 
 
 def test_the_teacher_is_wrong_as_often_as_it_says():
-    rows = embedded.problems("train")
+    rows = arithmetic.problems("train")
     carries = [row for row in rows if sum(int(n) % 10 for n in row["question"][:-1].split("+")) >= 10]
     wrong = [row for row in rows if not row["solution"].endswith(f"#### {row['answer']}")]
     assert all(row in carries for row in wrong)
-    assert abs(len(wrong) / len(carries) - embedded.FORGETS_CARRY) < 0.03
+    assert abs(len(wrong) / len(carries) - arithmetic.FORGETS_CARRY) < 0.03
 
 
 def test_tokenizer_round_trip():
@@ -51,7 +53,7 @@ OVERLONG = ['{"question": "12345678", "answer": "1"}', '{"question": "1+1=", "an
 
 @pytest.fixture
 def rows(tmp_path):
-    """Writes lines to a file; returns its name."""
+    """A function that writes lines to a file and returns its name."""
 
     def write(*lines: str, name: str = "rows.jsonl") -> str:
         (tmp_path / name).write_text("\n".join(lines) + "\n")
@@ -87,7 +89,7 @@ def test_long_prompts_cut_on_the_left_keep_their_end(rows, capsys):
 
 
 def test_a_cut_takes_nothing_of_the_templates(rows):
-    """Neither the system prompt nor the chat template's own marks; a single message is cut as a string is."""
+    """The system prompt and the marks of the chat template stay. A single message is cut like a string."""
     chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "q {prompt}."}]
     template = rows(json.dumps(chat), name="chat.json")
     path = rows('{"prompt": [{"role": "user", "content": "12345678"}], "answer": "1"}')
@@ -105,7 +107,7 @@ def test_raw_gsm8k(tmp_path, rows):
     path = rows('{"question": "How many?", "answer": "9*2 = <<9*2=18>>18\\n#### 1,018"}', name="train.jsonl")
     (prompt,) = load(f"gsm8k:{tmp_path}", limit=500)
     assert prompt.answer == "1,018" and prompt.solution == "9*2 = 18\n#### 1,018"
-    assert prompt.text == "How many?" + data.INSTRUCTIONS["gsm8k"] and prompt.id == f"{path}:1"
+    assert prompt.text == "How many?" + INSTRUCTIONS["gsm8k"] and prompt.id == f"{path}:1"
     assert prompt.meta["prompt"] == "How many?"
     (prompt,) = load(f"gsm8k:{tmp_path}", limit=500, template=rows("q: {prompt} a:", name="shot.txt"))
     assert prompt.text == "q: How many? a:"  # instead of the instruction
@@ -114,13 +116,8 @@ def test_raw_gsm8k(tmp_path, rows):
         load(f"gsm8k:{tmp_path}", limit=500)
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
-def test_gsm8k_has_its_size():
-    assert len(load(f"gsm8k:{GSM8K}", "test", limit=100_000)) == 1319
-
-
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, after a BOS of its own accord."""
+    """A tokenizer with one token a byte, which writes a BOS in front of each text."""
     vocabulary = {token: i for i, token in enumerate(["<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,14 +128,14 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_one_bos_whoever_writes_it():
     tokenizer = bytes_tokenizer()
-    assert rendering.render("here", "1+1", tokenizer)[1].count(0) == 1
+    assert templates.render("here", "1+1", tokenizer)[1].count(0) == 1
     tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}{% endfor %}="
-    text, ids = rendering.render("here", "1+1", tokenizer)
+    text, ids = templates.render("here", "1+1", tokenizer)
     assert text == "<bos>1+1=" and ids.count(0) == 1 and ids[0] == 0
 
 
 def test_two_bos_are_refused(rows):
-    """One by the tokenizer and one in the prompt; one by the chat template and one in --template."""
+    """The tokenizer writes one and the prompt has one; or the chat template writes one and --template has one."""
     tokenizer = bytes_tokenizer()
     path = rows('{"question": "1+1", "answer": 2}', '{"question": "<bos>1+2", "answer": 3}')
     with pytest.raises(BadInput, match="rows.jsonl:2: begins with two <bos>; the tokenizer of --model") as said:
@@ -149,7 +146,7 @@ def test_two_bos_are_refused(rows):
         load(path, tokenizer=tokenizer, template=rows("<bos>{prompt}", name="text.txt"))
     assert said.value.code == "double-bos"
     prompt = load(path, tokenizer=tokenizer, template=rows("q<bos>{prompt}", name="text.txt"))[0]
-    assert prompt.ids.count(0) == 2  # elsewhere it is the user's own
+    assert prompt.ids.count(0) == 2  # a BOS in any other place is what the user wants
 
 
 def test_a_cut_leaves_whole_characters_and_the_bos(rows):
@@ -159,7 +156,7 @@ def test_a_cut_leaves_whole_characters_and_the_bos(rows):
 
 
 def test_what_the_chat_template_refuses_is_named(rows):
-    strict = embedded.tokenizer()
+    strict = arithmetic.tokenizer()
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}="
     path = rows('{"prompt": [{"role": "system", "content": "1"}], "answer": 2}')
     with pytest.raises(BadInput, match="rows.jsonl:1: refused by the chat template: no system role$"):
@@ -167,7 +164,7 @@ def test_what_the_chat_template_refuses_is_named(rows):
 
 
 def test_templates(rows):
-    """A system prompt and an example for a chat model; text around the prompt for any model. Braces are text."""
+    """A system prompt and an example for a chat model, text around the prompt for any model. Braces are text."""
     example = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     chat = [{"role": "system", "content": "{x}"}, *example, {"role": "user", "content": "{prompt}?"}]
     path = rows('{"question": "1+{1}", "answer": "2"}')
@@ -182,34 +179,19 @@ def test_templates(rows):
     assert single.text == "q: 1+{1} {}\na:"
 
 
-def test_loader_order_is_a_function_of_seed_and_epoch():
-    prompts = load("arithmetic", "test")
-    whole = data.PromptLoader(prompts, seed=1)
-    first_epoch = whole.take(len(prompts))
-    assert sorted(p.id for p in first_epoch) == sorted(p.id for p in prompts)
-    across = data.PromptLoader(prompts, seed=1)
-    across.take(len(prompts) - 5)
-    resumed = data.PromptLoader(prompts, seed=1)
-    resumed.position = across.position
-    assert across.take(20) == resumed.take(20)  # over the end of the epoch
-    assert data.PromptLoader(prompts, seed=2).take(20) != first_epoch[:20]
-
-
 def test_the_order_of_a_single_data_set_is_pinned():
     """Published results depend on it."""
-    loader = data.PromptLoader(load("arithmetic"), seed=0)
+    loader = PromptLoader(load("arithmetic"), seed=0)
     places = [int(prompt.id.partition(":")[2]) for prompt in loader.take(7845)]
-    assert places[:5] == [6729, 4719, 7704, 7394, 6383] and places[-2:] == [
-        2807,
-        1791,
-    ]  # the last one is epoch 1's first
+    assert places[:5] == [6729, 4719, 7704, 7394, 6383]
+    assert places[-2:] == [2807, 1791]  # the last prompt of epoch 0 and the first of epoch 1
 
 
-def mixture(rows, weights: dict[str, str], size: int = 10) -> list[data.Prompt]:
+def mixture(rows, weights: dict[str, str], size: int = 10) -> list[Prompt]:
     """Prompts "a0" ... "a9", "b0" ... of as many files as there are weights."""
     files = {name: rows(*(f'{{"prompt": "{name}{i}", "answer": 1}}' for i in range(size)), name=f"{name}.jsonl")
              for name in weights}  # fmt: skip
-    return data.load(tuple(files[name] + weight for name, weight in weights.items()), data.Source(), "", TOKENIZER, 9)
+    return load_prompts(tuple(files[name] + weight for name, weight in weights.items()), Source(), "", TOKENIZER, 9)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +205,7 @@ def mixture(rows, weights: dict[str, str], size: int = 10) -> list[data.Prompt]:
     ],
 )
 def test_a_mixture_has_its_proportions_everywhere(rows, weights, counts):
-    drawn = [prompt.text[0] for prompt in data.PromptLoader(mixture(rows, weights), seed=1).take(1001)]
+    drawn = [prompt.text[0] for prompt in PromptLoader(mixture(rows, weights), seed=1).take(1001)]
     assert set(drawn) == set(counts)
     for name, count in counts.items():
         assert abs(drawn.count(name) - count) <= 1
@@ -232,40 +214,40 @@ def test_a_mixture_has_its_proportions_everywhere(rows, weights, counts):
 
 
 def test_each_data_set_of_a_mixture_is_walked_in_epochs(rows):
-    drawn = [prompt.text for prompt in data.PromptLoader(mixture(rows, {"a": "=3", "b": "=1"}), seed=1).take(80)]
+    drawn = [prompt.text for prompt in PromptLoader(mixture(rows, {"a": "=3", "b": "=1"}), seed=1).take(80)]
     for name, epochs in (("a", 6), ("b", 2)):
         own = [text for text in drawn if text[0] == name]
         orders = [own[10 * epoch : 10 * epoch + 10] for epoch in range(epochs)]
         assert all(len(set(order)) == 10 for order in orders) and orders[0] != orders[1]
-    assert [t[1] for t in drawn if t[0] == "b"][:10] != [t[1] for t in drawn if t[0] == "a"][:10]  # orders of their own
+    assert [t[1] for t in drawn if t[0] == "b"][:10] != [t[1] for t in drawn if t[0] == "a"][:10]  # the orders differ
 
 
 def test_a_mixture_resumes_from_its_position_alone(rows):
     prompts = mixture(rows, {"a": "=0.61", "b": "=0.3", "c": "=0.09"})
-    whole = data.PromptLoader(prompts, seed=1).take(400)
-    stepwise = data.PromptLoader(prompts, seed=1)
+    whole = PromptLoader(prompts, seed=1).take(400)
+    stepwise = PromptLoader(prompts, seed=1)
     assert stepwise.take(7) + stepwise.take(5) + stepwise.take(388) == whole
     for position in (0, 7, 12, 100, 395):
-        resumed = data.PromptLoader(prompts, seed=1)
+        resumed = PromptLoader(prompts, seed=1)
         resumed.position = position
         assert resumed.take(5) == whole[position : position + 5]
-    assert data.PromptLoader(prompts, seed=2).take(20) != whole[:20]
+    assert PromptLoader(prompts, seed=2).take(20) != whole[:20]
 
 
 def test_a_weight_is_what_follows_the_last_equals_sign():
-    assert data.parse(("gsm8k=2", "runs/lr=0.1/a.jsonl", "runs/lr=0.1/b.jsonl=.5")) == {
+    assert parse(("gsm8k=2", "runs/lr=0.1/a.jsonl", "runs/lr=0.1/b.jsonl=.5")) == {
         "gsm8k": 2.0, "runs/lr=0.1/a.jsonl": 1.0, "runs/lr=0.1/b.jsonl": 0.5,
     }  # fmt: skip
 
 
 def test_held_out_prompts(tmp_path, rows):
-    """Of --eval-dataset, else a share of each test split there is; never more than asked, and none for 0."""
+    """They come from --eval-dataset, or in equal shares from the test splits; never more than --eval-prompts."""
     for split, letter in (("train", "t"), ("test", "e")):
         rows(*[json.dumps({"question": letter, "answer": "#### 1"})] * 20, name=f"{split}.jsonl")
     dataset, other = ("arithmetic=3", f"gsm8k:{tmp_path}", rows(OVERLONG[1])), rows(*[OVERLONG[1]] * 30, name="o.jsonl")
 
     def held_out(dataset, **source) -> list[str]:
-        prompts = data.load_eval(dataset, data.TrainSource(**source), TOKENIZER, 200)
+        prompts = load_eval(dataset, TrainSource(**source), TOKENIZER, 200)
         return [prompt.id.rpartition("/")[2].partition(":")[0] for prompt in prompts]
 
     assert held_out(dataset, eval_prompts=9) == ["test"] * 5 + ["test.jsonl"] * 4
@@ -279,11 +261,40 @@ def test_held_out_prompts(tmp_path, rows):
 
 
 def test_the_embedded_tokenizer_survives_saving(tmp_path):
-    """AutoTokenizer makes a Qwen2 tokenizer of it: spaces and newlines must not vanish."""
-    embedded.config().save_pretrained(tmp_path)
-    made = embedded.tokenizer()
+    """AutoTokenizer makes a Qwen2 tokenizer of the folder. Spaces and newlines must not vanish."""
+    arithmetic.config().save_pretrained(tmp_path)
+    made = arithmetic.tokenizer()
     made.save_pretrained(tmp_path)
-    loaded, _ = data.load_tokenizer(str(tmp_path))
-    text = embedded.solution(47, 38) + " and 1 + 1 = 2?\n\n"
+    loaded, stop_token_ids = load_tokenizer(str(tmp_path))
+    assert stop_token_ids == [1]
+    text = arithmetic.solution(47, 38) + " and 1 + 1 = 2?\n\n"
     assert made(text)["input_ids"] == loaded(text)["input_ids"] and len(made(text)["input_ids"]) == len(text)
     assert made.decode(made(text)["input_ids"]) == loaded.decode(made(text)["input_ids"]) == text
+
+
+def test_every_end_token_ends_a_response(tmp_path):
+    """Tokenizer, config.json and generation_config.json may name different ones."""
+    arithmetic.tokenizer().save_pretrained(tmp_path)
+    config = arithmetic.config()
+    config.eos_token_id = [7, 5]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert load_tokenizer(str(tmp_path))[1] == [1, 5, 7, 9]
+
+
+def test_prompt_and_response_must_fit_the_model(models):
+    prompts = [Prompt("x", "", [1] * 6, "")]
+    assert total_tokens(models["untied"], prompts, 250) == 256  # the positions of the model
+    with pytest.raises(BadInput, match="--max-response-tokens 251: with prompts of up to 6 tokens that is 257, and"):
+        total_tokens(models["untied"], prompts, 251)
+
+
+def test_pickled_weights_are_refused_unless_safetensors_are_there_too(models, tmp_path):
+    shutil.copytree(models["untied"], tmp_path / "model")
+    (tmp_path / "model/pytorch_model.bin").write_bytes(b"cos\nsystem\n.")
+    assert load_tokenizer(str(tmp_path / "model"))[1] == [1] and has_safetensors(str(tmp_path / "model"))
+    (tmp_path / "model/model.safetensors").unlink()
+    assert not has_safetensors(str(tmp_path / "model")) and has_safetensors("owner/name")
+    with pytest.raises(BadInput, match="its weights are a pickle, pytorch_model.bin.*save_pretrained$") as error:
+        load_tokenizer(str(tmp_path / "model"))
+    assert error.value.code == "pickle-refused" and "\n" not in str(error.value)

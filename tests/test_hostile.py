@@ -1,4 +1,4 @@
-"""Input written to do harm: markup in texts, paths in names, broken JSON, a reward service that does not end."""
+"""Input that does harm if it is trusted: markup in texts, paths in names, broken JSON, a reward service without end."""
 
 import dataclasses
 import gzip
@@ -12,27 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from test_readme import load
 
-from common import (
-    data,
-    embedded,
-    errors,
-    folders,
-    grading,
-    json_lines,
-    report,
-    reward_mixture,
-    rollout,
-    run,
-    sources,
-    traces,
-    tracking,
-)
+from common import errors
 from common import rewards as rewards_module
-from common.errors import BadInput, RunFailed
-from common.reward_service import LARGEST, RewardService
+from common.data import arithmetic, sources
+from common.data.prompts import Source
+from common.data.prompts import load as load_prompts
+from common.errors import RunFailed
+from common.rewards import grading
+from common.rewards.service import MAX_REPLY_BYTES as LARGEST
+from common.rewards.service import RewardService
+from common.run import directory as run
+from common.run import folders, report, traces
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
 MARKUP = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\u2028\u202e\0\x1b]0;t\x07"
@@ -41,7 +33,7 @@ MIB = 2**20
 
 
 def assert_one_line(call, *names: str, seconds: float = 5.0) -> str:
-    """What a call is refused with: at once, in one short line for each of its errors, harmless to a terminal."""
+    """The message that a call is refused with: at once, in one short line that does no harm to a terminal."""
     began = time.monotonic()
     with pytest.raises(errors.OneLine) as caught:
         call()
@@ -51,7 +43,7 @@ def assert_one_line(call, *names: str, seconds: float = 5.0) -> str:
     return said
 
 
-def test_what_a_terminal_obeys_is_shown():
+def test_control_characters_are_printed_as_escapes():
     asked = "".join(map(chr, [*range(32), *range(0x7F, 0xA0), 0x2028, *range(0x202A, 0x202F), 0x2066, 0xD800]))
     said = errors.visible(asked)
     assert not HARMFUL.search(said.replace("\n", "")) and "\\x1b" in said and "\\x9b" in said and "\\u202e" in said
@@ -61,7 +53,7 @@ def test_what_a_terminal_obeys_is_shown():
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would make of a page."""
+    """The tags, attributes and text that a browser would find in a page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -89,14 +81,14 @@ def a_row(**changes) -> dict:
 
 @pytest.fixture(scope="module")
 def evil_run(models, tmp_path_factory) -> Path:
-    """A run directory in which everything that can be text is markup."""
+    """A run directory in which every text is markup."""
     folder = tmp_path_factory.mktemp("x") / MARKUP.replace("/", "").replace("\0", "")[:100]
     (folder / "rollouts").mkdir(parents=True)
     run_json = {"algorithm": MARKUP, "argv": [MARKUP], "args": {"model": models["untied"], MARKUP: MARKUP}}
     (folder / "run.json").write_text(json.dumps(run_json))
     rows = [{"step": step, MARKUP: 1.0, "reward/mean": 0.5, "eval/accuracy": math.nan} for step in range(3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    texts = dict.fromkeys(("id", "prompt", "response", "answer", "extracted", "finish_reason"), MARKUP + "\ud800")
+    texts = dict.fromkeys(("id", "prompt", "response", "answer", "extracted", "finish_reason"), MARKUP)
     rows = [a_row(**texts, info={MARKUP: MARKUP, "ungraded": MARKUP, "parts": {MARKUP: MARKUP}}), a_row(score=None)]
     (folder / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -111,44 +103,20 @@ def test_the_report_shows_markup_as_text(evil_run):
     assert "default-src 'none'" in page and "could not be graded" in page
 
 
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_the_page_of_a_step_shows_markup_as_text(evil_run, tmp_path, tokenizer):
-    path = traces.find(evil_run)
-    if not tokenizer:
-        (tmp_path / "alone").mkdir()
-        path = Path(str(tmp_path / "alone/step.jsonl"))
-        path.write_text(traces.find(evil_run).read_text())
-    view.main(view.Args(path, html=str(tmp_path / "page.html")))
+def test_a_step_shows_markup_as_text(evil_run, tmp_path, capsys):
+    view.main(view.Args(evil_run, html=str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     found = Page(page)
     assert found.tags <= {"meta", "title", "style", "p", "pre", "span", "i"}
     assert found.attributes <= {"charset", "http-equiv", "content", "class", "title", "style"}
-    assert "<script>alert(1)</script>" in found.text and not HARMFUL.search(page.replace("\n", ""))
-
-
-def test_the_terminal_shows_markup_as_text(evil_run, capsys):
+    capsys.readouterr()
     view.main(view.Args(evil_run))
-    said = capsys.readouterr().out
-    assert "<script>alert(1)</script>" in said and not HARMFUL.search(said)
+    terminal = capsys.readouterr().out
+    assert "<script>alert(1)</script>" in found.text and "<script>alert(1)</script>" in terminal
+    assert not HARMFUL.search(page.replace("\n", "")) and not HARMFUL.search(terminal)
 
 
 # Paths
-
-
-def test_names_do_not_become_paths(world, tmp_path):
-    (tmp_path / "inner").mkdir()
-    args = dataclasses.make_dataclass("Args", [("seed", int), ("run_dir", str)])(0, f"{tmp_path}/inner/../run")
-    tracker = tracking.Tracker(args.run_dir, "../../name", args, world, "none", 0, 5)
-    prompts = [data.Prompt("../../../outside", "p", [5], "2", dataset="../other")]
-    batch = rollout.collate([[5]], [[7, 1]], [[-1.0, -1.0]], [False], 0, "cpu")
-    results = [grading.Result(1.0, 1.0, "../../extracted", {"../x": "../y"})]
-    tracker.save_rollouts(1, prompts, ["../../response"], results, batch, torch.zeros(1), torch.zeros(1, 2))
-    tracker.add("../../metric", 1.0)
-    tracker.write(1)
-    tracker.close()
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"run/run.json", "run/metrics.jsonl", "run/report.html", "run/rollouts/step_000001.jsonl"}
-    assert traces.read(traces.find(tmp_path / "run"))[0]["id"] == "../../../outside"
 
 
 def test_files_that_no_run_has_named_are_no_steps(tmp_path):
@@ -167,11 +135,10 @@ def test_a_replay_runs_the_files_of_algos_alone(tmp_path, argv):
 
 STATES = [
     b'{"step": "../../x"}', b'{"step": -1}', b'{"step": true}', b'{"step": NaN}', b'{"step": 1e400}', b'{"step": null}',
-    b'{"step": 1' + b"0" * 400 + b"}", b'{"step": ' + b"9" * 5000 + b"}", b'{"step": 2, "step": 3}', b"{}", b"[2]", b"",
-    b"[" * 100_000, b'{"step": ' + b"[" * 500 + b"]" * 500 + b"}", b'{"step": "' + b"x" * 10 * MIB + b'"}', b"\xff",
+    b'{"step": ' + b"9" * 5000 + b"}", b"{}", b"[2]", b"", b"[" * 100_000, b"\xff", b'{"step": "\\u001b[2J"}',
     b'{"step": 2, "fresh": "policy"}', b'{"step": 2, "ranks": "1"}', b'{"step": 2, "position": -3}',
     b'{"step": 2, "reward": {"weights": {"gsm8k": "x"}, "first_step": 1}}', b'{"step": 2, "eval/accuracy": "best"}',
-    b'{"step": 2, "weight_version": [1]}', b'{"step": 2, "data": 5}', b'{"step": "\\u001b[2J"}',
+    b'{"step": 2, "weight_version": [1]}', b'{"step": 2, "data": 5}',
 ]  # fmt: skip
 
 
@@ -187,7 +154,7 @@ def test_a_hostile_state_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"[]", b"{}", b'{"args": []}', b"[" * 100_000, b'{"args": {}, "args": {}}', b'{"args": {"model": ["x"]}}',
+    b"", b"[]", b"{}", b'{"args": []}', b"[" * 100_000, b'{"args": {"model": ["x"]}}',
     b'{"algorithm": "\\u001b[2J", "args": {}}',
 ])  # fmt: skip
 def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
@@ -200,32 +167,20 @@ def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
 
 
 # JSON lines
-
-LONG = b"x" * 10 * MIB
 LINES = {
     "control character": b'{"a": "\0"}',
     "escape sequence in a key": b'{"\\u001b]0;title\\u0007": []}',
-    "10 MB text": b'{"step": "' + LONG + b'"}',
-    "10 MB key": b'{"' + LONG + b'": []}',
-    "many keys": b"{" + b",".join(b'"%d": []' % i for i in range(50_000)) + b"}",
-    "many keys, the last one twice": b"{" + b",".join(b'"%d": []' % i for i in range(50_000)) + b', "49999": 1}',
-    "10 MB of nothing": LONG,
+    "10 MB text": b'{"step": "' + b"x" * 10 * MIB + b'"}',
     "list in list": b"[" * 100_000,
-    "object in object": b'{"a":' * 100_000,
-    "nested, and closed": b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
-    "a key twice": b'{"step": 1, "step": 2}',
     "lone surrogate": b'{"a": "\\ud800", "step": []}',
     "5000 digits": b'{"step": ' + b"9" * 5000 + b"}",
-    "400 digits": b'{"step": 1' + b"0" * 400 + b"}",
-    "NaN": b'{"step": NaN}',
     "-Infinity": b'{"step": -Infinity}',
     "UTF-16": '{"step": 1}'.encode("utf-16"),
-    "right to left": '{"step": "\u202e"}'.encode(),
 }
 
 
 def load_data(path: Path) -> list:
-    return data.load(str(path), data.Source(), "train", embedded.tokenizer(), 64)
+    return load_prompts(str(path), Source(), "train", arithmetic.tokenizer(), 64)
 
 
 READERS = {
@@ -243,15 +198,7 @@ def test_a_hostile_line_is_refused_by_name_and_number(tmp_path, name, kind):
     assert_one_line(lambda: reader(tmp_path / name), f"{name}:2: ")
 
 
-def test_many_hostile_lines_are_five(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join([b'{"' + b"\\u001b" * 100_000 + b'": 1}'] * 50))
-    with pytest.raises(BadInput) as caught:
-        load_data(tmp_path / "rows.jsonl")
-    assert len(str(caught.value)) < 6 * 4 * errors.LONGEST and str(caught.value).endswith("\n... and 45 more")
-    assert not HARMFUL.search(str(caught.value).replace("\n", ""))
-
-
-VALUES = {  # of a row of data -> what is said of it
+VALUES = {  # column -> values that are refused there
     "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"], "question": ["", "\ud800", {"a": 1}, 3, None],
     "id": ["\x1b[2J" + "x" * MIB],
 }  # fmt: skip
@@ -260,28 +207,13 @@ VALUES = {  # of a row of data -> what is said of it
 @pytest.mark.parametrize("column, value", [(c, value) for c, values in VALUES.items() for value in values])
 def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
     row = {"question": "1+1=", "answer": "2", "id": "a"}
-    rows = [row | {"id": "b"} | ({"id": value} if column == "id" else {}), row | {column: value}]
+    rows = [row | {"id": value if column == "id" else "b"}, row | {column: value}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def read() -> None:
-        reward = rewards_module.load(("gsm8k",))
-        reward.check_answers(load_data(tmp_path / "rows.jsonl"))
-
-    assert_one_line(read, "rows.jsonl:2: ")
+    reward = rewards_module.load(("gsm8k",))
+    assert_one_line(lambda: reward.check_answers(load_data(tmp_path / "rows.jsonl")), "rows.jsonl:2: ")
 
 
-def test_long_texts_of_a_row(tmp_path):
-    """10 MB beside the prompt are carried along; a prompt of 10 MB is too long, and its end is its end."""
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "1+1=", "answer": 2, "more": "' + LONG + b'"}\n')
-    assert len(load_data(tmp_path / "rows.jsonl")) == 1
-    (tmp_path / "rows.jsonl").write_bytes(b'{"question": "' + b"1" * 10 * MIB + b'2+3=", "answer": 5}\n')
-    assert_one_line(lambda: load_data(tmp_path / "rows.jsonl"), "rows.jsonl: all 1 prompts are longer")
-    source = data.Source(overlong_prompts="truncate-left")
-    (prompt,) = data.load(str(tmp_path / "rows.jsonl"), source, "train", embedded.tokenizer(), 64)
-    assert len(prompt.ids) == 64 and prompt.text.endswith("12+3=")
-
-
-def test_marks_without_an_end_take_no_hours(tmp_path):
+def test_marks_without_an_end_take_no_hours():
     row = {"question": "q", "answer": "<<" * MIB + "<<1+1=2>>2 #### 2"}
     began = time.monotonic()
     assert sources.gsm8k_row("x:1", row)[1]["solution"] == "<<" * MIB + "2 #### 2" and time.monotonic() - began < 5
@@ -307,7 +239,7 @@ def test_a_row_that_no_run_writes_is_refused(tmp_path, changes):
 def test_unusual_rows_are_shown(tmp_path, capsys):
     numbers = {"score": math.nan, "advantage": [math.inf, -math.inf], "values": [math.nan, 1e300], "acc": 0.5}
     empty = {key: [] for key in ("response_ids", "rollout_logprobs", "weight_versions", "values", "advantage")}
-    infos = [{"parts": [1], "x": "y" * MIB}, [[1]], None]  # of a user's grader: whatever it holds
+    infos = [{"parts": [1], "x": "y" * MIB}, [[1]], None]  # a user's grader may return anything
     rows = [a_row(**numbers), *(a_row(info=info, extracted=4) for info in infos), a_row(**empty, old_logprobs=None)]
     (tmp_path / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for color in ("advantage", "value", "mismatch"):
@@ -316,40 +248,13 @@ def test_unusual_rows_are_shown(tmp_path, capsys):
     assert len(capsys.readouterr().out) < 10_000
 
 
-@pytest.mark.parametrize("content", [
-    b"[" * 100_000, b'{"weights": {"gsm8k": 1, "gsm8k": 0}}', b'{"weights": {"gsm8k": 1' + b"0" * 400 + b"}}",
-    b'{"weights": {"gsm8k": NaN}}', b'{"weights": {"gsm8k": ' + b"9" * 5000 + b"}}", b'{"weights": {"\\u001b[2J": 1}}',
-    b'{"weights": {"../../evil.py:f": 1}}', b'{"weights": {"' + LONG[:MIB] + b'": 1}}', b"\xff",
-], ids=range(9))  # fmt: skip
-def test_a_hostile_weights_file_is_refused(tmp_path, content):
-    (tmp_path / "weights.json").write_bytes(content)
-    assert_one_line(lambda: rewards_module.load((f"{tmp_path}/weights.json",)))
-    if b"\\u001b" not in content and b"evil" not in content and len(content) < MIB:
-        assert_one_line(lambda: reward_mixture.read_weights(tmp_path / "weights.json", None), "weights.json")
-
-
-def test_a_hostile_template_is_refused(tmp_path):
-    (tmp_path / "t.json").write_bytes(b"[" * 100_000)
-    source = data.Source(template=str(tmp_path / "t.json"))
-    assert_one_line(lambda: data.load("arithmetic", source, "test", embedded.tokenizer(), 64), "t.json: invalid JSON")
-
-
-def test_what_is_deep_is_found_without_recursion():
-    nest = lambda levels: b"[" * levels + b"]" * levels
-    assert json_lines.parse(nest(json_lines.DEEPEST))
-    for data_ in (nest(json_lines.DEEPEST + 1), b'{"a": ' * 101 + b"1" + b"}" * 101):
-        with pytest.raises(ValueError, match="nested more than 100 deep"):
-            json_lines.parse(data_)
-    assert json_lines.parse(b"[" + b"[]," * 500 + b"[]]")  # many, and none of them deep
-
-
 # A reward service
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Service:
-    """A socket that answers each request with answer(connection, the request's JSON, its headers)."""
+    """A server whose reply to a request is the bytes that answer(JSON of the request) yields."""
 
     def __init__(self, answer):
         self.answer, self.heads, self.sent = answer, [], 0
@@ -439,27 +344,12 @@ def drip(first: bytes, byte: bytes):
     return answer
 
 
-@pytest.mark.parametrize("first, byte", [
-    (OK + b"Content-Length: 100000\r\n\r\n", b" "), (OK, b"a"), (b"", b"H"), (OK + b"X: ", b"y"),
-], ids=["body", "headers", "status", "a header"])  # fmt: skip
+@pytest.mark.parametrize("first, byte", [(OK + b"Content-Length: 100000\r\n\r\n", b" "), (OK, b"a"), (b"", b"H")])
 def test_a_reply_that_comes_byte_by_byte(serve, first, byte):
     began = time.monotonic()
     result = ask(serve(drip(first, byte)))
     assert result.score is None and time.monotonic() - began < 3
     assert "no whole reply within 0.6 s" in result.info["error"] or "ProtocolError" in result.info["error"]
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed(serve, monkeypatch, status):
-    monkeypatch.setenv("REWARD_TOKEN", "s3cret-token")
-    other = serve(lambda asked: [whole(reply(asked))])
-    for place in (b"file:///etc/passwd", other.url.encode(), b"//" + other.url[7:].encode(), b"\x1b[2J"):
-        head = b"HTTP/1.1 %d Found\r\n" % status
-        service = serve(lambda asked, place=place, head=head: [whole(b"", b"Location: " + place, status=head)])
-        result = one_line_or_error(lambda service=service: ask(service))
-        assert f"status {status}" in result or "ProtocolError" in result
-        assert b"s3cret-token" in service.heads[0]
-    assert not other.heads
 
 
 def one_line_or_error(call) -> str:
@@ -494,15 +384,3 @@ def test_a_service_cannot_make_the_token_known(serve, monkeypatch, capsys):
     ):
         said = one_line_or_error(lambda answer=answer: ask(serve(answer)))
         assert "s3cret" not in said + capsys.readouterr().err and "$REWARD_TOKEN" in said
-
-
-@pytest.mark.parametrize("info", ["[" * 150 + "]" * 150, '{"a": 1, "a": 2}', "9" * 5000, "-Infinity"])
-def test_an_info_that_could_not_be_written_is_refused(serve, info):
-    service = serve(lambda asked: [whole(reply(asked).replace(b'"info": {}', b'"info": {"x": %s}' % info.encode()))])
-    assert_one_line(lambda: ask(service), service.url)
-
-
-def test_numbers_too_large_for_a_float(serve):
-    for number in (b"1e400", b"-1e400", b"1" + b"0" * 400, b'"1e3"', b"true", b"[1]"):
-        change = lambda asked, number=number: [whole(reply(asked).replace(b"1.0", number))]
-        assert_one_line(lambda change=change: ask(serve(change)), '"score" of id 0', "expected a finite number")

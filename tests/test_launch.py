@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import CORES, ROOT
+from conftest import ARITHMETIC, CORES, ROOT
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
-from common import embedded
+from common import placement
 
 FOLDER = ROOT / "scripts/launch"
 SHELL = [FOLDER / "torchrun.sh", FOLDER / "slurm.sbatch"]
@@ -26,7 +26,7 @@ OURS = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "LOCAL_ADDR", "INTERFACE", "RDZ
 
 def environment(**given: str) -> dict[str, str]:
     """This one without what another launch may have left in it."""
-    inherited = {k: v for k, v in os.environ.items() if k not in (*embedded.TORCHRUN_VARIABLES, *OURS)}
+    inherited = {k: v for k, v in os.environ.items() if k not in (*placement.TORCHRUN_VARIABLES, *OURS)}
     return inherited | {"PYTHON": sys.executable} | given
 
 
@@ -77,7 +77,17 @@ def test_two_agents_give_what_one_agent_with_two_ranks_gives(models, tmp_path):
     reward.write_text(
         "def score(items, lengths, truncated):\n    return [sum(i.response_ids) % 97 / 97 for i in items]"
     )
-    flags = ["--model", models["untied"], "--reward", f"{reward}:score", "--steps", 2, "--prompts-per-step", 8]
+    flags = [
+        *ARITHMETIC,
+        "--model",
+        models["untied"],
+        "--reward",
+        f"{reward}:score",
+        "--steps",
+        2,
+        "--prompts-per-step",
+        8,
+    ]
     flags += ["--group-size", 4, "--mini-batches", 2, "--max-response-tokens", 24, "--eval-prompts", 0]
     cores = sorted(CORES)[:2]
     agents = {"one": [{"NPROC_PER_NODE": "2"}], "two": [{"NNODES": "2", "NODE_RANK": str(i)} for i in range(2)]}

@@ -7,8 +7,8 @@ import threading
 import pytest
 from conftest import ROOT
 
-from common.grading import Result
-from common.math_grading import clean, grade_by_string, grade_math, parse_math_gold
+from common.rewards.grading import Result
+from common.rewards.math_grading import clean, grade_by_string, grade_math, parse_math_gold
 
 CASES = [  # in the box, reference answer, accuracy
     ("1/2", r"\frac{1}{2}", 1),
@@ -157,7 +157,11 @@ def test_only_the_main_thread_may_ask():
     assert raised
 
 
-def test_importing_the_grader_imports_no_sympy():
-    check = "import sys, common.math_grading; assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules)"
+@pytest.mark.parametrize("modules, absent", [
+    ("common.rewards, common.rewards.math_grading, common.rewards.worker_main", "torch sympy math_verify httpx"),
+    ("common.rewards.mixture", "math_verify httpx common.rewards.model common.rewards.service common.rewards.workers"),
+])  # fmt: skip
+def test_an_import_loads_no_more_than_it_needs(modules, absent):
+    check = f"import sys, {modules}; assert not (found := {set(absent.split())} & set(sys.modules)), found"
     result = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

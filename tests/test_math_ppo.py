@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from algos.ppo import compute_advantages, explained_variance, value_loss, whiten
+from algos.ppo import compute_advantages, value_loss, whiten
+from common.run.tracking import explained_variance
 
 
 def rows(*values) -> torch.Tensor:

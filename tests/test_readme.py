@@ -13,7 +13,9 @@ TEXTS = [
     ROOT / "README.md",
     ROOT / "baselines/README.md",
     ROOT / "baselines/performance/README.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
 ]
 PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/**/*.py")]
 
@@ -25,7 +27,7 @@ def commands() -> list[tuple[str, list[str]]]:
         text = re.sub(r"\\\n\s*", "", page.read_text())
         text = re.sub(r"\n {10,}(?=--)", " ", text)
         for match in re.finditer(
-            r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts(?:/bench)?)/(?!X)\w+\.py)([^\n`]*)", text
+            r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts(?:/bench)?)/(?!X|mine\b)\w+\.py)([^\n`]*)", text
         ):
             flags = re.split(r"  |#|\(|\.\.\.|[\"`:]", match[2])[0]
             found.append((match[1], shlex.split(flags)))
@@ -78,3 +80,24 @@ def test_the_baselines_table_is_what_the_curves_give():
     baselines = load("scripts/baselines.py")
     block = f"{baselines.BEGIN}\n{baselines.table(baselines.curves())}\n{baselines.END}"
     assert block in (ROOT / "README.md").read_text() and block in (ROOT / "baselines/README.md").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_each_algorithm_has_a_page_with_the_same_headings():
+    names = {path.stem for path in ROOT.glob("algos/*.py")} - {"__init__"}
+    pages = {path.stem: path.read_text() for path in ROOT.glob("docs/algorithms/*.md") if path.stem != "README"}
+    assert set(pages) == names
+    headings = {tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) for text in pages.values()}
+    assert len(headings) == 1, headings
+
+
+def test_each_metric_has_a_row_in_docs_metrics():
+    documented = set(re.findall(r"^\| `([\w/*]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    sources = [*ROOT.glob("algos/*.py"), *ROOT.glob("common/**/*.py")]
+    logged = {key for path in sources for key in re.findall(r'(?:add|peak|log)\(\s*"(\w+/\w+)"', path.read_text())}
+    phases = {f"time/{key}" for path in sources for key in re.findall(r'\.time\("(\w+)"\)', path.read_text())}
+    assert len(logged) > 20 and len(phases) > 5
+    assert not (logged | phases) - documented

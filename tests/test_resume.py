@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, launch
 from test_learns import metrics, same, weights
 
-from common import folders
+from common.run import folders
 
 NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"

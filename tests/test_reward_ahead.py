@@ -2,18 +2,17 @@
 
 import threading
 import time
-import types
 
 import pytest
 import torch
 
-from common import embedded, reward_mixture, server_engine
-from common.data import Prompt
+from common.data import arithmetic as embedded
+from common.data.prompts import Prompt
 from common.errors import BadInput
-from common.grading import Result
-from common.reward_ahead import Ahead
-from common.rollout import collate
-from common.server_engine import ServerEngine
+from common.rewards import mixture as reward_mixture
+from common.rewards.grading import Result
+from common.rewards.mixture import Ahead
+from common.rollout.rollout import collate
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=", [5 + i], f"{i + 1}", {}) for i in range(3)]
 
@@ -48,10 +47,10 @@ def sampled():
 
 def test_what_was_begun_is_what_grading_afterwards_gives(world):
     responses, rollout = ["a", "b"] * 3, sampled()
-    rewards = reward_mixture.Rewards({"length": Length()}, {"length": 1.0}, None, "drop")
+    rewards = reward_mixture.Rewards({"length": Length()}, {"length": 1.0})
     after = rewards.score(PROMPTS, responses, rollout, world, 1)
     reward = Length()
-    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0}, None, "drop")
+    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0})
     assert rewards.score(PROMPTS, responses, rollout, world, 1, None, begun(reward)) == after
     assert [result.score for result in after] == [1.0, 5.0, 2.0, 5.0, 3.0, 5.0]
     assert [prompts for _, prompts in reward.calls] == [["2+1="] * 2, ["0+1="] * 2, ["1+1="] * 2], "and only once"
@@ -68,7 +67,7 @@ def test_it_does_not_hold_up_who_samples():
 
 def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
     reward = Length()
-    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0}, None, "drop")
+    rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0})
     results = rewards.score(PROMPTS, ["a", "b"] * 3, sampled(), world, 1, None, begun(reward, order=(0, 2)))
     assert [result.info["of"] for result in results] == ["0+1="] * 2 + ["1+1="] * 2 + ["2+1="] * 2
     assert len(reward.calls[-1][1]) == 6
@@ -77,7 +76,9 @@ def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
 def test_a_reward_of_this_process_waits_until_sampling_is_over():
     reward = Length()
     reward.waits = False
-    assert begun(reward).results("length") is None and reward.calls == []
+    ahead = reward_mixture.Rewards({"length": reward}, {"length": 1.0}).ahead(PROMPTS, embedded.tokenizer())
+    ahead(0, [[6], [7]], [False, False])
+    assert ahead.results("length") is None and reward.calls == []
 
 
 def test_what_it_raises_is_raised_where_its_results_are_wanted():
@@ -95,23 +96,3 @@ def test_a_second_answer_takes_the_place_of_the_first():
     ahead = begun(reward)
     ahead(1, [[6] * 9, [7] * 5], [False, False])
     assert [result.score for result in ahead.results("length")[0]] == [1.0, 5.0, 9.0, 5.0, 3.0, 5.0]
-
-
-def test_servers_tell_of_a_prompt_when_all_its_requests_are_answered(world, monkeypatch):
-    told, choice = [], lambda ids, reason: {"token_ids": ids, "finish_reason": reason}
-
-    async def ask_all(asked, tell):
-        replies = [[choice([k, i], "length" if k == 3 else "stop") for i in range(b["sampling_params"]["n"])]
-                   for k, (_, b) in enumerate(asked)]  # fmt: skip
-        for k in (3, 0, 2, 1):
-            tell(k, replies[k])
-        return replies
-
-    monkeypatch.setattr(server_engine, "ask_all", ask_all)
-    engine = types.SimpleNamespace(
-        fresh=False, weights=None, world=world, urls=["http://a"], most=2, group=None, no_update=threading.Lock
-    )
-    done = lambda *given: told.append(given)
-    replies = ServerEngine.ask(engine, [[1], [2]], 3, {"temperature": 1.0}, 0, done)
-    assert len(replies) == 4 and [place for place, *_ in told] == [1, 0]
-    assert told[0] == (1, [[2, 0], [2, 1], [3, 0]], [False, False, True])

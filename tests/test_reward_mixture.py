@@ -4,34 +4,30 @@ import json
 import math
 import os
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import ROOT, launch
 
 from algos import dr_grpo, grpo
-from common import rewards, rollout
-from common.data import Prompt
+from common import rewards
+from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
-from common.grading import Item, Result
-from common.reward_mixture import Rewards
+from common.rewards.grading import Item, Result
+from common.rewards.mixture import Rewards
+from common.rollout import rollout
 
 
-def mixture(failure: str = "drop", file=None, **parts) -> Rewards:
-    """Rewards of name=(weight, function of an Item); a function returns a number, None or a Result."""
+def mixture(**parts) -> Rewards:
+    """Rewards of name=(weight, function of an Item); a function returns a number or None."""
 
     def as_reward(function):
-        def graded(items, lengths, truncated):
-            found = [function(item) for item in items]
-            return [
-                r if isinstance(r, Result) else Result(r, None if r is None else float(r > 0), None, {"why": "down"})
-                for r in found
-            ]
-
-        return graded
+        scores = lambda items: [function(item) for item in items]
+        return lambda items, *_: [Result(s, s and float(s > 0), None, {"why": "down"}) for s in scores(items)]
 
     functions = {name: as_reward(function) for name, (_, function) in parts.items()}
-    return Rewards(functions, {name: weight for name, (weight, _) in parts.items()}, file, failure)
+    return Rewards(functions, {name: weight for name, (weight, _) in parts.items()})
 
 
 def batch(texts: list[str], group_size: int):
@@ -73,25 +69,19 @@ def test_an_ungraded_response_leaves_with_its_prompt(world):
 
 
 @pytest.mark.parametrize(
-    "failure, step, texts, message",
+    "step, bad, message",
     [
-        ("drop", 3, ["bad"] + ["no"] * 9, "step 3: 1 of 10 responses could not be graded: .*first 3 steps"),
-        ("drop", 9, ["bad"] * 3 + ["no"] * 7, "leaves out at most 20%"),
-        ("abort", 9, ["bad"] + ["no"] * 9, "--reward-failure abort"),
+        (3, 1, "step 3: 1 of 10 responses could not be graded: .*none in the first 3 steps"),
+        (9, 3, "step 9: 3 of 10 responses could not be graded: .*at most 20% of a step"),
+        (9, 2, None),
+        (None, 9, None),  # an evaluation
     ],
 )
-def test_when_ungraded_responses_stop_the_run(world, failure, step, texts, message):
-    reward = mixture(failure, r=(1.0, fails_on("bad")))
+def test_when_ungraded_responses_stop_the_run(world, step, bad, message):
+    reward = mixture(r=(1.0, fails_on("bad")))
     reward.score(*batch(["no", "no"], 2), world, 1)
-    with pytest.raises(RunFailed, match=message):
-        reward.score(*batch(texts, 2), world, step)
-
-
-def test_zero_counts_them_as_wrong(world):
-    reward = mixture("zero", r=(1.0, fails_on("bad")))
-    prompts, texts, rows = batch(["yes", "bad"], 2)
-    assert [r.score for r in reward.score(prompts, texts, rows, world, 1)] == [1.0, 0.0]
-    assert rows.response_mask.all()
+    with pytest.raises(RunFailed, match=message) if message else nullcontext():
+        reward.score(*batch(["bad"] * bad + ["no"] * (10 - bad), 2), world, step)
 
 
 @pytest.mark.parametrize("algorithm", [grpo, dr_grpo])
@@ -113,10 +103,6 @@ def test_the_loss_does_not_know_of_a_dropped_prompt(world, algorithm):
     assert losses[0] == pytest.approx(losses[1], abs=1e-7) and losses[0] != 0
 
 
-def bad_reward(results):
-    return Rewards({"mine": lambda items, lengths, truncated: results}, {"mine": 1.0}, None, "drop")
-
-
 @pytest.mark.parametrize(
     "results, message",
     [
@@ -127,7 +113,7 @@ def bad_reward(results):
 )
 def test_bad_results_are_refused(world, results, message):
     with pytest.raises(BadInput, match=message):
-        bad_reward(results).score(*batch(["a", "b"], 2), world, 1)
+        Rewards({"mine": lambda *_: results}, {"mine": 1.0}).score(*batch(["a", "b"], 2), world, 1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +132,7 @@ def test_names_and_weights(specs, weights):
     "specs, message",
     [
         (("gms8k",), 'unknown reward "gms8k" .did you mean gsm8k'),
-        (("gsm8k=1", "gsm8k=2"), '"gsm8k" is named twice'),
+        (("gsm8k=1", "gsm8k=2"), "--reward gsm8k=1 gsm8k=2: a reward is named twice"),
         (("gsm8k=0", "format=0"), "no reward has a weight other than 0"),
         (("overlong:16:48",), "expected overlong:MAX:CACHE"),
         (("absent.json",), "absent.json: file not found"),
@@ -235,7 +221,7 @@ def test_items_carry_ids_and_meta(world):
         return [Result(0.0, 0.0)] * len(items)
 
     prompts, texts, rows = batch(["a", "b"], 2)
-    Rewards({"keep": keep}, {"keep": 1.0}, None, "drop").score(prompts, texts, rows, world)
+    Rewards({"keep": keep}, {"keep": 1.0}).score(prompts, texts, rows, world)
     assert [item.response_ids for item in seen] == [[4, 5], [4, 5]] and seen[1].response == "b"
 
 

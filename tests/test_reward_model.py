@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from conftest import ROOT, launch
+from test_readme import load
 from transformers import AutoModelForSequenceClassification
 
-from common import embedded, rewards
+from common import rewards
+from common.data import arithmetic as embedded
 from common.errors import BadInput
-from common.reward_model import RewardModel, conversation
 from common.rewards import Item
+from common.rewards.model import RewardModel, conversation
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_neighbours_and_order_change_nothing(folder, monkeypatch):
     together = score(model, ITEMS)
     assert together == pytest.approx([score(model, [item])[0] for item in ITEMS], abs=1e-5)
     assert score(model, ITEMS[::-1]) == pytest.approx(together[::-1], abs=1e-5)
-    monkeypatch.setattr("common.reward_model.TOKENS_PER_BATCH", 1)  # one at a time
+    monkeypatch.setattr("common.rewards.model.MAX_BATCH_TOKENS", 1)  # one at a time
     assert score(model, ITEMS) == pytest.approx(together, abs=1e-5)
 
 
@@ -85,13 +87,20 @@ def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
     policy.model.save_pretrained(tmp_path)  # a body without a head
     with pytest.raises(BadInput, match="not a reward model, has no score.weight"):
         score(rewards.load_one(f"model:{tmp_path}"), ITEMS)
+    torch.save(policy.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        BadInput, match="a pickle, pytorch_model.bin, and only safetensors are read.* convert it"
+    ) as error:
+        rewards.load_one(f"model-cpu:{tmp_path}")
+    assert error.value.code == "pickle-refused"
     model = RewardModel(folder)
     with pytest.raises(BadInput, match="it has 256 positions"):
         score(model, [Item("1+1=", "1" * 300, "2")])
 
 
 def test_pairs_are_right_against_wrong():
-    rows = embedded.pairs()
+    rows = load("scripts/train_reward_model.py").arithmetic_pairs()
     assert len(rows) == 4 * (8100 - embedded.HELD_OUT)
     for row in rows[:300]:
         a, b = map(int, row["prompt"].rstrip("=").split("+"))

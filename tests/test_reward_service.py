@@ -1,4 +1,4 @@
-"""Rewards over HTTP: a real server that misbehaves in each way, and scripts/serve_reward.py killed in mid-call."""
+"""Rewards over HTTP: a real server that misbehaves in each way, and scripts/serve_reward.py killed in mid-run."""
 
 import datetime
 import email.utils
@@ -11,18 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 import uvicorn
-from conftest import ROOT, launch
+from conftest import ARITHMETIC, ROOT, launch
 from test_readme import load
 
 from common.errors import BadInput, RunFailed
-from common.grading import Item, Result, grade_gsm8k, gsm8k_reward
-from common.reward_service import RewardService, envelope, split
+from common.rewards.grading import Item, Result, gsm8k_reward
+from common.rewards.service import RewardService
 
 serve_reward = load("scripts/serve_reward.py")
 MIB = 2**20
@@ -35,14 +36,10 @@ class FakeService(ThreadingHTTPServer):
 
     def __init__(self, answer):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.lock = answer, threading.Lock()
-        self.posts: list[dict] = []  # what came: body, bytes, headers, time
+        self.url, self.answer, self.lock = f"http://127.0.0.1:{self.server_port}", answer, threading.Lock()
+        self.posts: list[dict] = []  # requests: asked, bytes, headers, time
         self.running = self.peak = 0
         self.health = (200, {"status": "ok", "name": "fake", "version": "1"})
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *given):
         pass  # a client that waited long enough has gone
@@ -80,19 +77,15 @@ class Handler(BaseHTTPRequestHandler):
             self.server.posts.append(post)
             self.server.running += 1
             self.server.peak = max(self.server.peak, self.server.running)
-        answer = self.server.answer(asked, attempt, reply_to(asked))
+        entry = lambda item: {"id": item["id"], "score": float(item["response"]), "acc": 1.0, "error": None, "info": {}}
+        reply = {"version": 1, "request_id": asked["request_id"], "results": [entry(item) for item in asked["items"]]}
+        answer = self.server.answer(asked, attempt, reply)
         with self.server.lock:  # before the answer: the client may send its next request at once
             self.server.running -= 1
         if answer is None:
             self.close_connection = True  # gone without a word
         else:
             self.send(*answer)
-
-
-def reply_to(asked: dict) -> dict:
-    entry = lambda item: {"id": item["id"], "score": float(item["response"]), "acc": 1.0, "error": None, "info": {}}
-    results = [entry(item) for item in asked["items"]]
-    return {"version": 1, "request_id": asked["request_id"], "results": results}
 
 
 def right(asked, attempt, reply):
@@ -115,11 +108,10 @@ def fake():
         server.server_close()
 
 
-def ask(service, count: int = 3, responses=None, answer="1", meta=None) -> list[Result]:
-    """Rows 0 ... count - 1; row i is right if its score is i."""
-    responses = responses or [str(row) for row in range(count)]
-    items = [Item("p", response, answer, meta or {}) for response in responses]
-    return service(items, [len(response) for response in responses], [False] * len(items))
+def ask(service, count: int = 3, responses=None) -> list[Result]:
+    """Rows 0 ... count - 1; the score of row i is i."""
+    items = [Item("p", response, "1") for response in responses or map(str, range(count))]
+    return service(items, [1] * len(items), [False] * len(items))
 
 
 def scores(results: list[Result]) -> list[float]:
@@ -130,49 +122,40 @@ def quick(url: str, **settings) -> RewardService:
     return RewardService(url, **{"backoff": 0.01, **settings})
 
 
-class NoPause:
-    """In place of the client's random numbers: no pause, and a list of what was drawn between."""
-
-    def __init__(self):
-        self.drawn = []
-
-    def uniform(self, low, high):
-        self.drawn.append((low, high))
-        return 0.0
-
-
-# The contract kept
+# A service that keeps the contract
 
 
 def test_rows_come_back_in_their_order_from_requests_of_at_most_64(fake):
     def shuffled(asked, attempt, reply):
         random.shuffle(reply["results"])
-        return 200, reply, {}
+        return right(asked, attempt, reply)
 
     server = fake(shuffled)
     assert scores(ask(RewardService(server.url), 150)) == list(range(150))
     assert sorted(len(post["asked"]["items"]) for post in server.posts) == [22, 64, 64]
     assert len({post["asked"]["request_id"] for post in server.posts}) == 3
     assert {post["asked"]["version"] for post in server.posts} == {1}
+    assert RewardService(server.url)([], [], []) == [] and len(server.posts) == 3, "no items, no request"
 
 
 def test_what_an_item_holds(fake):
-    server = fake()
+    """Token ids stay here; dates and NaN become text; lone surrogates arrive, and come back."""
+
+    def echo(asked, attempt, reply):
+        return 200, {**reply, "results": [{"id": "0", "score": 1, "info": {"text": asked["items"][0]["prompt"]}}]}, {}
+
+    server = fake(echo)
     meta = {"level": 3, "when": datetime.date(2024, 5, 1), "nan": float("nan"), 7: [1, ("a", None)]}
     service = RewardService(server.url + "/")
     assert service.url == server.url
-    assert service([Item("2+3", "5", None, meta)], [17], [True])[0].score == 5
+    results = service([Item("2+3 \ud800 é \0", "5", None, meta, [4, 5])], [17], [True])
+    assert results == [Result(1.0, None, None, {"text": "2+3 \ud800 é \0"})]
     (item,) = server.posts[0]["asked"]["items"]
-    meta = {"level": 3, "when": "2024-05-01", "nan": "nan", "7": [1, ["a", None]], "length": 17, "truncated": True}
-    assert item == {"id": "0", "prompt": "2+3", "response": "5", "answer": None, "meta": meta}
+    meta = {"level": 3, "when": "2024-05-01", "nan": "NaN", "7": [1, ["a", None]], "length": 17, "truncated": True}
+    assert item == {"id": "0", "prompt": "2+3 \ud800 é \0", "response": "5", "answer": None, "meta": meta}
 
 
-def test_no_items_no_request(fake):
-    server = fake()
-    assert RewardService(server.url)([], [], []) == [] and not server.posts
-
-
-def test_at_most_eight_requests_in_flight(fake):
+def test_at_most_eight_requests_at_once(fake):
     def slow(asked, attempt, reply):
         time.sleep(0.3)
         return 200, reply, {}
@@ -182,40 +165,26 @@ def test_at_most_eight_requests_in_flight(fake):
     assert server.peak == 8
 
 
-def test_requests_of_at_most_4_mib(fake):
+def test_requests_of_at_most_4_mib(fake, capfd):
+    """An item that no request can hold is not graded; the others are."""
     server = fake()
     zeros = "\uff10" * (4 * MIB // 60)  # full-width: six bytes each in a request, and still a number
-    assert scores(ask(RewardService(server.url), responses=[f"{zeros}{row}" for row in range(25)])) == list(range(25))
-    assert sorted(len(post["asked"]["items"]) for post in server.posts) == [7, 9, 9]
+    responses = [f"{zeros}{row}" for row in range(25)] + ["2" * 4 * MIB, "3"]
+    results = ask(RewardService(server.url), responses=responses)
+    assert scores(results) == [*range(25), None, 3]
+    assert sorted(len(post["asked"]["items"]) for post in server.posts) == [1, 7, 9, 9]
+    assert 3 * MIB < max(post["bytes"] for post in server.posts) <= 4 * MIB
+    assert "bytes for one item" in results[25].info["error"]
+    assert "1 of 27 rows not graded" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("rest, requests", [(-600, [2]), (0, [1, 1])])
+def test_the_bytes_between_the_items_count(fake, rest, requests):
+    server = fake()
+    responses = ["0" * 2 * MIB, "0" * (2 * MIB + rest)]
+    assert scores(ask(RewardService(server.url), responses=responses)) == [0, 0]
+    assert sorted(len(post["asked"]["items"]) for post in server.posts) == requests
     assert max(post["bytes"] for post in server.posts) <= 4 * MIB
-
-
-def test_the_last_byte_of_a_request():
-    rest = len(envelope("0" * 36) + b"]}")
-    parts = [b"x" * (2 * MIB), b"x" * (2 * MIB - rest - 1)]
-    assert len(envelope("0" * 36) + b",".join(parts) + b"]}") == 4 * MIB
-    assert [list(batch) for batch in split(parts * 2)] == [[0, 1], [2, 3]]
-    assert [list(batch) for batch in split([parts[0], parts[1] + b"x"])] == [[0], [1]]
-    assert [list(batch) for batch in split([b"x", b"x" * 5 * MIB, b"x"])] == [[0], [1], [2]]
-
-
-def test_an_item_no_request_can_hold_is_not_graded(fake, capfd):
-    server = fake(lambda asked, attempt, reply: (200, reply, {}))
-    results = ask(RewardService(server.url), responses=["1", "2" * 4 * MIB, "3"])
-    assert scores(results) == [1, None, 3]
-    assert "bytes for one item" in results[1].info["error"]
-    assert "1 of 3 rows not graded" in capfd.readouterr().err
-
-
-def test_lone_surrogates_arrive(fake):
-    server = fake(lambda asked, attempt, reply: (200, reply, {}))
-    server.answer = lambda asked, attempt, reply: (
-        200,
-        {**reply, "results": [{"id": "0", "score": 1, "info": {"text": asked["items"][0]["prompt"]}}]},
-        {},
-    )
-    (result,) = RewardService(server.url)([Item("\ud800 é \0", "1", "1")], [1], [False])
-    assert result == Result(1.0, None, None, {"text": "\ud800 é \0"})
 
 
 def test_an_items_error_is_that_rows_alone(fake, capfd):
@@ -249,14 +218,14 @@ def test_no_proxy_stands_before_loopback(fake, monkeypatch):
     server = fake()
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody there
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     RewardService(server.url).check()
     assert scores(ask(RewardService(server.url))) == [0, 1, 2]
     assert RewardService("http://reward.example:8001").trust_env
 
 
-# Tried again
+# Replies after which the client tries again
 
 
 def slow(asked, attempt, reply):
@@ -264,22 +233,15 @@ def slow(asked, attempt, reply):
     return 200, reply, {}
 
 
-def cut_off(asked, attempt, reply):  # a server killed in mid-reply: a connection error, not a malformed reply
-    return 200, json.dumps(reply).encode()[:50], {"Content-Length": 999}
-
-
-def first(status, body=b"busy", headers=None):
-    return lambda asked, attempt, reply: (status, body, headers or {})
+def status(number):
+    return lambda asked, attempt, reply: (number, b"busy", {})
 
 
 AGAIN = {
     "slow": slow,
-    "500": first(500),
-    "503": first(503),
-    "408": first(408),
-    "429": first(429),
     "gone": lambda asked, attempt, reply: None,
-    "cut off": cut_off,
+    "cut off": lambda asked, attempt, reply: (200, json.dumps(reply).encode()[:50], {"Content-Length": 999}),
+    **{str(number): status(number) for number in (408, 429, 500, 503)},
 }
 
 
@@ -290,7 +252,7 @@ def test_tried_again(fake, capfd, name):
     assert scores(ask(quick(server.url, read_timeout=1 if name == "slow" else 60))) == [0, 1, 2]
     assert len(server.posts) == 2
     assert len({post["asked"]["request_id"] for post in server.posts}) == 1, "a service could not know it is the same"
-    assert random.getstate() == before
+    assert random.getstate() == before, "a failure must not change a seeded run"
     assert capfd.readouterr().err == ""
 
 
@@ -315,13 +277,13 @@ def test_nobody_waits_after_the_last_try(fake):
 
 
 def test_back_off():
+    drawn = []  # uniform(low, high) gives no pause
+    draw = types.SimpleNamespace(uniform=lambda *limits: drawn.append(limits) or 0.0)
     with socket.socket() as nobody:  # bound, not listening: refused
         nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        draw = NoPause()
-        ask(RewardService(url, draw=draw))
-        assert draw.drawn[:5] == [(0, 0.5), (0, 1), (0, 2), (0, 4), (0, 8)]
-        assert draw.drawn[-4:] == [(0, 30)] * 4 and len(draw.drawn) == 10
+        ask(RewardService(f"http://127.0.0.1:{nobody.getsockname()[1]}", draw=draw))
+    assert drawn[:5] == [(0, 0.5), (0, 1), (0, 2), (0, 4), (0, 8)]
+    assert drawn[-4:] == [(0, 30)] * 4 and len(drawn) == 10
 
 
 def test_not_graded_after_ten_tries_and_said_once(fake, capfd):
@@ -339,15 +301,15 @@ def test_not_graded_after_ten_tries_and_said_once(fake, capfd):
     assert said.count("\n") == 1 and "86 of 150 rows not graded" in said and server.url in said and len(said) < 1000
 
 
-# Refused, and not tried again
+# Replies that end the run at once
 
 
 def results_of(change):
-    return lambda asked, reply: {**reply, "results": change(reply["results"])}
+    return lambda reply: {**reply, "results": change(reply["results"])}
 
 
-def with_score(score):
-    return results_of(lambda results: [{**results[0], "score": score}, *results[1:]])
+def with_entry(**changes):
+    return results_of(lambda results: [{**results[0], **changes}, *results[1:]])
 
 
 MALFORMED = {
@@ -355,66 +317,52 @@ MALFORMED = {
     "duplicate id": (results_of(lambda results: [*results, results[1]]), "missing: none; unknown or repeated: '1'"),
     "one for another": (results_of(lambda results: [*results[1:], results[1]]), "missing: '0'; .* repeated: '1'"),
     "unknown id": (results_of(lambda results: [*results, {**results[0], "id": "9"}]), "unknown or repeated: '9'"),
-    "id no string": (results_of(lambda results: [{**results[0], "id": 0}, *results[1:]]), "missing: '0'"),
-    "id a list": (results_of(lambda results: [{**results[0], "id": ["0"]}, *results[1:]]), "missing: '0'"),
-    "no objects": (results_of(lambda results: [1, 2, 3]), "ids missing"),
-    "wrong request_id": (lambda asked, reply: {**reply, "request_id": "0"}, "\"request_id\" is '0'"),
-    "wrong version": (lambda asked, reply: {**reply, "version": 2}, '"version" is 2, expected 1'),
-    "no version": (lambda asked, reply: {key: reply[key] for key in ("request_id", "results")}, '"version" is None'),
-    "NaN": (with_score(float("nan")), "NaN is not JSON"),
-    "Infinity": (with_score(float("inf")), "Infinity is not JSON"),
-    "NaN in info": (results_of(lambda r: [{**r[0], "info": {"x": float("nan")}}, *r[1:]]), "NaN is not JSON"),
-    "1e999": (lambda asked, reply: json.dumps(reply).replace("1.0", "1e999", 1).encode(), "is inf, expected a finite"),
-    "10^400": (with_score(10**400), "expected a finite number"),
-    "a string": (with_score("0.5"), "\"score\" of id 0 is '0.5', expected a finite number"),
-    "true": (with_score(True), "is True, expected a finite number"),
-    "null": (with_score(None), "is None, expected a finite number"),
-    "acc a string": (results_of(lambda r: [{**r[0], "acc": "yes"}, *r[1:]]), '"acc" of id 0'),
-    "info a list": (results_of(lambda r: [{**r[0], "info": [1]}, *r[1:]]), '"info" of id 0'),
-    "truncated": (lambda asked, reply: json.dumps(reply).encode()[:-20], "Expecting|Unterminated"),
-    "empty": (lambda asked, reply: b"", "Expecting value"),
-    "no object": (lambda asked, reply: [reply], "expected an object"),
-    "no results": (lambda asked, reply: {**reply, "results": {}}, "expected an object"),
-    "deep": (lambda asked, reply: b"[" * 100_000, "recursion"),
-    "not UTF-8": (lambda asked, reply: b"\xff" * 1000, "not valid UTF-8"),
+    "id no string": (with_entry(id=0), "missing: '0'"),
+    "id a list": (with_entry(id=["0"]), "missing: '0'"),
+    "no objects": (results_of(lambda results: [1, 2, 3]), r'"results.0" is 1: Input should be a valid dictionary'),
+    "wrong request_id": (lambda reply: {**reply, "request_id": "0"}, "\"request_id\" is '0'"),
+    "wrong version": (lambda reply: {**reply, "version": 2}, '"version" is 2: Input should be 1'),
+    "no version": (lambda reply: {key: reply[key] for key in ("request_id", "results")}, '"version" .* required'),
+    "NaN": (with_entry(score=float("nan")), 'id 0: "score" is nan: Input should be a finite number'),
+    "1e999": (lambda reply: json.dumps(reply).replace("1.0", "1e999", 1).encode(), "is inf: .*a finite number"),
+    "10^400": (with_entry(score=10**400), 'id 0: "score" is 10+: Input should be a valid number'),
+    "a string": (with_entry(score="0.5"), "id 0: \"score\" is '0.5': Input should be a valid number"),
+    "true": (with_entry(score=True), "is True: Input should be a valid number"),
+    "null": (with_entry(score=None), 'id 0: neither a "score" nor an "error"'),
+    "acc a string": (with_entry(acc="yes"), "id 0: \"acc\" is 'yes'"),
+    "info a list": (with_entry(info=[1]), r'id 0: "info" is \[1\]'),
+    "truncated": (lambda reply: json.dumps(reply).encode()[:-20], "Expecting|Unterminated"),
+    "empty": (lambda reply: b"", "Expecting value"),
+    "no object": (lambda reply: [reply], "Input should be a valid dictionary"),
+    "no results": (lambda reply: {**reply, "results": {}}, '"results" is {}: Input should be a valid list'),
+    "deep": (lambda reply: b"[" * 100_000, "recursion"),
+    "not UTF-8": (lambda reply: b"\xff" * 1000, "not valid UTF-8"),
+    "long": (lambda reply: b"a" * 500 + b"b" * 500, "status 200, b'a{500}'$"),  # 500 bytes are quoted
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed(fake, name):
     change, says = MALFORMED[name]
-    server = fake(lambda asked, attempt, reply: (200, change(asked, reply), {}))
+    server = fake(lambda asked, attempt, reply: (200, change(reply), {}))
     with pytest.raises(RunFailed, match=says) as caught:
         ask(quick(server.url))
     assert server.url in str(caught.value) and "status 200" in str(caught.value) and "\n" not in str(caught.value)
     assert len(server.posts) == 1
 
 
-def test_the_first_500_bytes_are_quoted(fake):
-    server = fake(lambda asked, attempt, reply: (200, b"a" * 500 + b"b" * 500, {}))
-    with pytest.raises(RunFailed, match="status 200, b'a{500}'") as caught:
-        ask(quick(server.url))
-    assert "bb" not in str(caught.value)
-
-
 @pytest.mark.parametrize("status, hint", [
-    (404, "--reward takes what stands before /score"), (401, "REWARD_TOKEN"), (422, "no such thing"),
+    (404, "--reward takes the address without /score"), (401, "REWARD_TOKEN"), (422, "no such thing"),
     (302, "redirects are not followed"), (307, "redirects are not followed"), (204, "status 204"),
 ])  # fmt: skip
 def test_refused(fake, status, hint):
     elsewhere = fake()
     headers = {"Location": f"{elsewhere.url}/score"}
     server = fake(lambda asked, attempt, reply: (status, b"" if status == 204 else b"no such thing", headers))
-    with pytest.raises(RunFailed, match=f"status {status}") as caught:
+    with pytest.raises(RunFailed, match=f"refused: status {status}") as caught:
         ask(quick(server.url))
     assert hint in str(caught.value) and server.url in str(caught.value)
     assert len(server.posts) == 1 and not elsewhere.posts
-
-
-def test_a_broken_content_encoding(fake):
-    server = fake(lambda asked, attempt, reply: (200, b"no gzip", {"Content-Encoding": "gzip"}))
-    with pytest.raises(RunFailed, match="Content-Encoding"):
-        ask(quick(server.url))
 
 
 def test_one_refusal_ends_the_call_at_once(fake):
@@ -430,21 +378,15 @@ def test_one_refusal_ends_the_call_at_once(fake):
     with pytest.raises(RunFailed, match="404"):
         ask(quick(server.url), 30 * 64)
     assert time.monotonic() - began < 30
-    assert len(server.posts) <= 9  # the thread of the refused one may have begun its next
+    assert len(server.posts) <= 9  # the next one may have had its turn already
 
 
-@pytest.mark.parametrize("url, says", [
-    ("http://user:s3cret@127.0.0.1:8001", "REWARD_TOKEN"),
-    ("http://s3cret@127.0.0.1:8001", "REWARD_TOKEN"),
-    ("http://user:s3cret@127.0.0.1:port", "REWARD_TOKEN"),
-    ("http://127.0.0.1:port", "not a URL"),
-    ("http://", "expected http"),
-    ("ftp://127.0.0.1", "expected http"),
-    ("http://127.0.0.1:8001/?key=1", "expected http"),
-    ("http://127.0.0.1:8001/#x", "expected http"),
+@pytest.mark.parametrize("url", [
+    "http://user:s3cret@127.0.0.1:8001", "http://s3cret@127.0.0.1:8001", "http://user:s3cret@127.0.0.1:port",
+    "http://127.0.0.1:port", "http://", "ftp://127.0.0.1", "http://127.0.0.1:8001/?key=s3cret", "http://h:1/#s3cret",
 ])  # fmt: skip
-def test_bad_url(url, says):
-    with pytest.raises(BadInput, match=f"--reward .*{says}") as caught:
+def test_bad_url(url):
+    with pytest.raises(BadInput, match="--reward .*: expected http://HOST:PORT .* REWARD_TOKEN") as caught:
         RewardService(url)
     assert "s3cret" not in str(caught.value)
 
@@ -459,7 +401,7 @@ def test_health(fake):
     for status, body in [(404, {}), (302, {}), (500, {"status": "ok"}), (200, {"status": "loading"}), (200, [1]),
                          (200, b"<html>"), (200, b"\xff"), (200, {})]:  # fmt: skip
         server.health = (status, body)
-        with pytest.raises(BadInput, match=f"--reward {server.url}: GET /health .* status {status}"):
+        with pytest.raises(BadInput, match=f"--reward {server.url}: GET /health: .*status {status}"):
             RewardService(server.url).check()
 
 
@@ -470,7 +412,7 @@ def test_health_of_nobody(listening):
         if listening:  # accepts, and never answers
             server.listen()
         began = time.monotonic()
-        with pytest.raises(BadInput, match="--reward http://127.0.0.1:.*no answer to GET /health.*is the service up"):
+        with pytest.raises(BadInput, match="--reward http://127.0.0.1:.*GET /health: .*is the service up"):
             RewardService(f"http://127.0.0.1:{server.getsockname()[1]}").check()
         assert time.monotonic() - began < 10
 
@@ -484,21 +426,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def gsm8k(*given) -> list[Result]:
+    return gsm8k_reward(*given, mode="flexible")
+
+
 @pytest.fixture
 def serve():
     """Serve a grader in this process: serve(grader, token, threads) -> URL."""
     started = []
 
     def start(reward, token: str = "", threads: int = 1) -> str:
-        config = uvicorn.Config(
-            serve_reward.serve(reward, "mine", token, threads), port=free_port(), log_level="critical"
-        )
-        server = uvicorn.Server(config)
+        app = serve_reward.serve(reward, "mine", token, threads)
+        server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_level="critical"))
         started.append((server, threading.Thread(target=server.run)))
         started[-1][1].start()
         while not server.started:
             time.sleep(0.01)
-        return f"http://127.0.0.1:{config.port}"
+        return f"http://127.0.0.1:{server.config.port}"
 
     yield start
     for server, thread in started:
@@ -512,12 +456,9 @@ GSM8K = [("#### 18.", "18"), ("about 70,000", "70000"), ("", "5"), (r"\boxed{3}"
 
 def test_served_gsm8k_is_gsm8k(serve):
     items = [Item("p", response, answer, {"id": 3}) for response, answer in GSM8K * 20]
-    given = items, [7] * len(items), [True] * len(items)
-    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"), threads=4)
+    given, url = (items, [7] * len(items), [True] * len(items)), serve(gsm8k, threads=4)
     RewardService(url).check()
-    results = RewardService(url)(*given)
-    assert results == gsm8k_reward(*given, mode="flexible")
-    assert scores(results) == [grade_gsm8k(item.response, item.answer) for item in items]
+    assert RewardService(url)(*given) == gsm8k(*given)
 
 
 def test_a_served_grader_sees_what_it_would_see_here(serve):
@@ -570,7 +511,7 @@ def test_a_request_sent_again_is_graded_once(serve):
     def grader(items, lengths, truncated):
         calls.append(len(items))
         time.sleep(1)
-        return gsm8k_reward(items, lengths, truncated, "flexible")
+        return gsm8k(items, lengths, truncated)
 
     assert scores(ask(quick(serve(grader), read_timeout=0.3, tries=50), responses=["1", "2"])) == [1, 0]
     assert calls == [2], "while it is graded, and after"
@@ -578,12 +519,7 @@ def test_a_request_sent_again_is_graded_once(serve):
 
 def test_health_answers_while_a_batch_is_graded(serve):
     release = threading.Event()
-
-    def grader(items, lengths, truncated):
-        release.wait(10)
-        return gsm8k_reward(items, lengths, truncated, "flexible")
-
-    url = serve(grader)
+    url = serve(lambda *given: release.wait(10) and gsm8k(*given))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, RewardService(url))
         time.sleep(0.2)
@@ -594,7 +530,7 @@ def test_health_answers_while_a_batch_is_graded(serve):
 
 
 def test_the_served_token(serve, monkeypatch):
-    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"), token="se-cret")
+    url = serve(gsm8k, token="se-cret")
     for token in ("", "wrong", "se-cre"):
         monkeypatch.setenv("REWARD_TOKEN", token)
         with pytest.raises(BadInput, match="status 401.*REWARD_TOKEN"):
@@ -607,7 +543,7 @@ def test_the_served_token(serve, monkeypatch):
 
 
 def test_bodies_the_server_refuses(serve):
-    url = serve(lambda *given: gsm8k_reward(*given, mode="flexible"))
+    url = serve(gsm8k)
     row = {"id": "0", "prompt": "p", "response": "1", "answer": "1"}
     post = lambda content: httpx.post(f"{url}/score", content=content)
     body = lambda **changes: json.dumps({"version": 1, "request_id": "a", "items": [row], **changes})
@@ -623,48 +559,6 @@ def test_bodies_the_server_refuses(serve):
     assert post(body(request_id="c")).status_code == 200
 
 
-GRADER = """
-import time
-from common.rewards import Result
-
-def grade(items, lengths, truncated):
-    time.sleep(0.003 * len(items))
-    with open(__file__ + ".log", "a") as log:
-        log.write("x" * len(items))
-    return [Result(float(item.response), 1.0) for item in items]
-"""
-
-
-def start(port: int, *flags) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "scripts/serve_reward.py", "--port", str(port), *flags]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-@pytest.mark.slow
-def test_a_service_killed_and_restarted_in_mid_call_loses_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(GRADER)
-    port, rows, graded = free_port(), 30 * 64, tmp_path / "mine.py.log"
-    graded.touch()
-    flags = ["--reward", f"{tmp_path}/mine.py:grade", "--threads", "2"]
-    service = RewardService(f"http://127.0.0.1:{port}", tries=900, cap=0.5)  # a restart takes 10 s or more
-    server = start(port, *flags)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask, service, rows)  # refused until the server is up
-            while graded.stat().st_size < 5 * 64:
-                assert server.poll() is None and not asked.done()
-                time.sleep(0.05)
-            server.send_signal(signal.SIGKILL)
-            server.wait()
-            assert not asked.done() and graded.stat().st_size < 28 * 64, "killed too late"
-            server = start(port, *flags)
-            results = asked.result()
-    finally:
-        server.kill()
-        server.wait()
-    assert scores(results) == list(range(rows))
-
-
 @pytest.mark.parametrize("flags, says", [
     ({"reward": "gsm9k"}, "gsm8k"), ({"threads": 0}, "--threads 0"), ({"reward": "repetition"}, "token ids"),
 ])  # fmt: skip
@@ -676,24 +570,26 @@ def test_bad_flags_of_the_server(flags, says):
 @pytest.mark.slow
 def test_a_run_goes_on_when_its_service_is_killed_and_restarted(models, tmp_path):
     """On two ranks, and bit for bit as if the grader had been in the process: no row lost, none with a wrong score."""
-    flags = ["--model", models["untied"], "--rollout-backend", "hf", "--steps", 6, "--prompts-per-step", 8]
+    flags = [*ARITHMETIC, "--model", models["untied"], "--rollout-backend", "hf", "--steps", 6, "--prompts-per-step", 8]
     flags += ["--mini-batches", 2, "--eval-prompts", 0, "--run-dir"]
     (tmp_path / "mine.py").write_text("def grade(items, lengths, truncated):\n    return [n % 3 for n in lengths]\n")
-    mine, port, run = f"{tmp_path}/mine.py:grade", free_port(), tmp_path / "served/metrics.jsonl"
-    launch(ROOT / "algos/grpo.py", *flags, tmp_path / "inside", "--reward", mine, ranks=2)
-    server = start(port, "--reward", mine)
+    reward, port, metrics = ["--reward", f"{tmp_path}/mine.py:grade"], free_port(), tmp_path / "served/metrics.jsonl"
+    command = [sys.executable, ROOT / "scripts/serve_reward.py", "--port", str(port), *reward]
+    start = lambda: subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launch(ROOT / "algos/grpo.py", *flags, tmp_path / "inside", *reward, ranks=2)
+    server, url = start(), f"http://127.0.0.1:{port}"
     try:
         with ThreadPoolExecutor(1) as pool:
-            url = ["--reward", f"http://127.0.0.1:{port}"]
-            ask(RewardService(url[1], tries=300, cap=0.5), 1)  # refused until the server is up
-            running = pool.submit(launch, ROOT / "algos/grpo.py", *flags, tmp_path / "served", *url, ranks=2)
-            while not run.is_file() or len(run.read_text().splitlines()) < 2:
+            ask(RewardService(url, tries=300, cap=0.5), 1)  # refused until the server is up
+            command_line = [ROOT / "algos/grpo.py", *flags, tmp_path / "served", "--reward", url]
+            running = pool.submit(launch, *command_line, ranks=2)
+            while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
                 assert not running.done(), running.result().stderr[-2000:]
                 time.sleep(0.02)
             server.send_signal(signal.SIGKILL)
             server.wait()
             assert not running.done(), "killed too late"
-            server = start(port, "--reward", mine)
+            server = start()
             running.result()
     finally:
         server.kill()

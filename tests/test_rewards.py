@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from algos.dapo import overlong_penalty
-from common.errors import BadInput
-from common.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
-from common.math_grading import grade_by_string
-from common.text_rewards import (
+from common.rewards.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
+from common.rewards.math_grading import grade_by_string
+from common.rewards.text import (
     dapo_lenient_reward,
     dapo_reward,
     format_reward,
@@ -112,23 +111,14 @@ def test_extraction_is_named():
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_reference_solutions_grade_themselves():
+    """With either marker, and 1,024 of them in a fifth of a second."""
     rows = [json.loads(line) for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").open()]
     assert len(rows) == 8792
-    for mode in ("flexible", "strict"):
-        assert all(grade_gsm8k(row["answer"], row["answer"].split("####")[1], mode) for row in rows)
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
-@pytest.mark.parametrize("marker", ["#### ", r"The answer is \boxed{"])
-def test_1024_gsm8k_responses_grade_in_a_fifth_of_a_second(marker):
-    rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open()][:1024]
-    closing = "}" if "boxed" in marker else ""
-    items = [Item("", row["answer"].replace("#### ", marker) + closing, row["answer"]) for row in rows]
-    assert min(seconds(lambda: all_right(gsm8k_reward(items, [], [], "flexible"))) for _ in range(3)) < 0.2
-
-
-def all_right(results: list[Result]) -> None:
-    assert all(result.acc == 1 for result in results)
+    boxed = lambda solution: solution.replace("#### ", r"The answer is \boxed{") + "}"
+    for mode, change in (("flexible", str), ("strict", str), ("flexible", boxed)):
+        items = [Item("", change(row["answer"]), row["answer"].split("####")[1]) for row in rows]
+        assert all(result.acc == 1 for result in gsm8k_reward(items, [], [], mode))
+    assert min(seconds(lambda: gsm8k_reward(items[:1024], [], [], "flexible")) for _ in range(3)) < 0.2
 
 
 def seconds(function) -> float:
@@ -217,8 +207,6 @@ def test_overlong_by_hand():
     assert all(result.acc == 0 for result in results)
     hard = overlong_reward(items, [99, 100, 101, 1, 1, 1], [False] * 6, max_length=100, cache_length=0)
     assert [result.score for result in hard] == [0, -1, -1, 0, 0, 0]
-    with pytest.raises(BadInput, match="a cache of 101 tokens, expected 0 to 100"):
-        overlong_reward(items, lengths, [False] * 6, max_length=100, cache_length=101)
 
 
 @pytest.mark.parametrize("longest, cache", [(20, 0), (20, 7), (20, 20), (1, 1)])

@@ -1,12 +1,12 @@
-"""Rollouts as data: choosing rows of several."""
+"""Rollouts as data, and the engines' sampling settings and logits."""
 
 import shutil
 
 import torch
 from transformers import GenerationConfig
 
-from common import engines
-from common.rollout import collate, select
+from common.rollout import engines
+from common.rollout.rollout import collate, select
 
 
 def test_select_takes_rows_of_several_rollouts_in_order():
@@ -43,8 +43,8 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
 
 
 def test_a_cpus_bfloat16_head_gives_float32_logits():
-    """Of a layer whose weight has changed, once it is told so."""
-    from common.weight_transfer import Float32Head  # it imports vLLM
+    """Also after the weight of its layer has changed, once it is told so."""
+    from common.rollout.vllm_weights import Float32Head  # it imports vLLM
 
     method, layer, generator = Float32Head(), torch.nn.Module(), torch.Generator().manual_seed(0)
     x = torch.randn(5, 64, generator=generator).bfloat16()

@@ -1,35 +1,25 @@
-"""--selftest says what holds, and of each injected bug that it does not; a gap that is too wide gets its reason."""
+"""scripts/selftest.py says what holds, and of each injected bug what fails; a gap that is too wide gets its reason."""
 
 import copy
-import dataclasses
 import json
 import re
-from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, launch
+from test_readme import load
 
-from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
-from common import (
-    batching,
-    checkpoint,
-    data,
-    diagnosis,
-    embedded,
-    model,
-    placement,
-    rewards,
-    run,
-    selftest,
-    weight_sync,
-)  # fmt: skip
+from common import placement, weight_sync
+from common.data import arithmetic, prompts
 from common.errors import RunFailed
-from common.hf_engine import HFEngine
+from common.rollout import engines
+from common.rollout.hf_engine import HFEngine
+from common.run import checkpoint, diagnosis, guards
+from common.trainer import batching, model
 
+selftest = load("scripts/selftest.py")
 ROWS = ["rollout", "log-probs, as loaded", "gradient", "weight sync", "weights restored", "checkpoint"]
 ROWS.append("Hugging Face export")
-ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
 
 
 class Drops(HFEngine):
@@ -83,43 +73,37 @@ class KeepsCache(HFEngine):
         super().load_weights(named_tensors)
 
 
-@pytest.fixture
-def make(models, world):
-    """(probe, saver) as a main makes them, with some variant of transformers' generate."""
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in arithmetic.problems("test")[:8]))
+    return str(file)
 
-    def make(kind="untied", engine=HFEngine, temperature=0.7, **compute):
-        policy = model.load(models[kind], world, torch.float32)
-        trained = {"policy": (policy, torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True))}
-        engine = engine(models[kind], [1], world, torch.float32)
-        prompts = data.load("arithmetic", data.Source(), "test", embedded.tokenizer(), 64)
-        compute = batching.Compute(**{"token_budget": 10_000, **compute})
-        saver = checkpoint.Saver(
-            checkpoint.Saving(), trained, data.PromptLoader(prompts, 0), rewards.load(("gsm8k",)), engine,
-            embedded.tokenizer(), torch.float32, world,
+
+@pytest.fixture
+def tried(models, world, problems, monkeypatch, tmp_path, capsys):
+    """Runs the self-test with a variant of transformers' generate; returns which row holds. No file may be left."""
+    monkeypatch.setattr(placement, "init", lambda *given: world)
+    monkeypatch.setattr(placement, "finish", lambda world, engine: engine.shutdown())  # the group is for all tests
+
+    def tried(kind: str = "tied", engine=HFEngine, temperature: float = 0.7, **compute) -> dict[str, bool]:
+        monkeypatch.setattr(engines, "start", lambda backend, *given, **sizes: engine(*given))
+        compute, error = batching.Compute(**{"token_budget": 10_000, **compute}), None
+        args = selftest.Args(
+            models[kind], (problems,), compute=compute, temperature=temperature, max_response_tokens=24,
+            dtype="float32", folder=str(tmp_path),
         )  # fmt: skip
-        return diagnosis.Probe(policy, engine, prompts, temperature, 24, compute, world), saver
-
-    return make
-
-
-@pytest.fixture
-def tried(monkeypatch, tmp_path, capsys):
-    """Calls what makes a self-test for a run directory; returns which row holds. Nothing may be left on the disk."""
-    monkeypatch.setattr(placement, "finish", lambda world, engine: engine.shutdown())  # the group is all tests'
-
-    def tried(call) -> dict[str, bool]:
-        failed = []
         try:
-            call(str(tmp_path / "run"))
-        except RunFailed as error:
-            failed = [error]
+            selftest.main(args)
+        except RunFailed as failed:
+            error = failed
         lines = capsys.readouterr().out.splitlines()
         table = [line for line in lines if line.endswith(("  holds", "  FAILS"))]
         rows = {name: line.endswith("holds") for name in ROWS for line in table if line.startswith(f"{name}  ")}
         assert not list(tmp_path.iterdir()) and list(rows) == ROWS and len(table) == len(ROWS)
         assert f"selftest: {sum(rows.values())} of 7 hold" in lines[-1]
-        assert bool(failed) == (not all(rows.values()))
-        for error in failed:
+        assert (error is None) == all(rows.values())
+        if error:
             assert error.code == "selftest-failed" and "\n" not in str(error)
             assert [name for name in ROWS if f"{name} (" in str(error)] == [name for name in ROWS if not rows[name]]
         return rows
@@ -127,16 +111,13 @@ def tried(monkeypatch, tmp_path, capsys):
     return tried
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_what_is_right_holds(make, tried, kind):
-    probe, saver = make(kind, token_budget=100)
-    assert all(tried(partial(selftest.run, probe, saver, 0.05)).values())
-
-
-def test_short_prompts_may_be_shared(make, tried, monkeypatch):
-    monkeypatch.setattr(batching, "SHORT_PROMPT", 1)
-    probe, saver = make("tied and grouped")
-    assert all(tried(partial(selftest.run, probe, saver, 0.05)).values())
+@pytest.mark.parametrize(
+    "kind, short, compute", [("untied", 32, {"token_budget": 100}), ("tied", 32, {}), ("tied and grouped", 1, {})]
+)
+def test_what_is_right_holds(tried, monkeypatch, kind, short, compute):
+    """short: prompts of at least so many tokens are shared; with 1 all of them are."""
+    monkeypatch.setattr(batching, "SHARED_PROMPT_MIN_TOKENS", short)
+    assert all(tried(kind, **compute).values())
 
 
 def lose_last_tokens(monkeypatch):
@@ -181,37 +162,32 @@ def export_badly(monkeypatch):
         (HFEngine, export_badly, ["Hugging Face export"]),
     ],
 )
-def test_what_is_wrong_fails(make, tried, monkeypatch, engine, bug, fail):
-    probe, saver = make("tied", engine)
+def test_what_is_wrong_fails(tried, monkeypatch, engine, bug, fail):
     if bug:
         bug(monkeypatch)
-    rows = tried(partial(selftest.run, probe, saver, 0.05))
-    assert [name for name, holds in rows.items() if not holds] == fail
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.__name__)
-def test_every_algorithm_has_it(models, world, tried, monkeypatch, tmp_path_factory, algorithm):
-    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("test")[:8]))
-    monkeypatch.setattr(placement, "init", lambda *given: world)
-    args = algorithm.Args(
-        model=models["tied"], rollout_backend="hf", dtype="float32", max_response_tokens=24,
-        saving=checkpoint.Saving(selftest=True), dataset=(str(file),),
-    )  # fmt: skip
-    trained = []
-    saved = selftest.saved
-    monkeypatch.setattr(selftest, "saved", lambda saver, folder: trained.extend(saver.trained) or saved(saver, folder))
-    assert all(tried(lambda run_dir: algorithm.main(dataclasses.replace(args, run_dir=run_dir))).values())
-    assert trained == ["policy", *{ppo: ["critic"], prime: ["prm"]}.get(algorithm, [])]
+    assert [name for name, holds in tried("tied", engine).items() if not holds] == fail
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, backend", [("grpo", 1, "vllm"), ("ppo", 2, "hf")])
-def test_the_command_line(models, tmp_path, name, ranks, backend):
-    flags = ["--model", models["tied"], "--selftest", "--rollout-backend", backend, "--max-response-tokens", 24]
-    result = launch(ROOT / f"algos/{name}.py", *flags, "--eval-prompts", 0, ranks=ranks, cwd=tmp_path)
+@pytest.mark.parametrize("ranks, backend", [(1, "vllm"), (2, "hf")])
+def test_the_command_line(models, tmp_path, ranks, backend):
+    flags = ["--model", models["tied"], "--rollout-backend", backend, "--max-response-tokens", 24]
+    result = launch(ROOT / "scripts/selftest.py", *flags, ranks=ranks, cwd=tmp_path)
     assert "selftest: 7 of 7 hold" in result.stdout and f"{16 * ranks} responses" in result.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def make(models, world, problems):
+    """The probe of a run, with a variant of transformers' generate."""
+
+    def make(kind: str = "untied", engine=HFEngine) -> diagnosis.Probe:
+        policy = model.load(models[kind], world, torch.float32)
+        asked = prompts.load((problems,), prompts.Source(), "train", arithmetic.tokenizer(), 64)
+        sampler = engine(models[kind], [1], world, torch.float32)
+        return diagnosis.Probe(policy, sampler, asked, 0.7, 24, batching.Compute(token_budget=10_000), world)
+
+    return make
 
 
 def moved(probe) -> None:
@@ -227,7 +203,7 @@ def explained(probe, bound: float = 0.05) -> tuple[str, str]:
 
 
 def test_stale_weights_are_named(make):
-    probe, _ = make("tied")
+    probe = make("tied")
     moved(probe)
     code, why = explained(probe)
     assert code == "stale-weights" and "the engine had not got the trainer's weights" in why
@@ -235,13 +211,13 @@ def test_stale_weights_are_named(make):
 
 @pytest.mark.parametrize("engine", [OtherTemperature, OddTemperature])
 def test_another_temperature_is_named(make, engine):
-    code, why = explained(make("untied", engine)[0])
+    code, why = explained(make("untied", engine))
     named = re.search(r"at temperature (\S+): the engine does not sample at --temperature 0.7,", why)
     assert code == "wrong-temperature" and float(named[1]) == pytest.approx(engine.own, rel=0.01)
 
 
 def test_a_stale_cache_is_named(make):
-    probe, _ = make("untied", KeepsCache)
+    probe = make("untied", KeepsCache)
     probe.sample([prompt.ids for prompt in probe.prompts[:4]], seed=9)
     moved(probe)
     weight_sync.push(probe.policy, probe.engine)
@@ -251,7 +227,7 @@ def test_a_stale_cache_is_named(make):
 
 def test_what_is_none_of_these_is_described(make):
     """Sending the weights again does not bring the one that never arrives."""
-    probe, _ = make("untied", Drops)
+    probe = make("untied", Drops)
     moved(probe)
     weight_sync.push(probe.policy, probe.engine)
     code, why = explained(probe, bound=0.002)
@@ -260,13 +236,13 @@ def test_what_is_none_of_these_is_described(make):
 
 
 def test_a_gap_that_is_gone_is_not_explained_away(make):
-    code, why = explained(make("untied")[0])
+    code, why = explained(make("untied"))
     assert code == "logprob-gap" and "this step's were sampled with other weights" in why
 
 
 def test_the_gap_is_measured_by_hand(make, world):
     """Log-probs off by 0.1 at each first token and by 0.3 at the rest."""
-    probe, _ = make("untied")
+    probe = make("untied")
     batch = probe.sample(probe.some_prompts(), seed=1)
     batch.rollout_logprobs += 0.3 * batch.response_mask
     batch.rollout_logprobs[:, 0] -= 0.2
@@ -286,10 +262,10 @@ def test_a_run_asks_why_only_where_it_stops(gap, staleness, stops):
     explain = lambda bound: asked.append(bound) or ("stale-cache", "it is so")
     metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
     if not stops:
-        run.check(metrics, 0.05, explain)
+        guards.check(metrics, 0.05, explain)
     else:
         with pytest.raises(RunFailed) as failed:
-            run.check(metrics, 0.05, explain)
+            guards.check(metrics, 0.05, explain)
         assert failed.value.code == "stale-cache"
         assert str(failed.value).startswith(f"step 3: trainer and engine disagree by {gap} per token, over --max-log")
         assert str(failed.value).endswith("; it is so")

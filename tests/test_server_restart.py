@@ -1,4 +1,4 @@
-"""A lost rollout server, with servers that are not there: what is started, sent and asked again, and when not."""
+"""The loss of a rollout server, played with fake servers: when a run restarts them, and what it repeats."""
 
 import asyncio
 import re
@@ -6,15 +6,14 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
-import httpx
 import pytest
 import torch
 from conftest import ROOT, launch
 from safetensors.torch import load_file
 
-from common import server_control, server_engine, server_requests, server_weights, servers
 from common.errors import RunFailed
 from common.placement import Layout
+from common.rollout.servers import client, engine, process, weights
 from common.weight_sync import Parameter
 
 OWN = Layout("split", (1,))
@@ -22,7 +21,7 @@ TENSORS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}
 
 
 class Weights:
-    """As FullParameters; every tensor that is gathered is an event."""
+    """Stands for FullParameters. Every tensor that is gathered is an event."""
 
     def __init__(self, events: list):
         self.events = events
@@ -37,10 +36,10 @@ class Weights:
 
 
 class Servers:
-    """What happened to them, in order; `losses`: how many of the next calls of each name fail, after how many."""
+    """Records all events in order. losses: event -> (calls that still succeed, calls that fail after them)."""
 
     def __init__(self):
-        self.events, self.losses, self.started = [], {}, 0
+        self.events, self.losses, self.started, self.version = [], {}, 0, "0"
 
     def happen(self, event: str, code: str = "server-gone") -> None:
         self.events.append(event)
@@ -51,20 +50,19 @@ class Servers:
             raise RunFailed(f"rollout server http://own{self.started} is gone: {event}", code=code)
 
     def start(self, *args, **limits) -> list:
-        self.started += 1
+        self.started, self.version = self.started + 1, "0"
         self.events.append("start")
         return [Server(f"http://own{self.started}", self)]
 
     def control(self, urls: list[str]):
         return Control(urls, self)
 
-    async def ask_all(self, asked: list, told) -> list:
-        self.happen(f"ask {asked[0][0]}" if asked[0][0] == "http://theirs" else "ask")
-        content = [{"token_id": 7, "logprob": -0.5}]
-        spans = [{"version": self.version, "start": 0, "end": 1}]
-        choice = {"token_ids": [7], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}
-        assert {url for url, _ in asked} == {self.urls[0]}, "a server that is no more is asked"
-        return [[choice] * body["sampling_params"]["n"] for _, body in asked]
+    async def ask_all(self, requests: list, version: int, done) -> list:
+        self.happen(f"ask {requests[0][0]}" if requests[0][0] == "http://theirs" else "ask")
+        assert self.version == str(version), "the servers have other weights than the run believes"
+        assert {url for url, _ in requests} == {self.urls[0]}, "a stopped server is asked"
+        response = client.Response([7], [-0.5], False, self.version)
+        return [[response] * body["sampling_params"]["n"] for _, body in requests]
 
 
 class Server:
@@ -79,7 +77,7 @@ class Server:
 
 
 class Control:
-    """Every route is an event; what update_weights brings is read at once, for the file does not stay."""
+    """Every route is an event. update_weights reads its file at once, because the sender removes it."""
 
     workers = 1
 
@@ -102,110 +100,108 @@ class Control:
 @pytest.fixture
 def fake(monkeypatch) -> Servers:
     found = Servers()
-    monkeypatch.setattr(servers, "start", found.start)
-    monkeypatch.setattr(server_control, "Control", found.control)
-    monkeypatch.setattr(server_engine, "ask_all", found.ask_all)
-    monkeypatch.setattr(server_weights, "PART", TENSORS["a"].nbytes)  # each a part of its own
+    monkeypatch.setattr(process, "start", found.start)
+    monkeypatch.setattr(client, "Control", found.control)
+    monkeypatch.setattr(client, "ask_all", found.ask_all)
+    monkeypatch.setattr(weights, "FILE_BYTES", TENSORS["a"].nbytes)  # a file for each tensor
     return found
 
 
-def make(world, layout: Layout = OWN) -> server_engine.ServerEngine:
-    sizes = {"max_model_len": 64, "max_num_seqs": 8}
-    return server_engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **sizes)
+def make(world, layout: Layout = OWN) -> engine.ServerEngine:
+    limits = {"max_model_len": 64, "max_num_seqs": 8}
+    return engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
 
 
-def generate(engine):
-    return engine.generate([[5], [6]], n=1, temperature=1.0, max_tokens=1, seed=0)
+def generate(made):
+    return made.generate([[5], [6]], n=1, temperature=1.0, max_tokens=1, seed=0)
 
 
 def test_lost_responses_are_asked_for_again_with_the_weights_they_had(world, fake, capfd):
-    engine = make(world)
+    made = make(world)
     for _ in range(3):
-        engine.load_weights(Weights(fake.events))
+        made.load_weights(Weights(fake.events))
     fake.events.clear()
     fake.losses["ask"] = (0, 1)
-    batch = generate(engine)
-    routes = ["pause", "start_weight_update", *["update_weights"] * 4, "finish_weight_update", "check_version"]
-    sent = [*routes, "check_alike", "resume"]  # with checksums: they are new, whatever the number
+    batch = generate(made)
+    sent = ["start_weight_update", *["update_weights"] * 4, "finish_weight_update"]
     assert [event for event in fake.events if event not in TENSORS] == (
         ["ask", "stop http://own1", "start", "check", *sent, "ask"]
     )
     assert all(torch.equal(fake.control_now.got[name], tensor) for name, tensor in TENSORS.items())
-    assert batch.weight_versions.tolist() == [[3], [3]] and engine.weight_version == 3
+    assert batch.weight_versions.tolist() == [[3], [3]] and made.weight_version == 3
     said = re.findall(r"warning\[server-restarted\]: .*", capfd.readouterr().err)
     assert len(said) == 1 and "http://own1 is gone" in said[0] and "SomeError: out of everything" in said[0]
-    engine.load_weights(Weights(fake.events))
-    assert generate(engine).weight_versions.tolist() == [[4], [4]]
+    made.load_weights(Weights(fake.events))
+    assert generate(made).weight_versions.tolist() == [[4], [4]]
 
 
-@pytest.mark.parametrize("event", ["ask", "pause", "check_version"])
+@pytest.mark.parametrize("event", ["ask", "start_weight_update", "finish_weight_update"])
 def test_the_second_loss_ends_the_run(world, fake, event):
-    engine = make(world)
-    engine.load_weights(Weights(fake.events))
+    made = make(world)
+    made.load_weights(Weights(fake.events))
     fake.losses["ask"] = (0, 1)
-    generate(engine)
+    generate(made)
     fake.losses[event] = (0, 1)
     with pytest.raises(RunFailed, match="http://own2 is gone.*out of everything.*before") as raised:
-        engine.load_weights(Weights(fake.events))
-        generate(engine)
+        made.load_weights(Weights(fake.events))
+        generate(made)
     assert raised.value.code == "server-gone" and fake.started == 2
 
 
 def test_a_loss_while_the_weights_are_sent_again_is_the_second(world, fake):
-    engine = make(world)
-    engine.load_weights(Weights(fake.events))
+    made = make(world)
+    made.load_weights(Weights(fake.events))
     fake.losses |= {"ask": (0, 1), "update_weights": (1, 1)}
     with pytest.raises(RunFailed, match="http://own2 is gone"):
-        generate(engine)
+        generate(made)
     assert fake.started == 2
 
 
 def test_before_the_first_update_they_have_what_they_read(world, fake):
-    engine = make(world)
-    fake.version, fake.losses["ask"] = "0", (0, 1)
-    assert generate(engine).weight_versions.tolist() == [[0], [0]]
-    assert "pause" not in fake.events
+    made = make(world)
+    fake.losses["ask"] = (0, 1)
+    assert generate(made).weight_versions.tolist() == [[0], [0]]
+    assert "start_weight_update" not in fake.events
 
 
 def test_a_lost_update_is_sent_again_whole(world, fake):
-    """After it was gathered to its end: other ranks are in the midst of that."""
-    engine = make(world)
-    engine.load_weights(Weights(fake.events))
+    """The tensors are gathered to the end first, because the other ranks are in the midst of that."""
+    made = make(world)
+    made.load_weights(Weights(fake.events))
     fake.events.clear()
     fake.losses["update_weights"] = (1, 1)
-    engine.load_weights(Weights(fake.events))
+    made.load_weights(Weights(fake.events))
     gathered = [event for event in fake.events if event in (*TENSORS, "start")]
     assert gathered == [*TENSORS, "start", *TENSORS]
-    assert engine.weight_version == 2 and fake.version == "2" and fake.control_now.got.keys() == TENSORS.keys()
-    assert fake.events.count("check_alike") == fake.events.count("resume") == 1
-    assert generate(engine).weight_versions.tolist() == [[2], [2]]
+    assert made.weight_version == 2 and fake.version == "2" and fake.control_now.got.keys() == TENSORS.keys()
+    assert generate(made).weight_versions.tolist() == [[2], [2]]
     assert fake.events.count("finish_weight_update") == 1, "sent once more than needed"
 
 
 def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
-    made = []
+    senders = []
 
     class Sender:
-        def __init__(self, control, source):
-            made.append(self)
+        def __init__(self, source, control):
+            senders.append(self)
             self.over = False
 
         def send_weights(self) -> None:
             for name, _ in self.source:
-                if name == "b" and len(made) == 1 and fake.events.count("a") == 2:
+                if name == "b" and len(senders) == 1 and fake.events.count("a") == 2:
                     raise RunFailed("rollout server http://own1 is gone", code="server-gone")
             fake.version = fake.control_now.version
 
         def shutdown(self) -> None:
             self.over = True
 
-    monkeypatch.setattr(server_engine, "nccl_sender", Sender)
-    engine = make(replace(world, device=torch.device("cuda")))
+    monkeypatch.setattr(weights, "nccl_sender", Sender)
+    made = make(replace(world, device=torch.device("cuda")))
     for _ in range(3):
-        engine.load_weights(Weights(fake.events))
+        made.load_weights(Weights(fake.events))
     gathered = [event for event in fake.events if event in (*TENSORS, "start")]
     assert gathered == ["start", *TENSORS, *TENSORS, "start", *TENSORS, *TENSORS]
-    assert [sender.over for sender in made] == [True, False] and engine.weight_version == 3
+    assert [sender.over for sender in senders] == [True, False] and made.weight_version == 3
 
 
 @pytest.mark.parametrize(
@@ -216,34 +212,34 @@ def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
     ],
 )
 def test_servers_that_are_not_restarted(world, fake, layout, message):
-    engine = make(world, layout)
-    engine.load_weights(Weights(fake.events))
+    made = make(world, layout)
+    made.load_weights(Weights(fake.events))
     fake.losses |= {"ask": (0, 1), "ask http://theirs": (0, 1)}
     started = fake.started
     with pytest.raises(RunFailed, match=message) as raised:
-        generate(engine)
+        generate(made)
     assert raised.value.code == "server-gone" and fake.started == started
 
 
 def test_servers_of_others_are_left_as_they_were(world, fake):
-    engine = make(world, Layout("split", rollout_urls=("http://theirs",)))
+    made = make(world, Layout("split", rollout_urls=("http://theirs",)))
     fake.losses["update_weights"] = (1, 1)
     fake.events.clear()
     with pytest.raises(RunFailed, match="is gone"):
-        engine.load_weights(Weights(fake.events))
-    assert [event for event in fake.events if event not in TENSORS][-2:] == ["update_weights", "resume"]
+        made.load_weights(Weights(fake.events))
+    assert [event for event in fake.events if event not in TENSORS][-1] == "update_weights"
     assert fake.started == 0 and not any(event.startswith("stop") for event in fake.events)
 
 
 def test_what_new_servers_do_not_mend_ends_the_run(world, fake, monkeypatch):
-    engine = make(world)
+    made = make(world)
 
-    async def refuse(asked, told):
+    async def refuse(requests, version, done):
         raise RunFailed("rollout server http://own1 refused a request (400): too long", code="server-refused")
 
-    monkeypatch.setattr(server_engine, "ask_all", refuse)
+    monkeypatch.setattr(client, "ask_all", refuse)
     with pytest.raises(RunFailed, match="too long"):
-        generate(engine)
+        generate(made)
     assert fake.started == 1
 
 
@@ -253,7 +249,7 @@ def test_an_error_of_a_dead_engine_is_a_loss(status, code):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            if status:  # else it closes the connection
+            if status:  # without a status it closes the connection
                 self.send_response(status if self.path == "/health" else 404)
                 self.end_headers()
 
@@ -264,16 +260,12 @@ def test_an_error_of_a_dead_engine_is_a_loss(status, code):
         def log_message(self, *args):
             pass
 
-    async def ask(url: str) -> None:
-        async with httpx.AsyncClient() as client:
-            await server_requests.ask(client, url, {})
-
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         for request in (
-            lambda: asyncio.run(ask(url)),
-            lambda: server_control.Control([url]).request("POST", url, "/pause"),
+            lambda: asyncio.run(client.ask_all([(url, {})], 0, None)),
+            lambda: client.Control([url]).request("POST", "/start_weight_update"),
         ):
             with pytest.raises(RunFailed) as raised:
                 request()

@@ -8,7 +8,7 @@ from conftest import ROOT, launch
 from transformers import AutoModelForCausalLM
 
 from algos.sft import sft_loss
-from common import data
+from common.data.tokenizer import load_tokenizer
 
 
 def test_loss_is_the_mean_over_response_tokens():
@@ -23,13 +23,13 @@ def test_loss_is_the_mean_over_response_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_learns_prompt_response_pairs_from_jsonl(models, tmp_path, ranks):
-    """Rows without an answer: greedy decoding of the trained folder gives the responses back, whatever the ranks."""
+    """Rows without an answer. Greedy decoding with the trained folder returns the responses, on one rank and on two."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}=", "response": f"{i} {i}"}) + "\n" for i in range(4)))
     flags = ["--model", models["untied"], "--dataset", pairs, "--steps", 40, "--batch-size", 4, "--warmup-steps", 0]
     launch(ROOT / "algos/sft.py", *flags, "--output", tmp_path / "out", ranks=ranks)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    tokenizer, stops = data.load_tokenizer(str(tmp_path / "out"))
+    tokenizer, stops = load_tokenizer(str(tmp_path / "out"))
     for i in range(4):
         ids = torch.tensor([tokenizer(f"{i}=")["input_ids"]])
         out = trained.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=stops)[0, ids.shape[1] :]

@@ -1,7 +1,10 @@
-"""The other six algorithms: their short runs, and that what they share stays the same text."""
+"""All algorithms: short runs with the right and the wrong sign, and that what they share stays the same text."""
 
 import ast
+import functools
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch
@@ -11,11 +14,22 @@ WORKERS = ROOT / "tests/workers"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folders of the runs of tests/workers/siblings.py."""
+def run_of(tmp_path_factory) -> Callable[[str, str], Path]:
+    """(algorithm, "right" or "flipped") -> folder of a run of tests/workers/siblings.py, which the first call starts.
+
+    A run that was told to learn the wrong way may end early: DAPO and PRIME then find too few groups that are mixed.
+    """
     folder = tmp_path_factory.mktemp("siblings")
-    launch(WORKERS / "siblings.py", folder, timeout=900)
-    return folder
+
+    @functools.cache
+    def run_of(name: str, kind: str) -> Path:
+        run = folder / f"{name}-{kind}"
+        result = launch(WORKERS / "siblings.py", name, kind, run, check=False)
+        ended_early = kind == "flipped" and result.returncode == 3 and "error[no-signal]" in result.stderr
+        assert result.returncode == 0 or ended_early, result.stderr[-3000:]
+        return run
+
+    return run_of
 
 
 def lines(run) -> list[dict]:
@@ -27,26 +41,30 @@ def responses(run, step: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_with_the_sign_flipped_it_unlearns(runs, name):
-    right, flipped = lines(runs / f"{name}-right"), lines(runs / f"{name}-flipped")
+@pytest.mark.parametrize("name", NAMES)
+def test_with_the_sign_flipped_it_unlearns(run_of, name):
+    right, flipped = lines(run_of(name, "right")), lines(run_of(name, "flipped"))
     assert right[0]["reward/mean"] == flipped[0]["reward/mean"]  # nothing is learned yet
-    assert flipped[-1]["reward/mean"] < flipped[0]["reward/mean"] - 0.15
-    assert right[-1]["reward/mean"] > flipped[-1]["reward/mean"] + 0.15
+    least = 0.15 if len(flipped) == len(right) else 0.05  # a run that ended early had fewer steps to unlearn
+    late_right, late_flipped = [
+        sum(row["reward/mean"] for row in rows[: len(flipped)][-3:]) / 3 for rows in (right, flipped)
+    ]
+    assert len(flipped) > 3 and late_flipped < flipped[0]["reward/mean"] - least
+    assert late_right > late_flipped + least
     assert max(row["mismatch/logprob_abs_max"] for row in right) < 5e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("rloo", "remax", "ppo"))
-def test_the_kl_term_is_measured(runs, name):
-    kl = [row["reward/kl"] for row in lines(runs / f"{name}-right")]
+def test_the_kl_term_is_measured(run_of, name):
+    kl = [row["reward/kl"] for row in lines(run_of(name, "right"))]
     assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, low, high", [("dapo", 1, 7), ("prime", 1, 7)])
-def test_a_kept_batch_has_only_groups_within_the_bounds(runs, name, low, high):
-    run = runs / f"{name}-right"
+def test_a_kept_batch_has_only_groups_within_the_bounds(run_of, name, low, high):
+    run = run_of(name, "right")
     for row in lines(run):
         assert row["sampling/prompts_generated"] % 32 == 0
         assert 8 <= row["sampling/prompts_kept"] < row["sampling/prompts_generated"]
@@ -59,15 +77,15 @@ def test_a_kept_batch_has_only_groups_within_the_bounds(runs, name, low, high):
 
 
 @pytest.mark.slow
-def test_greedy_responses_carry_no_loss(runs):
-    run = runs / "remax-right"
+def test_greedy_responses_carry_no_loss(run_of):
+    run = run_of("remax", "right")
     assert all(0 < row["reward/greedy_mean"] < 1 for row in lines(run))
     assert len(responses(run, 1)) == 16 * 8  # the greedy ones are not among them
 
 
 @pytest.mark.slow
-def test_the_critic_learns(runs):
-    critic = [row["loss/value"] for row in lines(runs / "ppo-right")]
+def test_the_critic_learns(run_of):
+    critic = [row["loss/value"] for row in lines(run_of("ppo", "right"))]
     assert critic[-1] < critic[0]
 
 

@@ -1,28 +1,30 @@
-"""Where rows come from: JSONL, Parquet, --columns, and the hubs, whose clients are stood in for."""
+"""Where rows come from: JSONL, Parquet, --columns, and the two hubs, whose clients are replaced by fakes."""
 
-import importlib
 import json
 import sys
+import types
 from pathlib import Path
 
 import datasets
-import httpx2
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from common import data, embedded, sources
+from common.data import arithmetic
+from common.data.prompts import INSTRUCTIONS, Prompt, Source, TrainSource, load_eval
+from common.data.prompts import load as load_prompts
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.errors import BadInput
 
-TOKENIZER = embedded.tokenizer()
+TOKENIZER = arithmetic.tokenizer()
 GOOD = b'{"question": "1+1=", "answer": "2"}'
 
 
-def load(dataset: str, split: str = "train", limit: int = 999, **source) -> list[data.Prompt]:
-    return data.load((dataset,), data.Source(**source), split, TOKENIZER, limit)
+def load(dataset: str, split: str = "train", limit: int = 999, **source) -> list[Prompt]:
+    return load_prompts((dataset,), Source(**source), split, TOKENIZER, limit)
 
 
-BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py has those of a command line
+BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py has more of them
     (b"{}", 'missing key "prompt" (found: nothing)'),
     (b'{"prompt": 7, "answer": "2"}', '"prompt" must be a non-empty string, got 7'),
     (b'{"prompt": [], "answer": 2}', '"prompt" must be messages with role and content, got []'),
@@ -35,7 +37,7 @@ BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py h
     (b'{"question": "x", "solution": 2}', '"solution" must be a string, got 2'),
     (b'{"question": "x", "solution": null}', 'missing key "answer" (found: question, solution)'),
     (b'{"question": "\\ud800", "answer": "2"}',
-     r"invalid JSON: 'utf-8' codec can't encode character '\ud800' in position 14: surrogates not allowed"),
+     r"'utf-8' codec can't encode character '\ud800' in position 14: surrogates not allowed"),
     (b'{"question": "x", "answer": ' + b"9" * 5000 + b"}",
      "invalid JSON: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
      "digits; use sys.set_int_max_str_digits() to increase the limit"),
@@ -51,12 +53,6 @@ def test_bad_rows_are_refused_in_these_words(tmp_path, monkeypatch, content, mes
     assert str(error.value) == f"rows.jsonl:1: {message}"
 
 
-def test_deep_json_is_refused_as_any_other(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("[" * 100_000)
-    with pytest.raises(BadInput, match="rows.jsonl:1: invalid JSON: maximum recursion depth"):
-        load(str(tmp_path / "rows.jsonl"))
-
-
 def test_bom_crlf_blank_lines_and_unusual_separators_are_accepted(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + '{"id": null, "prompt": "a\u2028b\x85", "answer": 3}\n'.encode()
@@ -69,18 +65,12 @@ def test_bom_crlf_blank_lines_and_unusual_separators_are_accepted(tmp_path):
 def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder/name").mkdir(parents=True)
-    with pytest.raises(BadInput, match="^absent.jsonl: file not found$"):
-        load("absent.jsonl")
-    with pytest.raises(BadInput, match="^absent.parquet: file not found$"):
-        load("absent.parquet")
-    with pytest.raises(BadInput, match="^nowhere/train.jsonl: file not found$"):
-        load("gsm8k:nowhere")
-    for spec in ("arithmatic", "math:folder", "dapo@test", "folder/name", "a/b/c", "rows.csv", "gsm8k=x"):
+    for spec in ("math:folder", "dapo@test", "folder/name", "a/b/c", "rows.csv", "gsm8k=x", "modelscope:arithmetic"):
         with pytest.raises(
             BadInput, match=f'^--dataset "{spec}": expected arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, '
         ):
             load(spec)
-    with pytest.raises(BadInput, match=r'--dataset dapo: has no split "test" \(it has: train\)'):
+    with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):
         load("dapo", "test")
 
 
@@ -101,20 +91,14 @@ def test_parquet(tmp_path):
 
 def test_bad_parquet_is_named_by_row(tmp_path):
     good = {"question": "1+1=", "answer": 2}
-    cases = [
-        ([good, {"question": None, "answer": 2}], 'row 2: "question" must be a non-empty string, got null'),
+    for rows, message in (
         ([good, {"question": "x", "answer": None}], 'row 2: "answer" must be a string or a number, got null'),
-        ([{"question": "x", "id": 1}], 'row 1: missing key "answer" (found: question, id)'),
         ([good | {"id": 7}] * 2, 'row 2: duplicate id "7" (first at row 1)'),
-    ]
-    for rows, message in cases:
+    ):
         path = write(tmp_path / "rows.parquet", rows)
         with pytest.raises(BadInput) as error:
             load(path)
         assert str(error.value) == f"{path}:{message}"
-    parquet.write_table(pyarrow.table({"question": pyarrow.array([], pyarrow.string())}), path)
-    with pytest.raises(BadInput, match="rows.parquet: contains no rows$"):
-        load(path)
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path):
@@ -130,33 +114,20 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
 
 def test_columns(tmp_path):
     path = tmp_path / "rows.jsonl"
-    row = {
-        "prompt": "no",
-        "problem": "1+1=",
-        "meta": {"gold": {"value": 2}},
-        "x.y": "x",
-        "x": {"y": "no"},
-        "id": 1,
-        "uid": "a",
-    }
+    row = {"prompt": "no", "problem": "1+1=", "meta": {"gold": {"value": 2}}, "x.y": "x", "x": {"y": "no"}, "id": 1}
+    row["uid"] = "a"
     path.write_text(f"{json.dumps(row)}\n{json.dumps(row | {'uid': 'b'})}\n")
     with pytest.raises(BadInput, match=r'rows.jsonl:2: duplicate id "1" \(first at line 1\)$'):
         load(str(path), columns=("answer=uid",))
     columns = ("prompt=problem", "answer=meta.gold.value", "solution=x.y", "id=uid")
     prompt, _ = load(str(path), columns=columns)
     assert (prompt.text, prompt.answer, prompt.solution) == ("1+1=", "2", "x")
-    assert prompt.meta == row | {"prompt": "1+1="}  # rewards find the prompt there by its usual name
+    assert prompt.meta == row | {"prompt": "1+1="}  # rewards find the prompt there under its usual name
 
 
-BAD_COLUMNS = [
-    (
-        "prompt",
-        '--columns "prompt": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, id=COLUMN, each once at most',
-    ),
-    ("question=x", '--columns "question=x": expected prompt=COLUMN'),
-    ("prompt=", '--columns "prompt=": expected prompt=COLUMN'),
-    ("prompt=b", '--columns "prompt=b": expected prompt=COLUMN'),  # twice
-    ("answer=meta.gold", 'rows.jsonl:1: missing key "meta.gold" (found: question, meta)'),
+BAD_COLUMNS = [  # a second entry of --columns -> its message; tests/test_bad_input.py has more of them
+    ("prompt=", '--columns "prompt=question answer=question prompt=": expected prompt=COLUMN'),
+    ("prompt=b", '--columns "prompt=question answer=question prompt=b": expected prompt=COLUMN'),
     ("answer=question.x", 'rows.jsonl:1: missing key "question.x" (found: question, meta)'),
     ("id=uid", 'rows.jsonl:1: missing key "uid" (found: question, meta)'),
     ("solution=worked", 'rows.jsonl:1: missing key "worked" (found: question, meta)'),
@@ -176,19 +147,14 @@ def test_columns_of_a_built_in_data_set_are_refused(tmp_path):
     with pytest.raises(BadInput, match="--columns: arithmetic is built in, and its columns are known"):
         load("arithmetic", columns=("answer=solution",))
     (tmp_path / "rows.jsonl").write_text('{"q": "1+1=", "a": "2"}')
-    source = data.TrainSource(columns=("prompt=q", "answer=a"), eval_dataset=str(tmp_path / "rows.jsonl"))
-    assert len(data.load(("arithmetic",), source, "train", TOKENIZER, 64)) == 7844  # they are for the other one
-    assert len(data.load_eval(("arithmetic",), source, TOKENIZER, 64)) == 1
+    source = TrainSource(columns=("prompt=q", "answer=a"), eval_dataset=str(tmp_path / "rows.jsonl"))
+    assert len(load_prompts(("arithmetic",), source, "train", TOKENIZER, 64)) == 7844  # --columns is for --eval-dataset
+    assert len(load_eval(("arithmetic",), source, TOKENIZER, 64)) == 1
 
 
 QUESTION = [{"content": "Last line: Answer: $Answer\n\n1+1?", "role": "user"}]
-DAPO = {
-    "data_source": "math_dapo",
-    "prompt": QUESTION,
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "9a9b"},
-}
+GOLD = {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"}
+DAPO = {"data_source": "math_dapo", "prompt": QUESTION, "reward_model": GOLD, "extra_info": {"index": "9a9b"}}
 ON_HUB = {
     ("openai/gsm8k", "main", "train"): [{"question": "1+1?", "answer": "<<1+1=2>>2\n#### 2"}],
     ("DigitalLearningGmbH/MATH-lighteval", None, "train"): [
@@ -217,17 +183,16 @@ def hub(monkeypatch):
         return datasets.Dataset.from_list(ON_HUB[name, config, split])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(sources, "dataset_info", lambda name, timeout: None)
 
 
 def test_gsm8k_from_the_hub(hub):
     (prompt,) = load("gsm8k")
     assert (prompt.id, prompt.answer, prompt.solution) == ("openai/gsm8k/train:row 1", "2", "2\n#### 2")
-    assert prompt.text == "1+1?" + data.INSTRUCTIONS["gsm8k"]
+    assert prompt.text == "1+1?" + INSTRUCTIONS["gsm8k"]
 
 
 def test_math_from_the_hub(hub, capsys):
-    """The answer is in the last box of the training problems, and in a column of the test problems."""
+    """The answer is in the last box of a training problem, and in a column of a test problem."""
     boxed, framed = load("math")
     assert (boxed.answer, framed.answer) == (r"\frac{4}{2}", "3") and boxed.solution.startswith("$1$")
     assert capsys.readouterr().out == "math: left out 1 of 3 problems: no answer in a box\n"
@@ -240,108 +205,75 @@ def test_dapo_from_the_hub(hub, capsys):
     """Chat messages, an answer in a struct, and each prompt a hundred times over."""
     first, second = load("dapo")
     assert (first.text, first.answer) == (QUESTION[0]["content"] + "\n", "2") and second.text == "1+2?\n"
-    assert capsys.readouterr().out == "dapo: left out 198 of 200 rows that repeat another one's prompt\n"
+    assert capsys.readouterr().out == "dapo: left out 198 rows that repeat another one's prompt\n"
 
 
 def test_any_name_on_the_hub(hub):
     (prompt,) = load("someone/sums:small@train[:1]", "test")
     assert (prompt.id, prompt.answer) == ("someone/sums/train[:1]:row 1", "2")
-    with pytest.raises(
-        BadInput, match="^--dataset someone/sums: cannot be loaded from the Hub: Unknown split train of"
-    ):
+    with pytest.raises(BadInput, match="^--dataset someone/sums: cannot be loaded from the Hub: Unknown split train"):
         load("someone/sums:small")
     with pytest.raises(BadInput, match="^--dataset someone/nothing: contains no rows$"):
         load("someone/nothing")
 
 
-def test_no_connection_is_said_at_once(monkeypatch):
-    """load_dataset would try for half a minute; what is in its cache it may have, whatever the connection."""
-    asked = []
-
-    def dataset_info(name, timeout):
-        asked.append(name)
-        raise httpx2.ConnectError("Name or service not known\nand more")
-
-    monkeypatch.setattr(sources, "dataset_info", dataset_info)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **more: pytest.fail("went on to load it"))
-    with pytest.raises(BadInput, match="^--dataset openai/gsm8k: cannot be loaded from the Hub: Name or service not k"):
-        load("gsm8k")
-    assert asked == ["openai/gsm8k"]
-
-
-def test_what_is_cached_needs_no_connection(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(sources, "dataset_info", lambda name, timeout: pytest.fail("asked the Hub"))
-    (tmp_path / "openai___gsm8k").mkdir()
-    assert len(load("gsm8k")) == 1
-
-
-MODELSCOPE = {  # the part of modelscope 1.40.2 that is used
-    "__init__.py": """
-from pathlib import Path
-from modelscope.hub.errors import HubError
-def snapshot_download(model_id=None, revision=None, cache_dir=None):
-    folder = Path(__file__).parent / "models" / model_id
-    if not folder.is_dir():
-        raise HubError(f"no {model_id} here\\nand more")
-    return str(folder)
-def dataset_snapshot_download(dataset_id=None, revision=None, cache_dir=None):
-    return str(Path(__file__).parent / "datasets" / dataset_id)
-""",
-    "hub/__init__.py": "",
-    "hub/errors.py": "class HubError(Exception):\n    pass\n",
-    "datasets/AI-ModelScope/gsm8k/README.md": """---
+README = """---
 configs:
 - config_name: main
   data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
 ---
-""",
-}
+"""
 
 
 @pytest.fixture
 def modelscope(tmp_path, monkeypatch):
-    """A package of that name on the path, with a folder as its hub; gone afterwards."""
-    monkeypatch.syspath_prepend(tmp_path)
+    """The part of modelscope 1.40.2 that is used, replaced by a fake that has a folder as its hub."""
+
+    class HubError(Exception):
+        pass
+
+    def snapshot_download(name: str) -> str:
+        if not (tmp_path / name).is_dir():
+            raise HubError(f"no {name} here\nand more")
+        return str(tmp_path / name)
+
+    fake = types.SimpleNamespace(snapshot_download=snapshot_download, dataset_snapshot_download=snapshot_download)
+    hub = types.SimpleNamespace(HubError=HubError)
+    for name, module in (("modelscope", fake), ("modelscope.hub", hub), ("modelscope.hub.errors", hub)):
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "modelscope"]:
-        monkeypatch.delitem(sys.modules, name)
-    for name, text in MODELSCOPE.items():
-        path = tmp_path / "modelscope" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    importlib.invalidate_caches()
-    yield tmp_path / "modelscope"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "modelscope"]:
-        del sys.modules[name]
+    return tmp_path
 
 
 def test_data_sets_from_modelscope(modelscope):
-    folder = modelscope / "datasets/AI-ModelScope/gsm8k/main"
-    folder.mkdir()
+    folder = modelscope / "AI-ModelScope/gsm8k/main"
+    folder.mkdir(parents=True)
+    (folder.parent / "README.md").write_text(README)
     for split, answer in (("train", "2"), ("test", "3")):
         write(folder / f"{split}-00000-of-00001.parquet", [{"question": "1+1?", "answer": f"#### {answer}"}])
-    for split, answer in (("train", "2"), ("test", "3")):
-        (prompt,) = load("gsm8k", split, hub="modelscope")
-        assert (prompt.id, prompt.answer) == (f"AI-ModelScope/gsm8k/{split}:row 1", answer)
+    for name in ("modelscope:gsm8k", "modelscope:AI-ModelScope/gsm8k:main=2"):
+        (prompt,) = load(name)
+        assert prompt.id == "AI-ModelScope/gsm8k/train:row 1" and prompt.answer.endswith("2")
+    (prompt,) = load_eval("modelscope:gsm8k", TrainSource(), TOKENIZER, 999)
+    assert (prompt.id, prompt.answer) == ("AI-ModelScope/gsm8k/test:row 1", "3")
+    assert prompt.text == "1+1?" + INSTRUCTIONS["gsm8k"]
 
 
-def test_models_from_modelscope(modelscope, tmp_path):
-    model = modelscope / "models/some/model"
-    embedded.config().save_pretrained(model)
-    embedded.tokenizer().save_pretrained(model)
-    assert data.resolve_model("some/model", "modelscope") == str(model)
-    assert data.load_tokenizer(data.resolve_model("some/model", "modelscope"))[1] == [1]
-    assert data.resolve_model(str(tmp_path), "modelscope") == str(tmp_path)  # a folder is one already
-    assert data.resolve_model("embedded", "modelscope") == "embedded"
-    assert data.resolve_model("some/model", "huggingface") == "some/model"
-    with pytest.raises(BadInput, match="^--model no/model: cannot be downloaded from ModelScope: no no/model here$"):
-        data.resolve_model("no/model", "modelscope")
+def test_models_from_modelscope(modelscope):
+    model = modelscope / "some/model"
+    arithmetic.config().save_pretrained(model)
+    arithmetic.tokenizer().save_pretrained(model)
+    assert resolve_model("modelscope:some/model") == str(model) == resolve_model(str(model))
+    assert load_tokenizer(resolve_model("modelscope:some/model"))[1] == [1]
+    assert resolve_model("some/model") == "some/model"
+    message = "^--model modelscope:no/model: cannot be downloaded from ModelScope: no no/model here$"
+    with pytest.raises(BadInput, match=message):
+        resolve_model("modelscope:no/model")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("modelscope") is not None, reason="modelscope is installed here")
-def test_modelscope_is_asked_for_where_it_is_not_installed():
-    with pytest.raises(BadInput, match="^--hub modelscope: not installed; pip install modelscope$"):
-        data.resolve_model("some/model", "modelscope")
-    with pytest.raises(BadInput, match="^--hub modelscope: not installed; pip install modelscope$"):
-        load("gsm8k", hub="modelscope")
+def test_modelscope_is_named_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)  # an import then fails like that of a missing package
+    with pytest.raises(BadInput, match="^--model modelscope:a/b: modelscope is not installed; pip install modelscope$"):
+        resolve_model("modelscope:a/b")
+    with pytest.raises(BadInput, match="^--dataset modelscope:AI-ModelScope/gsm8k: modelscope is not installed; pip"):
+        load("modelscope:gsm8k")

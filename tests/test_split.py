@@ -1,9 +1,11 @@
 """Servers beside the trainer: they follow it, it learns, and what goes wrong is said once and leaves nothing behind."""
 
+import asyncio
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,15 +15,13 @@ import httpx
 import psutil
 import pytest
 import torch
-from conftest import CORES, ROOT, launch
+from conftest import ARITHMETIC, CORES, ROOT, launch
 
-from common import server_control, server_requests, servers
 from common.errors import BadInput, RunFailed
-from common.placement import TORCHRUN_VARIABLES, Layout
-from common.roles import check_layout
-from common.rollout import collate
-from common.server_requests import check_reply, versions
-from common.server_weights import cut
+from common.placement import TORCHRUN_VARIABLES, Layout, check_layout
+from common.rollout.servers import client, process
+from common.rollout.servers.client import Control, ask_all
+from common.rollout.servers.weights import cut
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)
@@ -34,17 +34,17 @@ def rows(run_dir) -> list[dict]:
 
 
 def gaps_of(printed: str) -> list[float]:
-    """What a worker printed as `gap NUMBER`."""
+    """The numbers that a worker printed as `gap NUMBER`."""
     return [float(line.split()[1]) for line in printed.splitlines() if line.startswith("gap")]
 
 
 def marked(mark: str) -> list[int]:
     """Processes that inherited MARK from a run: it, its ranks, its servers and their engines."""
     found = []
-    for process in psutil.process_iter():
+    for running in psutil.process_iter():
         try:
-            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+            if running.environ().get("MARK") == mark and running.status() != psutil.STATUS_ZOMBIE:
+                found.append(running.pid)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue
     return found
@@ -56,7 +56,7 @@ def mark(monkeypatch):
     name = str(uuid.uuid4())
     monkeypatch.setenv("MARK", name)
     yield name
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a server that is importing torch dies after that
     while marked(name) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert marked(name) == []
@@ -74,7 +74,7 @@ def test_two_servers_follow_the_trainer(models, mark):
 @needs_two_cores
 @pytest.mark.slow
 def test_it_learns_on_servers(tmp_path, mark):
-    launch(GRPO, *SPLIT, "--steps", 8, "--run-dir", tmp_path / "run", servers=True)
+    launch(GRPO, *SPLIT, "--steps", 8, "--prompts-per-step", 32, "--run-dir", tmp_path / "run", servers=True)
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
     assert max(row["mismatch/logprob_abs_max"] for row in found[1:]) <= 1e-4
@@ -83,16 +83,16 @@ def test_it_learns_on_servers(tmp_path, mark):
 
 @needs_two_cores
 @pytest.mark.slow
-def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
-    ahead = ["--max-inflight-batches", 2, "--inflight-updates", "--tis-cap", 2, "--steps", 8, "--save-every", 4]
+def test_it_learns_one_step_behind(tmp_path, mark):
+    ahead = ["--max-inflight-batches", 2, "--tis-cap", 2, "--steps", 8, "--prompts-per-step", 32, "--save-every", 4]
     result = launch(ROOT / "tests/workers/behind.py", *SPLIT, *ahead, "--run-dir", tmp_path / "run", servers=True)
     gaps = gaps_of(result.stdout)
-    assert len(gaps) == 8 and max(gaps) <= 1e-4, gaps  # to the weights that sampled each token, in flight or not
+    assert len(gaps) == 8 and max(gaps) <= 1e-4, gaps  # to the weights that sampled each token
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] > found[0]["eval/accuracy"] + 0.05, found
     staleness = [row["mismatch/staleness"] for row in found[1:]]
     assert staleness[0] == staleness[4] == 0  # nothing is in flight at the start and after a checkpoint
-    assert all(0 < value <= 1 for value in staleness[1:4] + staleness[5:]), staleness
+    assert staleness[1:4] == staleness[5:] == [1, 1, 1], staleness
     assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in found[1:])
 
 
@@ -101,7 +101,8 @@ def test_it_learns_one_step_behind_with_updates_in_flight(tmp_path, mark):
 @pytest.mark.parametrize("end", ["server", "interrupt"])
 def test_what_ends_a_run_is_said_once_and_nothing_is_left(tmp_path, mark, end):
     """A server's engine killed a second time, and Ctrl-C. After the first time the run goes on."""
-    command = [sys.executable, GRPO, *SPLIT, "--steps", 500, "--eval-prompts", 0, "--run-dir", tmp_path / "run"]
+    small = ["--prompts-per-step", 8, "--group-size", 4, "--steps", 1000, "--eval-prompts", 0]
+    command = [sys.executable, GRPO, *SPLIT, *small, "--run-dir", tmp_path / "run"]
     log = tmp_path / "log"
     with open(log, "w") as file:
         spread = lambda: os.sched_setaffinity(0, CORES)
@@ -142,7 +143,7 @@ def test_a_server_does_not_outlive_who_started_it(mark):
     """However that ends: its end of the server's standard input closes."""
     starter = (
         "import subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'common.server_main', '-', '--model', 'none']\n"
+        "command = [sys.executable, '-m', 'common.rollout.servers.process', '-', '--model', 'none']\n"
         "subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
         "print('started', flush=True)\n"
         "time.sleep(60)\n"
@@ -178,7 +179,6 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
         (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
         (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
         (Layout("split", (CORE,), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
-        (Layout("split", (CORE,), inflight_updates=True), 1, "vllm", "nothing is in flight"),
         (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
         (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
     ],
@@ -192,7 +192,7 @@ def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monk
 
 
 def test_a_server_that_is_not_there_is_named():
-    control = server_control.Control(["http://127.0.0.1:9"])
+    control = Control(["http://127.0.0.1:9"])
     with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone"):
         control.check()
 
@@ -214,46 +214,40 @@ class Scripted(httpx.BaseTransport):
 def scripted(monkeypatch):
     def install(replies: dict) -> Scripted:
         transport = Scripted(replies)
-        client = httpx.Client(transport=transport)
-        monkeypatch.setattr(httpx, "request", lambda *a, trust_env, **k: client.request(*a, **k))
+        http = httpx.Client(transport=transport)
+        monkeypatch.setattr(httpx, "request", lambda *a, trust_env, **k: http.request(*a, **k))
+        monkeypatch.setattr(client, "healthy", lambda url: True)
         return transport
 
     return install
 
 
 def test_each_server_gets_its_own_nccl_ranks(scripted):
-    paths = ("/get_world_size", "/init_weight_transfer_engine", "/resume", "/update_weight_version")
+    paths = ("/get_world_size", "/init_weight_transfer_engine", "/update_weight_version")
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
-    control = server_control.Control(["http://a", "http://b"])
+    control = Control(["http://a", "http://b"])
     control.check()
-    assert control.workers == 4
+    assert control.workers == [2, 2]
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     sent = {url: json.loads(body)["init_info"] for url, body in transport.asked if "init" in url}
     assert {url[7]: info["rank_offset"] for url, info in sent.items()} == {"a": 1, "b": 3}
     assert all(info["world_size"] == 5 for info in sent.values())
 
 
-def test_a_server_with_other_weights_is_named(scripted):
-    scripted({"/weight_info": (200, {"weight_version": "3"})})
-    control = server_control.Control(["http://a"])
-    control.version = "3"
-    control.check_version()
-    control.version = "4"
-    with pytest.raises(RunFailed, match="http://a has weights of version 3, not 4"):
-        control.check_version()
+def test_an_update_ends_with_an_empty_prefix_cache(scripted):
+    """The old weights computed its keys and values."""
+    transport = scripted(dict.fromkeys(("/finish_weight_update", "/reset_prefix_cache"), (200, {})))
+    control = Control(["http://a"], version="3")
+    control.finish_weight_update()
+    (finish, body), (reset, _) = transport.asked
+    assert finish.endswith("/finish_weight_update") and json.loads(body) == {"weight_version": "3"}
+    assert reset.endswith("/reset_prefix_cache?reset_running_requests=true")
 
 
 def test_a_server_without_the_routes_is_explained(scripted):
-    scripted({"/resume": (404, {})})
-    with pytest.raises(RunFailed, match=r"serve_rollout\.sh"):
-        server_control.Control(["http://a"]).check()
-
-
-def test_versions_are_those_of_the_tokens():
-    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
-    assert versions({"token_ids": [7, 8, 9], "weight_versions": spans}) == [3, 3, 4]
-    batch = collate([[1], [2]], [[7, 8, 9], [7]], None, [True, True], [[3, 3, 4], [4]], torch.device("cpu"))
-    assert batch.weight_versions.tolist() == [[3, 3, 4], [4, 0, 0]]
+    scripted({"/update_weight_version": (404, {})})
+    with pytest.raises(RunFailed, match=r"http://a refused .*serve_rollout\.sh"):
+        Control(["http://a"]).check()
 
 
 def good_reply() -> dict:
@@ -263,8 +257,28 @@ def good_reply() -> dict:
     return {"choices": [{**choice, "index": i, "weight_versions": spans} for i in (1, 0)]}
 
 
-def test_responses_come_in_order_and_whole():
-    assert [choice["index"] for choice in check_reply("http://a", json.dumps(good_reply()).encode(), 2)] == [0, 1]
+@pytest.fixture
+def ask_one(monkeypatch):
+    """The responses to one request for n responses of version 2, from a server that answers with given bytes."""
+
+    def ask(reply: bytes, n: int, told: list | None = None) -> list:
+        told = [] if told is None else told
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=reply))
+        monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
+        done = lambda *given: told.append(given)
+        return asyncio.run(ask_all([("http://a", {"sampling_params": {"n": n}})], 2, done))[0]
+
+    return ask
+
+
+def test_responses_come_in_order_and_whole(ask_one):
+    reply = good_reply()
+    reply["choices"][0]["finish_reason"] = "length"  # this choice has index 1
+    told = []
+    found = ask_one(json.dumps(reply).encode(), 2, told)
+    assert told == [(0, [[7, 1], [7, 1]], [False, True])], "a reward may grade them while others are sampled"
+    assert [response.truncated for response in found] == [False, True]
+    assert found[0].token_ids == [7, 1] and found[0].logprobs == [-0.5, -0.1]
 
 
 @pytest.mark.parametrize(
@@ -273,21 +287,32 @@ def test_responses_come_in_order_and_whole():
         {"finish_reason": "abort"},
         {"token_ids": [7]},
         {"weight_versions": None},
+        {"weight_versions": []},
+        {"weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]},
         {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": -9999.0}]}},
         {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": True}]}},
         {"token_ids": [7, -1]},
         {"token_ids": [7, "1"]},
-        {"weight_versions": [{"version": "2", "start": 0, "end": 10**12}]},
     ],
 )
-def test_a_response_that_is_not_whole_ends_the_run(change):
-    """Any of these would shift the rows that follow, or train on a number that is none."""
+def test_a_response_that_is_not_whole_ends_the_run(ask_one, change):
+    """Any of these would shift the rows that follow, or train on a value that is not a number."""
     reply = good_reply()
     reply["choices"][0].update(change)
-    with pytest.raises(RunFailed, match="http://a gave 1 whole responses where 2 were asked for"):
-        check_reply("http://a", json.dumps(reply).encode(), 2)
-    with pytest.raises(RunFailed, match="gave 2 whole responses where 3"):
-        check_reply("http://a", json.dumps(good_reply()).encode(), 3)
+    with pytest.raises(RunFailed, match="^rollout server http://a answered /inference/v1/generate unlike vLLM: "):
+        ask_one(json.dumps(reply).encode(), 2)
+    with pytest.raises(RunFailed, match="2 responses, 3 were requested"):
+        ask_one(json.dumps(good_reply()).encode(), 3)
+
+
+def test_responses_of_other_weights_end_the_run(ask_one):
+    """Someone else has updated the server, or its owner has restarted it."""
+    reply = good_reply()
+    for choice in reply["choices"]:
+        choice["weight_versions"][0]["version"] = "5"
+    with pytest.raises(RunFailed, match="http://a has weights of version 5, not 2") as failed:
+        ask_one(json.dumps(reply).encode(), 2)
+    assert failed.value.code == "weight-version"
 
 
 NO_REPLIES = [
@@ -297,15 +322,13 @@ NO_REPLIES = [
 
 
 @pytest.mark.parametrize("reply", NO_REPLIES, ids=lambda reply: repr(reply[:40]))
-def test_what_is_no_reply_is_one_line(scripted, reply):
-    """Of a proxy's page, another service at the port, or another version of vLLM."""
-    with pytest.raises(RunFailed, match="^rollout server http://a gave what is no reply of vLLM's: .*$"):
-        check_reply("http://a", reply, 1)
-    scripted({"/get_world_size": (200, reply), "/resume": (200, {}), "/update_weight_version": (200, {})})
-    with pytest.raises(
-        RunFailed, match="^rollout server http://a gave to /get_world_size what is no reply of vLLM's: "
-    ):
-        server_control.Control(["http://a"]).check()
+def test_what_is_no_reply_is_one_line(scripted, ask_one, reply):
+    """It may come from a proxy's page, another service at the port, or another version of vLLM."""
+    with pytest.raises(RunFailed, match="^rollout server http://a answered .* unlike vLLM: .*$"):
+        ask_one(reply, 1)
+    scripted({"/get_world_size": (200, reply), "/update_weight_version": (200, {})})
+    with pytest.raises(RunFailed, match="^rollout server http://a answered /get_world_size unlike vLLM: .*$"):
+        Control(["http://a"]).check()
 
 
 def test_weights_are_cut_into_parts_that_fit():
@@ -313,40 +336,16 @@ def test_weights_are_cut_into_parts_that_fit():
     assert [list(part) for part in cut(iter(tensors), 80)] == [["a", "b"], ["c"], ["d"]]
 
 
-def test_damaged_weights_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    from common import weight_transfer
-    from common.weight_sync import checksum
-
-    class Model:
-        def load_weights(self, given):
-            self.loaded = dict(given)
-
-    tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
-    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "w.safetensors")
-    engine = object.__new__(weight_transfer.SharedMemoryTransfer)
-    engine.model = Model()
-    engine.receive_weights(weight_transfer.FileUpdate(str(tmp_path / "w.safetensors"), sums))
-    assert torch.equal(engine.model.loaded["a"], tensors["a"])
-    with pytest.raises(ValueError, match="arrived damaged: a"):
-        engine.receive_weights(weight_transfer.FileUpdate(str(tmp_path / "w.safetensors"), {**sums, "a": 1}))
-
-
 def test_a_server_that_hangs_is_found(monkeypatch):
     """It accepts connections and never answers: only its health, asked beside the requests, tells."""
-    import asyncio
-    import socket
-
-    monkeypatch.setattr(server_requests, "HEALTH_EVERY", 0.1)
-    monkeypatch.setattr(server_requests, "HEALTH_WITHIN", 0.2)
+    monkeypatch.setattr(client, "HEALTH_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(client, "HEALTH_ANSWER_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunFailed, match=f"{url} does not answer"):
-            asyncio.run(server_requests.ask_all([(url, {})]))
+            asyncio.run(ask_all([(url, {})], 0, None))
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -356,7 +355,7 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, cuda):
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
-    given = servers.command("m", torch.float32, 1, Layout(), 1, max_model_len=64, max_num_seqs=8)
+    given = process.command("m", torch.float32, 1, Layout("split"), 1, max_model_len=64, max_num_seqs=8)
     for flag in (
         "generation-config",
         "logprobs-mode",
@@ -373,7 +372,17 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, cuda):
 @pytest.mark.slow
 def test_two_ranks_of_remax_train_one_step_behind(models, tmp_path, mark):
     """Two calls of generate() a step, in a thread on each rank, and updates between: each rank's own lock hangs."""
-    flags = ["--model", models["grouped"], "--prompts-per-step", 4, "--mini-batches", 1, "--max-response-tokens", 8]
+    flags = [
+        *ARITHMETIC,
+        "--model",
+        models["grouped"],
+        "--prompts-per-step",
+        4,
+        "--mini-batches",
+        1,
+        "--max-response-tokens",
+        8,
+    ]
     flags += ["--group-size", 2, "--eval-prompts", 2, "--max-inflight-batches", 2]
     flags += ["--steps", 6, "--max-logprob-gap", 5, "--reward", f"{ROOT}/tests/workers/rewards.py:uneven"]
     launch(ROOT / "algos/remax.py", *SPLIT, *flags, "--run-dir", tmp_path / "run", ranks=2, timeout=300)

@@ -1,4 +1,4 @@
-"""Truncated importance sampling, the same in every algorithm; and the figures that are logged with it off, too."""
+"""Truncated importance sampling is the same in every algorithm. Its figures are logged even when it is off."""
 
 import importlib
 import math
@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from common.rollout import collate
-from common.tracking import Figures
+from common.rollout.rollout import collate
+from common.run.tracking import Figures
 
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "rloo", "remax", "ppo", "prime"]
-OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # probabilities of three tokens: trainer's, engine's
+OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # the trainer's and the engine's probabilities of three tokens
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs (1, 4) of both sides and the mask; what is outside it is NaN."""
-    old, sampled = (torch.tensor([[*map(math.log, given), math.nan]]) for given in (OLD, SAMPLED))
+    """Log-probs (1, 4) of both sides, NaN outside the mask, and the mask."""
+    old, sampled = (torch.tensor([[*map(math.log, chances), math.nan]]) for chances in (OLD, SAMPLED))
     return old, sampled, torch.tensor([[True, True, True, False]])
 
 
@@ -27,20 +27,20 @@ def test_weights_are_the_ratio_up_to_the_cap(name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_each_token_of_the_policy_loss_is_weighed_and_the_kl_is_not(name):
+def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     module = importlib.import_module(f"algos.{name}")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     mask = torch.tensor([[True, True]])
     advantages = torch.ones(1, 2) if name in ("remax", "ppo", "prime") else torch.ones(1)
-    given = {"clip_low": 0.2, "clip_high": 0.2, "denominator": 1.0}
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "denominator": 1.0}
     if name == "dapo":
-        given["clip_dual"] = 3.0
+        settings["clip_dual"] = 3.0
     references = ()
     if name in ("grpo", "dr_grpo"):
-        references, given["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
+        references, settings["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
 
     def gradient(**weights) -> torch.Tensor:
-        loss = module.policy_loss(logprobs, logprobs.detach(), *references, advantages, mask, **given, **weights)
+        loss = module.policy_loss(logprobs, logprobs.detach(), *references, advantages, mask, **settings, **weights)
         return torch.autograd.grad(loss, logprobs)[0]
 
     plain, weighed = gradient(), gradient(weights=torch.tensor([[0.5, 2.0]]))
@@ -49,7 +49,7 @@ def test_each_token_of_the_policy_loss_is_weighed_and_the_kl_is_not(name):
 
 
 def test_figures_of_the_gap(world):
-    """KL = mean(e^d - 1 - d), one of three weights over 2, effective size (sum w)^2 / sum w^2."""
+    """KL is the mean of e^d - 1 - d. One of three weights is over 2. The effective size is (sum w)^2 / sum w^2."""
     old, sampled, _ = tensors()
     batch = collate([[1]], [[5, 6, 7]], [sampled[0, :3].tolist()], [True], 4, torch.device("cpu"))
     figures = Figures(world)
@@ -67,4 +67,4 @@ def test_figures_of_rows_that_were_not_trained_on_are_left_out(world):
     figures.mismatch(torch.tensor([[-1.5], [9.0]]), batch, 3, torch.tensor([True, False]))
     total = {name: sum(float(a) for a, _ in entries) for name, entries in figures.sums.items()}
     assert total["mismatch/logprob_abs_mean"] == 0.5
-    assert total["mismatch/staleness"] == 2 + 1  # of all rows: known before any is trained on
+    assert total["mismatch/staleness"] == 2 + 1  # all rows count: it is known before any is trained on

@@ -10,8 +10,13 @@ from test_readme import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common import embedded, errors, grading, rollout, traces
-from common.data import Prompt
+from common import errors
+from common.data import arithmetic as embedded
+from common.data.prompts import Prompt
+from common.rewards import grading
+from common.rollout import rollout
+from common.run import traces
+from common.run.sampling import Batch
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
 EVIL = "<script>alert(1)</script>\x1b[2J\u00e9\U0001f600"
@@ -55,8 +60,9 @@ def run(tmp_path_factory, world):
     needed = torch.tensor([True, False, True, True])
     path = folder / "rollouts/step_000007.jsonl"
     values = torch.arange(4.0)[:, None].expand_as(old)
-    given = (prompts, texts, results, batch, advantages, old, needed)
-    traces.write(path, world, *given, values=values, baseline=greedy)
+    batch = Batch.of(batch, prompts, texts, results)
+    batch.baseline = Batch.of(greedy, prompts, ["", ""], results[:2])
+    traces.write(path, world, batch, advantages, old, needed, values=values)
     return folder
 
 

@@ -1,22 +1,19 @@
 """Peak memory of log-probs and their gradients, with the whole (tokens, vocabulary) matrix and in chunks.
 
-python scripts/bench/memory.py      # --only whole|chunked VOCABULARY FILE: that one, here; its gradients go to FILE
+python scripts/bench/memory.py
 
-4,096 tokens; each case runs in a process of its own. Peak: beyond hidden states and head, gradients included. The last
-column is the largest relative difference of the gradients to the whole matrix's.
+A row has 4,096 tokens. Each case runs in a process of its own. The peak counts everything beyond hidden states and
+head, gradients included. The last column is the largest relative difference between the gradients of the two.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import tyro
-from measure import reset_peak, resident
+from measure import in_own_process, reset_peak, resident
 
-from common.logits import ChunkedLogprobs
+from common.trainer.logits import ChunkedLogprobs
 
 TOKENS, WIDTH, VOCABULARIES = 4096, 576, (50_000, 150_000)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +30,8 @@ def chunked(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> 
     return ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
 
 
-def one(path: str, vocabulary: int, output: str) -> None:
+def peak_of(path: str, vocabulary: int, file: Path) -> float:
+    """Peak of one case in MiB. Writes its gradients to the file."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, device=DEVICE)
     head = torch.randn(vocabulary, WIDTH, device=DEVICE) / WIDTH**0.5
@@ -46,25 +44,19 @@ def one(path: str, vocabulary: int, output: str) -> None:
     logprobs, _ = {"whole": whole, "chunked": chunked}[path](hidden, head, targets)
     gradients = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
     peak = resident("VmHWM") - before
-    torch.save([x.cpu() for x in gradients], output)
-    print(json.dumps(peak))
+    torch.save([x.cpu() for x in gradients], file)
+    return peak
 
 
-def main(only: tuple[str, int, str] | None = None) -> None:
-    if only:
-        return one(*only)
+def main() -> None:
     print("| vocabulary | whole, MiB | chunked, MiB | times less | gradient differs by |", "|---" * 5 + "|", sep="\n")
     for vocabulary in VOCABULARIES:
         with tempfile.TemporaryDirectory() as scratch:
-            peaks, gradients = [], []
-            for path in ("whole", "chunked"):
-                command = [sys.executable, __file__, "--only", path, str(vocabulary), f"{scratch}/{path}"]
-                peaks.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-                gradients.append(torch.load(Path(scratch) / path))
-            worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*gradients))
-        print(
-            f"| {vocabulary} | {peaks[0]:.0f} | {peaks[1]:.0f} | {peaks[0] / peaks[1]:.1f} | {worst:.1e} |", flush=True
-        )
+            files = [Path(scratch) / path for path in ("whole", "chunked")]
+            peaks = [in_own_process(peak_of, file.name, vocabulary, file) for file in files]
+            worst = max(((a - b).norm() / a.norm()).item() for a, b in zip(*map(torch.load, files)))
+        cells = f"{peaks[0]:.0f} | {peaks[1]:.0f} | {peaks[0] / peaks[1]:.1f} | {worst:.1e}"
+        print(f"| {vocabulary} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

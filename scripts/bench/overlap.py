@@ -2,10 +2,10 @@
 
 python scripts/bench/overlap.py
 
-algos/grpo.py on the embedded task, split: the server on the last core, the trainer on the others. Two jobs, each with
-sampling made about as long as training: with a reward that sleeps, and with real work alone (more passes over each
-batch). Each job runs with --max-inflight-batches 1 and 2, in turns; medians of steps without a checkpoint, after the
-first two. The bound is the longer of the two phases and the sync.
+algos/grpo.py trains on the embedded task in a split layout: the server has the last core, the trainer the others. In
+both jobs sampling takes about as long as training: one has a reward that sleeps, the other more passes over each batch.
+Each job runs with --max-inflight-batches 1 and 2, in turns. Times are medians of steps without a checkpoint, after the
+first two. The bound is the longer of the two phases plus the sync.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 @dataclasses.dataclass
 class Args:
     steps: int = 12
-    rounds: int = 2  # how often each setting runs
+    rounds: int = 2  # How often each setting runs.
 
 
 def run(folder: Path, steps: int, inflight: int, epochs: int, sleep: float) -> list[dict]:
@@ -33,20 +33,13 @@ def run(folder: Path, steps: int, inflight: int, epochs: int, sleep: float) -> l
     reward = folder.parent / "reward.py"
     sleep *= len(os.sched_getaffinity(0)) / 64  # it is called for each of 64 prompts, on as many workers as cores
     reward.write_text(
-        "import time\nfrom common.grading import grade_gsm8k\n\n\ndef score(items, lengths, truncated):\n"
+        "import time\nfrom common.rewards.grading import grade_gsm8k\n\n\ndef score(items, lengths, truncated):\n"
         f"    time.sleep({sleep})\n    return [grade_gsm8k(item.response, item.answer) for item in items]\n"
     )
     core = max(os.sched_getaffinity(0))
     flags = ["--rollout-placement", "split", "--rollout-devices", core, "--max-inflight-batches", inflight]
     flags += ["--steps", steps, "--epochs", epochs, "--reward", f"{reward}:score", "--eval-prompts", 0]
-    flags += [
-        "--kl-coef",
-        0.001,
-        "--run-dir",
-        folder,
-        "--rollouts-every",
-        1000,
-    ]  # with a KL term every row is trained on
+    flags += ["--run-dir", folder, "--rollouts-every", 1000, "--kl-coef", 0.001]  # with a KL term no row is skipped
     command = [sys.executable, ROOT / "algos/grpo.py", *flags]
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -62,13 +55,13 @@ TRAINING = ("time/logprobs", "time/update")
 
 
 def main(args: Args) -> None:
-    print("| job | sampling, s | training, s | sync, s | one after the other, s | overlapped, s | of the longer |")
+    print("| job | sampling, s | training, s | sync, s | one after the other, s | overlapped, s | of the bound |")
     print("|---" * 7 + "|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         probe = run(Path(scratch) / "probe", 6, 1, 1, 0.0)
         sampling, training = median(probe, *SAMPLING), median(probe, *TRAINING)
         jobs = {
-            # Mostly sleep: what a service far away takes, not what these few cores can do at once.
+            # Sleeping takes no core: so does a reward service on another machine.
             "a reward that sleeps": (max(1, round(4 * sampling / training)), None),
             "real work": (max(1, round(sampling / training)), 0.0),
         }

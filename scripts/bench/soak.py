@@ -1,6 +1,6 @@
-"""Does a long run leak? Resident memory, file handles, threads and child processes of a run, step by step.
+"""Does a long run leak? Prints resident memory, file handles, threads and child processes, step by step.
 
-python scripts/bench/soak.py                     # 300 steps of the embedded default; takes all flags of algos/grpo.py
+python scripts/bench/soak.py                     # 300 steps of the embedded job; all flags of algos/grpo.py work
 
 Growth is the slope of a straight line through all steps after the first fifty.
 """
@@ -12,7 +12,8 @@ import psutil
 import tyro
 
 from algos import grpo
-from common import errors, tracking
+from common import errors
+from common.run import tracking
 
 WARM_UP = 50  # steps
 
@@ -40,4 +41,4 @@ def main(args: grpo.Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(grpo.Args, default=grpo.Args(steps=300), description=__doc__))
+    main(tyro.cli(grpo.Args, default=grpo.Args(**grpo.EMBEDDED | {"steps": 300}), description=__doc__))

@@ -1,25 +1,24 @@
-"""Trainer -> engine: seconds of a push and the memory it takes beyond what was there, against the model's size.
+"""Weight sync from trainer to engine: seconds of a push and the extra memory it takes, for models of several sizes.
 
-python scripts/bench/sync.py        # --only SIZE: that one, in this process
+python scripts/bench/sync.py
 
-Random weights, float32 masters, tied embeddings; each size in a process of its own. The floor is one copy of all
-weights in memory; the peak is the resident set's (a GPU's: allocated memory) during a push. Medians of five.
+The models have random weights, float32 masters and tied embeddings. Each runs in a process of its own.
+One copy of all weights in memory is the least that a push can take. Extra memory is the peak of resident memory (on a
+GPU, of allocated memory) during a push, minus what was there before. Times are medians of five.
 """
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
 import torch
 import tyro
-from measure import reset_peak, resident, return_memory
+from measure import in_own_process, reset_peak, resident, return_memory
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import engines, model, placement, weight_sync
+from common import placement, weight_sync
+from common.rollout import engines
+from common.trainer import model
 
 SIZES = {  # width, layers, vocabulary
     "6 M": (256, 4, 8_192),
@@ -29,7 +28,8 @@ SIZES = {  # width, layers, vocabulary
 }
 
 
-def one(name: str) -> None:
+def figures_of(name: str) -> dict[str, float]:
+    """A row of the table: numbers of parameters, seconds and MiB."""
     width, layers, vocabulary = SIZES[name]
     heads = width // 64
     config = Qwen2Config(
@@ -37,12 +37,12 @@ def one(name: str) -> None:
         num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=2048,
     )  # fmt: skip
     world = placement.init(seed=0)
-    return_memory()  # else what a push frees would be resident before the next
+    return_memory()  # otherwise memory that a push frees would still be resident before the next one
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         policy = model.load(folder, world, torch.float32)
         engine = engines.start("vllm", folder, [0], world, torch.float32, max_model_len=64, sequences=8)
-    weight_sync.push(policy, engine)  # the first also makes what later ones reuse
+    weight_sync.push(policy, engine)  # the first push also allocates buffers that later ones reuse
     times, extras = [], []
     for _ in range(5):
         engine.sleep()
@@ -67,20 +67,15 @@ def one(name: str) -> None:
         "layer": sum(size for name, size in sizes.items() if ".layers.0." in name),
         "embedding": max(sizes.values()),
     }
-    os.write(1, b"FIGURES" + json.dumps(figures).encode() + b"\n")
     placement.finish(world, engine)
+    return figures
 
 
-def main(only: str = "") -> None:
-    if only:
-        return one(only)
+def main() -> None:
     print("| parameters | push, s | one copy, s | extra memory, MiB | a layer, MiB | the embedding, MiB |")
     print("|---" * 6 + "|", flush=True)
     for name in SIZES:
-        command = [sys.executable, __file__, "--only", name]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        (line,) = [line for line in output.splitlines() if line.startswith("FIGURES")]
-        row = json.loads(line.removeprefix("FIGURES"))
+        row = in_own_process(figures_of, name)
         figures = " | ".join(f"{row[key]:.2f}" for key in ("seconds", "copy"))
         sizes = " | ".join(f"{row[key]:.1f}" for key in ("extra", "layer", "embedding"))
         print(f"| {row['parameters'] / 1e6:.0f} M | {figures} | {sizes} |", flush=True)

@@ -1,14 +1,14 @@
-"""Update phase: FLOP/s of forwards and backwards against the machine's matrix-product peak.
+"""The update: FLOP/s of its forwards and backwards, as a share of what one large matrix product reaches.
 
 python scripts/bench/update_mfu.py
 python scripts/bench/update_mfu.py --kernels eager compile
 python scripts/bench/update_mfu.py --memory returned kept     # what placement.keep_memory is worth
 python scripts/bench/update_mfu.py --size qwen2.5-0.5b --budgets 4096 --dtype bfloat16   # on a GPU
 
-Random weights of a known architecture, prompts and responses of GSM8K's lengths, 8 responses a prompt. Counted are
-6 x parameters x tokens that were computed (a shared prompt once; attention's own products and recomputed logits not),
-and the optimizer step is in the time. The peak is that of one large product in the same precision, taken before and
-after each update: a shared machine's speed changes by the minute. Medians.
+The model has random weights of a known architecture, prompts and responses have GSM8K's lengths, 8 responses a prompt.
+FLOPs are 6 x parameters x tokens that were computed: a shared prompt counts once, attention's own products and logits
+that are computed again do not count. The time includes the optimizer step. The peak is that of one large product in the
+same precision, before and after each update, because a shared machine changes its speed. Figures are medians.
 """
 
 import dataclasses
@@ -23,8 +23,10 @@ import tyro
 from measure import return_memory
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from common import batching, errors, model, placement, rollout
-from common.layers import Kernels
+from common import errors, placement
+from common.rollout import rollout
+from common.trainer import batching, model
+from common.trainer.kernels import Kernels
 
 SIZES = {
     "smollm2-135m": LlamaConfig(
@@ -49,8 +51,8 @@ class Args:
     budgets: tuple[int, ...] = (1024, 2048, 4096)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: tuple[Kernels, ...] = ("eager",)
-    memory: tuple[Literal["kept", "returned"], ...] = ("kept",)  # on a CPU, what becomes of freed tensors
-    steps: int = 3  # measured, after one of warm-up
+    memory: tuple[Literal["kept", "returned"], ...] = ("kept",)  # On a CPU: does freed memory stay?
+    steps: int = 3  # Steps that are measured, after one of warm-up.
 
 
 def random_rollout(prompts: int, vocabulary: int, device: torch.device) -> rollout.Rollout:
@@ -106,7 +108,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         return sum(micro.input_ids.numel() for micro in micro_batches)
 
-    # Without bfloat16 units one of its products may take a minute.
+    # Only precisions that matter here: without bfloat16 units one bfloat16 product may take a minute.
     peaks = {other: [] for other in dict.fromkeys((torch.float32, dtype, placement.native_dtype()))}
     cases = {case: [] for case in product(args.kernels, args.memory, (False, True), args.budgets)}
     for step in range(args.steps + 1):
@@ -114,7 +116,7 @@ def main(args: Args) -> None:
             compute, tokens = batching.Compute(token_budget=budget, shared_prompts=share, kernels=kind), []
             if len(args.memory) > 1:
                 {"kept": placement.keep_memory, "returned": return_memory}[memory]()
-                update(compute)  # the heap grows anew after a change
+                update(compute)  # after a change the heap has to grow again
             before = peak(dtype, world.device)
             spent = seconds(lambda compute=compute, tokens=tokens: tokens.append(update(compute)), world.device)
             around = (before + peak(dtype, world.device)) / 2

@@ -12,8 +12,7 @@
 # PYTHON          unset: .venv/bin/python, or python
 #
 # Rank 0, which writes the run directory, is on the node whose address sorts first: keep --run-dir, and the model unless
-# it is a Hub name, on a file system that all nodes share. The embedded model is warm-started by each node: with a
-# shared file system run one rank alone first.
+# it is a Hub name, on a file system that all nodes share.
 set -euo pipefail
 fail() { echo "error: $*" >&2; exit 2; }
 

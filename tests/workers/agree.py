@@ -1,4 +1,4 @@
-"""Two ranks score; what goes wrong on one of them must happen on both. Prints a list, of what each rank saw."""
+"""Two ranks score: an error on one of them must be raised on both. Prints a list with what each rank saw."""
 
 import json
 import os
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common import placement, rollout
-from common.data import Prompt
+from common import placement
+from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
-from common.grading import Result
-from common.reward_mixture import Rewards
+from common.rewards.grading import Result
+from common.rewards.mixture import Rewards
+from common.rollout import rollout
 
 
 def attempt(reward: Rewards, world, step: int) -> str:
@@ -35,15 +36,15 @@ def main(folder: Path) -> None:
             os.replace(folder / "new", file)
 
     mine = lambda count, score: lambda items, lengths, truncated: [Result(score, 0.0, None, {"why": "x"})] * count
-    reward = Rewards({"mine": mine(4, 1.0)}, {"mine": 0.5}, file, "drop")
+    reward = Rewards({"mine": mine(4, 1.0)}, {"mine": 0.5}, file)
     weights = []
     for step, weight in ((1, 1.0), (2, 5.0)):
         write(weight)
         attempt(reward, world, step)
         weights.append(reward.weights["mine"])
-    wrong_count = Rewards({"mine": mine(3 if last else 4, 1.0)}, {"mine": 1.0}, None, "drop")
+    wrong_count = Rewards({"mine": mine(3 if last else 4, 1.0)}, {"mine": 1.0})
     half = lambda items, lengths, truncated: mine(2, 1.0)(0, 0, 0) + mine(2, None if last else 1.0)(0, 0, 0)
-    dropping = Rewards({"mine": half}, {"mine": 1.0}, None, "drop")
+    dropping = Rewards({"mine": half}, {"mine": 1.0})
     dropping.first_step = 1
     said = {"weights": weights, "error": attempt(wrong_count, world, 9), "dropped": attempt(dropping, world, 9)}
     said["dropped"] = said["dropped"].split(";")[0]

@@ -4,7 +4,8 @@ import torch
 import tyro
 
 from algos import grpo
-from common import errors, model, weight_sync
+from common import errors, weight_sync
+from common.trainer import model
 
 push, frozen_logprobs = weight_sync.push, model.frozen_logprobs
 sent: dict[int, list[torch.Tensor]] = {}  # weight version -> parameters
@@ -40,4 +41,4 @@ def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
 
 
 weight_sync.push, model.frozen_logprobs = remembered, compared
-errors.launch(grpo.main, tyro.cli(grpo.Args))
+errors.launch(grpo.main, tyro.cli(grpo.Args, default=grpo.Args(**grpo.EMBEDDED)))

@@ -1,4 +1,4 @@
-"""algos/grpo.py with --resume auto, whose last rank is killed once in step 3, and gets a SIGTERM once in step 5:
+"""Run algos/grpo.py with --resume auto. Its last rank is killed once in step 3 and gets a SIGTERM once in step 5:
 crash.py RUN_DIR [flags]
 """
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import tyro
 
 from algos import grpo
-from common import errors, tracking
+from common import errors
+from common.run import tracking
 
 run_dir, *flags = sys.argv[1:]
 begin = tracking.Tracker.begin
@@ -28,5 +29,7 @@ def begin_step(tracker, step: int, profiled) -> None:
 tracking.Tracker.begin = begin_step
 small = ["--rollout-backend", "hf", "--prompts-per-step", "8", "--group-size", "4", "--mini-batches", "2"]
 small += ["--eval-prompts", "0", "--schedule", "constant", "--save-every", "2"]
-args = tyro.cli(grpo.Args, args=["--run-dir", run_dir, "--resume", "auto", *small, *flags])
+args = tyro.cli(
+    grpo.Args, args=["--run-dir", run_dir, "--resume", "auto", *small, *flags], default=grpo.Args(**grpo.EMBEDDED)
+)
 errors.launch(grpo.main, args)

@@ -20,12 +20,19 @@ from pathlib import Path
 import torch
 
 from algos import grpo
-from common import checkpoint, data, embedded, errors, hf_engine, model, placement, traces, tracking, trends
+from common import errors, placement
+from common.data import arithmetic as embedded
+from common.data import prompts as data
+from common.rollout import hf_engine
+from common.run import checkpoint, traces, tracking
+from common.run import guards as trends
+from common.trainer import model
 
-SMALL = grpo.Args(
-    dtype="float32", prompts_per_step=4, group_size=4, mini_batches=2, max_response_tokens=40, temperature=1.3, steps=4,
-    rollouts_every=1, rollout_backend="hf", source=data.TrainSource(eval_prompts=0), max_logprob_gap=1e-3,
-)  # fmt: skip
+SMALL = grpo.Args(**{
+    **grpo.EMBEDDED, "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "temperature": 1.3,
+    "max_response_tokens": 40, "steps": 4, "rollouts_every": 1, "rollout_backend": "hf", "max_logprob_gap": 1e-3,
+    "source": data.TrainSource(eval_prompts=0),
+})  # fmt: skip
 UNEVEN = (f"{Path(__file__).with_name('rewards.py')}:uneven",)  # every step trains on all rows
 REWARD = "def score(items, lengths, truncated):\n    {}\n"
 
@@ -69,14 +76,14 @@ def wrong_temperature(folder: Path) -> dict:
 
 def nan_gradient(folder: Path) -> dict:
     advantages = grpo.compute_advantages
-    grpo.compute_advantages = lambda *given: advantages(*given) * torch.nan
+    grpo.compute_advantages = lambda **given: advantages(**given) * torch.nan
     return {"reward": UNEVEN}
 
 
 def infinite_loss(folder: Path) -> dict:
     """With a finite gradient: only the figures of the step show it."""
     loss = grpo.policy_loss
-    grpo.policy_loss = lambda *given, **more: loss(*given, **more) + torch.inf
+    grpo.policy_loss = lambda **given: loss(**given) + torch.inf
     return {"reward": UNEVEN}
 
 
@@ -145,7 +152,8 @@ def in_update_of_step_2(fault) -> dict:
             yield
 
     tracking.Tracker.begin, tracking.Tracker.time = begin_step, timed_phase
-    return {"layout": placement.Layout(collective_timeout=6)}
+    placement.COLLECTIVE_TIMEOUT_SECONDS = 6
+    return {}
 
 
 def killed_rank(folder: Path) -> dict:

@@ -1,8 +1,8 @@
-"""Saves each algorithm's gradients over 8 rows, dealt unevenly to the ranks: gradient.py MODEL OUTPUT COMPUTE ...
+"""Saves each algorithm's gradients over 8 rows, which the ranks share unevenly: gradient.py MODEL OUTPUT COMPUTE ...
 
-Everything after sampling, as the algorithm files do it: rewards, advantages over all ranks, denominator, packed
-micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained beside the policy. Each COMPUTE is
-batching.Compute's fields as JSON; with shared prompts the two responses of a group have theirs computed once.
+It does everything after sampling as the algorithm files do: rewards, advantages over all ranks, denominator, packed
+micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained, too. Each COMPUTE has the fields of
+batching.Compute as JSON. With shared prompts, the prompt of a group of two responses is computed once.
 """
 
 import json
@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
-from common import batching, model, placement
-from common.rollout import collate
+from common import placement
+from common.rollout.rollout import collate
+from common.trainer import batching, model
 
 G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
 
 def main(model_path: str, output: str, *layouts: str) -> None:
-    batching.SHORT_PROMPT = 1
+    batching.SHARED_PROMPT_MIN_TOKENS = 1
     out = []
     for compute in (batching.Compute(**json.loads(layout)) for layout in layouts):
         world = placement.init(0, sharding=compute)
-        dist.init_process_group = lambda *given, **named: None  # once is enough
-        shards = compute.shard_size or world.size  # neighbours hold one copy: they are of one node
+        dist.init_process_group = lambda *given, **named: None  # the group exists after the first
+        shards = compute.shard_size or world.size  # neighbours, which are on one node, hold one copy
         assert world.mesh.size(-1) == shards and world.mesh.get_local_rank(world.mesh.ndim - 1) == world.rank % shards
         out.append(all_gradients(model_path, compute, world))
     if world.is_main:
@@ -39,11 +40,8 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     prompts = [prompt for prompt in prompts for _ in range(G)]
     responses = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in lengths]
     old, ref = torch.randn(2, 8, 5, generator=generator) * 0.1 - 4
-    old_values, scores, greedy = (
-        torch.randn(8, 5, generator=generator),
-        torch.rand(8, generator=generator),
-        torch.ones(8),
-    )
+    old_values, scores = torch.randn(8, 5, generator=generator), torch.rand(8, generator=generator)
+    greedy = torch.ones(8)
     correct = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0])
     shares = {1: [8], 2: [6, 2], 4: [2, 2, 2, 2]}[world.size]
     mine = torch.arange(8).split(shares)[world.rank]
@@ -57,7 +55,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     tokens, sequences = world.sum(mask.sum()), world.sum(len(batch))
 
     def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
-        """loss_of(micro) -> scalar, over all micro-batches of this rank."""
+        """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks."""
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
         for micro in micro_batches:
             model.accumulate(trained, last=micro is micro_batches[-1])

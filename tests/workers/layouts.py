@@ -10,13 +10,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from algos import grpo
-from common import checkpoint, data, model, placement, report
-from common.batching import Compute
+from common import placement
+from common.data import prompts as data
+from common.run import checkpoint, report
+from common.trainer import model
+from common.trainer.batching import Compute
 
-ARGS = grpo.Args(
-    rollout_backend="hf", dtype="float32", steps=2, prompts_per_step=8, group_size=4, mini_batches=2,
-    epochs=2, temperature=1.3, warmup_steps=1, kl_coef=0.1, eval_every=1, source=data.TrainSource(eval_prompts=16),
-)  # fmt: skip
+ARGS = grpo.Args(**{
+    **grpo.EMBEDDED, "rollout_backend": "hf", "dtype": "float32", "steps": 2, "prompts_per_step": 8, "group_size": 4,
+    "mini_batches": 2, "epochs": 2, "temperature": 1.3, "warmup_steps": 1, "kl_coef": 0.1, "eval_every": 1,
+    "source": data.TrainSource(eval_prompts=16),
+})  # fmt: skip
 LAYOUTS = {
     "plain": Compute(120),
     "slices": Compute(120, sequence_parallel=2),

@@ -1,6 +1,6 @@
-"""Ends a run of two ranks, whose threads of gloo get a core only when nothing else wants it: leaving.py WAY
+"""End a run of two ranks whose gloo threads get a core only when nothing else wants it: leaving.py WAY
 
-WAY: "finish", or "fail" on both ranks together.
+WAY is "finish", or "fail" to raise an error on both ranks together.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import placement
 from common.errors import RunFailed, launch, raise_together
 
-KEPT = []  # the mesh, as DTensor's caches keep it
+KEPT = []  # holds the mesh, as the caches of DTensor do
 
 
 def main(way: str) -> None:

@@ -12,10 +12,18 @@ import sys
 import types
 from pathlib import Path
 
-from common import checkpoint, data, embedded, engines, model, placement, report, rewards, rollout
-from common.batching import Compute
-from common.grading import Result, gsm8k_reward
+from algos import prime
+from common import placement, rewards
+from common.data import arithmetic as embedded
+from common.data import prompts as data
+from common.rewards.grading import Result, gsm8k_reward
+from common.rewards.mixture import Rewards
+from common.rollout import engines, rollout
+from common.run import checkpoint, report
+from common.trainer import model
+from common.trainer.batching import Compute
 
+implicit_rewards = prime.implicit_rewards
 FLAGS = {
     "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
     "schedule": "constant", "learning_rate": 1e-4, "compute": Compute(200), "max_logprob_gap": 1e9, "rollouts_every": 1,
@@ -51,7 +59,7 @@ class StubEngine:
         pass
 
 
-def fails_later(*specs) -> rewards.Rewards:
+def fails_later(*specs) -> Rewards:
     """A reward that cannot say anything about the first row, from the fourth batch of a whole step on."""
     batches = []
 
@@ -60,10 +68,19 @@ def fails_later(*specs) -> rewards.Rewards:
         batches.append(len(items) > 8)  # ReMax's greedy responses are fewer
         return [Result(None, None, None, {"error": "down"}), *results[1:]] if sum(batches) > 3 else results
 
-    return rewards.Rewards({"reward": reward}, {"reward": 1.0}, None, "drop")
+    return Rewards({"reward": reward}, {"reward": 1.0})
+
+
+def checked(*given, **named):
+    """PRIME's process rewards. main() names the arguments: every row must have log-probs, whatever its mini-batch."""
+    if named:
+        rows = named["prm_logprobs"][named["response_mask"]]
+        assert (rows != 0).all(), "rows without log-probs of the process reward model"
+    return implicit_rewards(*given, **named)
 
 
 def main(model_path: str, runs: Path, kind: str = "") -> None:
+    prime.implicit_rewards = checked
     world, finish = placement.init(seed=0), placement.finish
     placement.init = lambda *given: world  # one process group for all runs
     placement.finish = lambda *given: None
@@ -77,7 +94,8 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     steps = 4 if kind == "ungraded" else 2
     for name, flags in OWN.items():
         algorithm = importlib.import_module(f"algos.{name}")
-        algorithm.main(algorithm.Args(model=model_path, steps=steps, **{**FLAGS, **flags}, run_dir=str(runs / name)))
+        given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": steps}
+        algorithm.main(algorithm.Args(**given, run_dir=str(runs / name)))
     finish(world)
 
 
@@ -85,8 +103,8 @@ def single(model_path: str, runs: Path) -> None:
     frozen_logprobs = model.frozen_logprobs
     for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "prime"):
         own = {"gen_prompts": 8} if name in ("dapo", "prime") else {}
-        flags = {**FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}
         algorithm = importlib.import_module(f"algos.{name}")
+        flags = {**algorithm.EMBEDDED, **FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}
         if name != "prime":  # its reference and its process reward model make such passes
             model.frozen_logprobs = None
         algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
@@ -94,7 +112,7 @@ def single(model_path: str, runs: Path) -> None:
         source = Path(algorithm.__file__).read_text()
         assert source.count("    single_update = ") == 1
         with_a_pass = types.ModuleType(name)
-        with_a_pass.__file__ = f"{name}.py"
+        with_a_pass.__file__ = algorithm.__file__
         sys.modules[name] = with_a_pass  # where dataclasses look
         exec(source.replace("    single_update = ", "    single_update = False and "), vars(with_a_pass))
         with_a_pass.main(with_a_pass.Args(**flags, run_dir=str(runs / f"{name}-pass")))

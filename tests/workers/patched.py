@@ -1,7 +1,6 @@
 """algos/grpo.py with one thing broken on purpose: patched.py BREAK RUN_DIR [flags]
 
 none            nothing
-flip            advantages with the opposite sign
 wrong_rollout   transformers' engine reports wrong log-probs: they are measured, never trained on, so nothing may change
 share           nothing: even short prompts are computed once for all their responses
 stale           the engine never gets new weights
@@ -15,7 +14,9 @@ import torch
 import tyro
 
 from algos import grpo
-from common import batching, errors, hf_engine
+from common import errors
+from common.rollout import hf_engine
+from common.trainer import batching
 
 broken, run_dir, *flags = sys.argv[1:]
 compute_advantages, collate = grpo.compute_advantages, hf_engine.collate
@@ -25,14 +26,12 @@ def wrong_logprobs(prompts, responses, logprobs, *rest):
     return collate(prompts, responses, [[x - 0.01 for x in row] for row in logprobs], *rest)
 
 
-if broken == "flip":
-    grpo.compute_advantages = lambda *args: -compute_advantages(*args)
 if broken == "wrong_rollout":
     hf_engine.collate = wrong_logprobs
 if broken == "share":
-    batching.SHORT_PROMPT = 1
+    batching.SHARED_PROMPT_MIN_TOKENS = 1
 if broken == "stale":
     grpo.weight_sync = types.SimpleNamespace(push=lambda policy, engine: None)  # main's alone
 if broken == "nan":
-    grpo.compute_advantages = lambda *args: compute_advantages(*args) * torch.nan
-errors.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags]))
+    grpo.compute_advantages = lambda **given: compute_advantages(**given) * torch.nan
+errors.launch(grpo.main, tyro.cli(grpo.Args, args=["--run-dir", run_dir, *flags], default=grpo.Args(**grpo.EMBEDDED)))

@@ -1,12 +1,14 @@
-"""Two ranks, servers that are not there: rank 1 alone sees the losses. Prints what each rank does."""
+"""Two ranks with fake servers, whose losses only rank 1 sees. Prints what each rank does."""
 
 import torch
 import torch.distributed as dist
 
-from common import placement, server_control, server_engine, servers
+from common import placement
 from common.errors import RunFailed
+from common.rollout.servers import client, process
+from common.rollout.servers.engine import ServerEngine
 
-LOST = (1, 3)  # of rank 1's requests; the second is the first one again
+LOST = (1, 3)  # rank 1 loses its first and third request; the second repeats the first
 asked = []
 
 
@@ -14,7 +16,7 @@ class Weights:
     def __iter__(self):
         for name in "ab":
             whole = torch.ones(2)
-            dist.all_reduce(whole)  # as FullParameters gathers: every rank, or none
+            dist.all_reduce(whole)  # gathering in FullParameters needs every rank, too
             yield name, whole
 
 
@@ -37,24 +39,21 @@ class Control:
         return lambda *args: None
 
 
-async def ask_all(requests: list, told) -> list:
+async def ask_all(requests: list, version: int, done) -> list:
     url = requests[0][0]
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
         raise RunFailed(f"rollout server {url} is gone", code="server-gone")
-    spans = [{"version": "1", "start": 0, "end": 1}]
-    content = [{"token_id": 7, "logprob": -0.5}]
-    return [[{"token_ids": [7], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}]]
+    return [[client.Response([7], [-0.5], False, str(version))]]
 
 
 def main() -> None:
     started = iter((1, 2))
-    servers.start = lambda *args, **limits: [Server(f"http://own{next(started)}")]
-    server_control.Control = Control
-    server_engine.ask_all = ask_all
+    process.start = lambda *args, **limits: [Server(f"http://own{next(started)}")]
+    client.Control, client.ask_all = Control, ask_all
     world = placement.init(0)
-    layout, sizes = placement.Layout("split", (1,)), {"max_model_len": 64, "max_num_seqs": 8}
-    engine = server_engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **sizes)
+    layout, limits = placement.Layout("split", (1,)), {"max_model_len": 64, "max_num_seqs": 8}
+    engine = ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
     engine.load_weights(Weights())
     batch = engine.generate([[5]], n=1, temperature=1.0, max_tokens=1, seed=0)
     print(f"goes on with version {batch.weight_versions.item()} at {engine.urls[0]}", flush=True)

@@ -1,7 +1,8 @@
-"""Each algorithm's own main, six steps at once in RUNS/NAME-whole; three, a SIGTERM, and three more in RUNS/NAME-parts.
+"""Run main() of each algorithm: six steps at once in RUNS/NAME-whole, and three, a SIGTERM and three more in
+RUNS/NAME-parts: resume.py RUNS
 
-Ten prompts, of which a step takes at least four: an epoch of the data ends before the signal and after it. One process
-for all on one rank: importing torch fourteen times would take longer than the steps.
+Of the ten prompts a step takes at least four, so that an epoch ends before the signal and after it. All runs share one
+process: to import torch for each of them would take longer than the steps.
 """
 
 import importlib
@@ -13,14 +14,17 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, data, embedded, placement, report, tracking
+from common import placement
+from common.data import arithmetic
+from common.data.prompts import TrainSource
+from common.run import checkpoint, report, tracking
 
 FLAGS = {
     "rollout_backend": "hf", "dtype": "float32", "steps": 6, "rollouts_every": 1, "prompts_per_step": 4,
     "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3, "warmup_steps": 1,
 }  # fmt: skip
-OWN = {  # something of each that a checkpoint must not lose
-    "grpo": {"kl_coef": 0.1, "eval_every": 2, "source": data.TrainSource(eval_dataset="problems.jsonl")},
+OWN = {  # for each algorithm, something that a checkpoint must not lose
+    "grpo": {"kl_coef": 0.1, "eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")},
     "dr_grpo": {"schedule": "constant"}, "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)}, "remax": {},
     "ppo": {"lam_actor": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
     "prime": {"gen_prompts": 8},
@@ -30,10 +34,10 @@ OWN = {  # something of each that a checkpoint must not lose
 def main(runs: Path) -> None:
     runs.mkdir(exist_ok=True)
     os.chdir(runs)
-    rows = embedded.problems("train")[:10]
+    rows = arithmetic.problems("train")[:10]
     Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     world, finish, begin = placement.init(seed=0), placement.finish, tracking.Tracker.begin
-    placement.init = lambda *given: world  # one process group for all
+    placement.init = lambda *given: world  # all runs share one process group
     placement.finish = report.write = lambda *given: None
 
     def begin_step(tracker, step: int, profiled) -> None:
@@ -41,13 +45,19 @@ def main(runs: Path) -> None:
         Path("weights.json").write_text(json.dumps({"weights": weights}))
         if step == 3 and tracker.run_dir.name.endswith("-parts"):
             os.kill(os.getpid(), signal.SIGTERM)
-        torch.rand(step)  # nothing may hang on where the generators were
+        torch.rand(step)  # nothing may depend on the state of the generators
         begin(tracker, step, profiled)
 
     tracking.Tracker.begin = begin_step
     for name, own in OWN.items():
         algorithm = importlib.import_module(f"algos.{name}")
-        flags = {**FLAGS, "source": data.TrainSource(eval_prompts=0), **own, "dataset": ("problems.jsonl",)}
+        flags = {
+            **algorithm.EMBEDDED,
+            **FLAGS,
+            "source": TrainSource(eval_prompts=0),
+            **own,
+            "dataset": ("problems.jsonl",),
+        }
         for folder, resume in ((f"{name}-whole", ""), (f"{name}-parts", ""), (f"{name}-parts", "auto")):
             Path("weights.json").write_text(json.dumps({"weights": {"gsm8k": 1.0, "repetition": 0.3}}))
             saving = checkpoint.Saving(resume=resume, async_save=name == "remax")

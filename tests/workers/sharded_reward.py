@@ -5,11 +5,13 @@ import sys
 
 import torch.distributed as dist
 
-from common import embedded, errors, placement, reward_model
-from common.grading import Item
+from common import errors, placement
+from common.data import arithmetic as embedded
+from common.rewards import model as reward_model
+from common.rewards.grading import Item
 
 world = placement.init(seed=0)
-reward_model.TOKENS_PER_BATCH = 40  # one or two conversations a forward
+reward_model.MAX_BATCH_TOKENS = 40  # one or two conversations a forward
 reward = reward_model.RewardModel(sys.argv[1], sharded=True)
 items = [Item(f"{a}+38=", embedded.solution(a, 38), str(a + 38)) for a in (11, 22, 47, 58, 99)]
 mine = items[: 1 if world.rank else 5]

@@ -1,42 +1,43 @@
-"""Short runs of every algorithm but GRPO, right and with the advantage's sign flipped: siblings.py RUNS_DIR
+"""A short run of an algorithm, right or with the advantage's sign flipped: siblings.py NAME right|flipped RUN_DIR
 
-One process for all: importing torch six times would take longer than training. transformers' generate samples.
+transformers' generate samples.
 """
 
 import importlib
 import sys
-from pathlib import Path
 
-from common import checkpoint, data, errors, report
+from common import errors
+from common.data import prompts as data
+from common.run import checkpoint, report
 
 FLAGS = {
     "rollout_backend": "hf", "steps": 6, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
-    "schedule": "constant", "learning_rate": 2e-4, "warmup_steps": 1,
+    "schedule": "constant", "learning_rate": 2e-4, "warmup_steps": 1, "prompts_per_step": 16,
 }  # fmt: skip
-ALGORITHMS = {  # algorithm: its sizes; DAPO and PRIME draw more prompts than they keep
-    "dr_grpo": {"prompts_per_step": 16},
-    "rloo": {"prompts_per_step": 16, "kl_coef": 0.01},
-    "remax": {"prompts_per_step": 16, "kl_coef": 0.01},
+OWN = {  # DAPO and PRIME draw more prompts than they keep.
+    "grpo": {},
+    "dr_grpo": {},
+    "rloo": {"kl_coef": 0.01},
+    "remax": {"kl_coef": 0.01},
     "ppo": {"prompts_per_step": 64, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 5e-4},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
     "prime": {"prompts_per_step": 8, "gen_prompts": 32},
 }
 
 
-def main(runs: Path) -> None:
+def main(name: str, kind: str, run_dir: str) -> None:
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
-    for name, sizes in ALGORITHMS.items():
-        algorithm = importlib.import_module(f"algos.{name}")
-        compute_advantages = algorithm.compute_advantages
+    algorithm = importlib.import_module(f"algos.{name}")
+    compute_advantages = algorithm.compute_advantages
 
-        def flipped(*given, compute_advantages=compute_advantages):
-            out = compute_advantages(*given)
-            return (-out[0], out[1]) if isinstance(out, tuple) else -out
+    def flipped(**given):
+        out = compute_advantages(**given)
+        return (-out[0], out[1]) if isinstance(out, tuple) else -out
 
-        for kind, function in (("right", compute_advantages), ("flipped", flipped)):
-            algorithm.compute_advantages = function
-            args = algorithm.Args(**{**FLAGS, **sizes}, run_dir=str(runs / f"{name}-{kind}"))
-            errors.launch(algorithm.main, args)
+    if kind == "flipped":
+        algorithm.compute_advantages = flipped
+    args = algorithm.Args(**{**algorithm.EMBEDDED, **FLAGS, **OWN[name]}, run_dir=run_dir)
+    errors.launch(algorithm.main, args)
 
 
-main(Path(sys.argv[1]))
+main(*sys.argv[1:])

@@ -1,8 +1,6 @@
-"""Prints, after each of 5 updates with perturbed weights, max |trainer - engine| log-prob.
+"""Prints max |log-prob of the trainer - log-prob of the engine| at the start and after each of 5 random updates.
 
-sync.py MODEL TP BACKEND DTYPE
-
-BACKEND: vllm, hf, or servers: one of vLLM's on each core.
+sync.py MODEL TP BACKEND DTYPE, where BACKEND is vllm, hf or servers (one vLLM server on each of two cores).
 """
 
 import os
@@ -10,7 +8,9 @@ import sys
 
 import torch
 
-from common import batching, engines, model, placement, weight_sync
+from common import placement, weight_sync
+from common.rollout import engines
+from common.trainer import batching, model
 
 
 def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
@@ -20,15 +20,16 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
         layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
     world = placement.init(0, tp)
     policy = model.load(model_path, world, dtype)
-    sizes = {"max_model_len": 64, "sequences": 32, "layout": layout}
+    sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}  # longer than 128: blocks of 32 tokens on a CPU
     engine = engines.start(backend, model_path, [1], world, dtype, **sizes)
     if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
         heads = engine.llm.apply_model(lambda served: type(served.lm_head.quant_method).__name__)
         assert heads == ["Float32Head"], heads
-    prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # each rank its own: TP must sort them out
+    prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # different ones on each rank, which TP must sort out
+    prompts[0] *= 10  # longer than a block of the prefix cache, which must not outlive the weights it was computed with
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
-        told = {}
+        told = {}  # what the engine reports while it still samples
         done = lambda place, ids, ended, told=told: told.update({place: (ids, ended)})
         batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update, done=done)
         ids, ended = batch.response_ids, batch.truncated.tolist()
@@ -36,12 +37,12 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
         assert told == ({} if backend == "hf" else expected)
         assert (batch.weight_versions == update)[batch.response_mask].all()
         assert batch.prompt_ids == [ids for ids in prompts for _ in range(2)]
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(300), world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
         trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
         gap = world.max((trainer - batch.rollout_logprobs)[batch.response_mask].abs().max())
         if world.is_main:
             print(f"gap {gap:.3e}", flush=True)
-        for parameter in policy.parameters():  # every weight moves, as in training but faster
+        for parameter in policy.parameters():  # every weight moves as in training, but further
             whole = parameter.detach().full_tensor()
             noise = torch.randn(whole.shape, generator=generator) * 0.02
             chunk = torch.distributed.tensor.distribute_tensor(noise, world.mesh, parameter.placements)

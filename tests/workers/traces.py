@@ -13,8 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common import checkpoint, data, embedded, placement, report
-from common.batching import Compute
+from common import placement
+from common.data import arithmetic as embedded
+from common.data import prompts as data
+from common.run import checkpoint, report
+from common.trainer.batching import Compute
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
@@ -60,7 +63,13 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
     for name in names:
         algorithm = importlib.import_module(f"algos.{name}")
         sys.argv[0] = algorithm.__file__  # as if it had been started itself: replay reads it in run.json
-        flags = {**FLAGS, **OWN[name], "dataset": (str(runs / "problems.jsonl"),), "compute": compute}
+        flags = {
+            **algorithm.EMBEDDED,
+            **FLAGS,
+            **OWN[name],
+            "dataset": (str(runs / "problems.jsonl"),),
+            "compute": compute,
+        }
         algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
 
 

@@ -1,0 +1,73 @@
+"""JSON of files and services, whoever wrote it. What is wrong with it becomes one line that says where."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import BadInput, refuse_all
+
+
+def parse(data: bytes | str, constant: Callable[[str], Any] = float) -> Any:
+    """The value of a JSON text. constant: converts the words NaN, Infinity and -Infinity. Raises ValueError."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        return json.loads(text, parse_constant=constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8 at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"invalid JSON at {line}column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets
+        raise ValueError(f"invalid JSON: {str(error).strip()}") from None
+
+
+def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input") -> list[tuple[int, dict]]:
+    """(line number, object) of each line. Only "\\n" ends a line; blank lines are skipped but counted.
+
+    hint: text that follows the message about a line that is not JSON. torn: ignore a last line without an end, which
+    a crash has cut off. Raises BadInput, naming the first five bad lines.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path}: file not found")
+    rows, errors = [], []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1] if torn else lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse(line)
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half a surrogate pair, which no tokenizer takes
+            rows.append((number, row))
+            if not isinstance(row, dict):
+                errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
+        except ValueError as error:
+            errors.append(f"{path}:{number}: {error}{hint}")
+    refuse_all(errors, code)
+    return rows
+
+
+def read_value(path: Path, code: str = "bad-input") -> Any:
+    """The value that a whole file holds. Raises BadInput."""
+    try:
+        return parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: {error}", code=code) from None
+
+
+def read_object(path: Path, code: str = "bad-input") -> dict:
+    """The object that a whole file holds. Raises BadInput."""
+    value = read_value(path, code)
+    if not isinstance(value, dict):
+        raise BadInput(f"{path}: expected an object, got {type(value).__name__}", code=code)
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """True for a number that arithmetic can take: not a bool, and not an integer above 2^53."""
+    return isinstance(value, float) or (type(value) is int and is_count(abs(value)))
+
+
+def is_count(value: Any) -> bool:
+    """True for a whole number from 0 to 2^53. A float holds each of them exactly."""
+    return type(value) is int and 0 <= value <= 2**53

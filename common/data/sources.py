@@ -1,0 +1,190 @@
+"""Rows of --dataset: the embedded task, JSONL and Parquet files, data sets of the Hugging Face Hub and of ModelScope.
+
+A row is (where, object). `where` names its place and becomes the prompt's id: "train.jsonl:17" is a line of the file,
+"train.parquet:row 17" and "owner/name/train:row 17" count rows from 1. An error message begins with the place.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from httpx2 import HTTPError  # huggingface_hub raises it without a connection
+from pyarrow import ArrowInvalid, parquet
+
+from common.data import arithmetic, json_lines
+from common.errors import BadInput, refuse_all, say
+from common.rewards.grading import last_box
+
+Row = tuple[str, dict]
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math")
+FORMS = "arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, a .jsonl or .parquet file, or owner/name[:CONFIG][@SPLIT]"
+MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
+ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
+    ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
+    ("gsm8k", "test"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
+    ("math", "train"): ("DigitalLearningGmbH/MATH-lighteval", "AI-ModelScope/MATH-lighteval"),  # 7500 problems
+    ("math", "test"): ("HuggingFaceH4/MATH-500", "AI-ModelScope/MATH-500"),  # none of them among the 7500
+    ("dapo", "train"): ("BytedTsinghua-SIA/DAPO-Math-17k", "AI-ModelScope/DAPO-Math-17k"),
+}
+COLUMNS = {"math": {"prompt": "problem"}, "dapo": {"answer": "reward_model.ground_truth"}}  # built-in name -> columns
+
+
+def kind(spec: str) -> str:
+    """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
+    if spec == "arithmetic" or spec.startswith("gsm8k:"):
+        return spec.partition(":")[0]
+    name = spec.removeprefix(MODELSCOPE)
+    return name if (name, "train") in ON_HUB else ""
+
+
+def columns(spec: str, flags: tuple[str, ...]) -> dict[str, str]:
+    """Field -> column of a SPEC. A built-in data set has its own, any other has those of --columns. Raises BadInput."""
+    if kind(spec):
+        return COLUMNS.get(kind(spec), {})
+    chosen = dict(flag.partition("=")[::2] for flag in flags)
+    if not all(chosen.values()) or len(chosen) < len(flags) or chosen.keys() - {"prompt", "answer", "solution", "id"}:
+        expected = "prompt=COLUMN, answer=COLUMN, solution=COLUMN, id=COLUMN, each once at most"
+        raise BadInput(f'--columns "{" ".join(flags)}": expected {expected}')
+    return chosen
+
+
+def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
+    """All rows of a SPEC (see FORMS; a name on a hub may have the prefix modelscope:). Raises BadInput."""
+    if spec == "arithmetic":
+        return [(f"arithmetic/{split}:{i}", row) for i, row in enumerate(arithmetic.problems(split))]
+    if spec.endswith((".jsonl", ".parquet")):
+        return read_file(Path(spec))
+    in_folder, folder = spec.startswith("gsm8k:"), Path(spec.removeprefix("gsm8k:"))
+    rows = read_file(folder / f"{split}.jsonl") if in_folder else read_hub(spec, split, flag)
+    clean = {"gsm8k": lambda rows: collect(rows, gsm8k_row), "math": boxed_answers, "dapo": without_repeats}
+    return clean.get(kind(spec), list)(rows)
+
+
+def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
+    """make(where, row) of all rows. Raises a single BadInput that names the first five bad rows."""
+    made, errors = [], []
+    for where, row in rows:
+        try:
+            made.append(make(where, row))
+        except BadInput as error:
+            if error.code != "bad-input":  # the error concerns more than this row
+                raise
+            errors.append(str(error))
+    refuse_all(errors)
+    return made
+
+
+def gsm8k_row(where: str, row: dict) -> Row:
+    """A row as GSM8K publishes it: the answer follows ####, and calculator marks <<...>> leave the solution."""
+    working = str(row.get("answer"))
+    if "####" not in working:
+        raise BadInput(f'{where}: no "####" in "answer"')
+    solution = re.sub(r"<<[^<\n]*?>>", "", working)
+    return where, {**row, "answer": working.rpartition("####")[2].strip(), "solution": solution}
+
+
+def boxed_answers(rows: Iterable[Row]) -> list[Row]:
+    """MATH rows. Without an "answer", it is in the last box of the solution. Rows with neither are left out."""
+    rows, kept = list(rows), []
+    for where, row in rows:
+        box = last_box(row.get("solution", "").replace(r"\fbox", r"\boxed"))
+        if "answer" in row or box:
+            kept.append((where, row if "answer" in row else {**row, "answer": box[1]}))
+    if len(kept) < len(rows):
+        say(f"math: left out {len(rows) - len(kept)} of {len(rows)} problems: no answer in a box")
+    return kept
+
+
+def without_repeats(rows: Iterable[Row]) -> list[Row]:
+    """DAPO-Math-17k rows, each prompt once: the upload of 1.8 million rows repeats 17 thousand prompts 100 times."""
+    first, repeats = {}, 0
+    for where, row in rows:
+        kept, _ = first.setdefault(json.dumps(row.get("prompt")), (where, row))
+        repeats += kept != where
+    if repeats:
+        say(f"dapo: left out {repeats} rows that repeat another one's prompt")
+    return list(first.values())
+
+
+def lookup(row: dict, column: str, missing: Any = None) -> Any:
+    """row["a"]["b"] for the column "a.b", or row["a.b"] if it exists. Returns `missing` where there is neither."""
+    outer, _, inner = column.partition(".")
+    if column in row or not isinstance(row.get(outer), dict):
+        return row.get(column, missing)
+    return lookup(row[outer], inner, missing)
+
+
+def refuse_repeated_ids(rows: list[Row], column: str) -> None:
+    """Raise BadInput if two rows have the same id. Rows without an id are allowed."""
+    first, errors = {}, []
+    for where, row in rows:
+        place = where.rpartition(":")[2]
+        place = place if place.startswith("row") else f"line {place}"
+        own = lookup(row, column)
+        if own is not None and first.setdefault(str(own), place) != place:
+            errors.append(f'{where}: duplicate id "{own}" (first at {first[str(own)]})')
+    refuse_all(errors)
+
+
+def read_file(path: Path) -> list[Row]:
+    """(file:line, object) of each JSON line, or (file:row N, object) of each row of a Parquet file. Raises BadInput."""
+    if path.suffix == ".jsonl":
+        rows = [(f"{path}:{number}", row) for number, row in json_lines.read(path)]
+    elif not path.is_file():
+        raise BadInput(f"{path}: file not found")
+    else:
+        try:
+            table = parquet.ParquetFile(path).read().to_pylist()
+        except (ArrowInvalid, OSError) as error:
+            raise BadInput(f"{path}: cannot be read as Parquet: {first_line(error)}") from None
+        rows = [(f"{path}:row {number}", row) for number, row in enumerate(table, start=1)]
+    if not rows:
+        raise BadInput(f"{path}: contains no rows")
+    return rows
+
+
+def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
+    """(name/split:row N, object) of each row of a data set on the Hugging Face Hub, or on ModelScope."""
+    import datasets  # takes a second, and only this source needs it
+
+    name, on_modelscope = spec.removeprefix(MODELSCOPE), spec.startswith(MODELSCOPE)
+    if kind(spec):
+        if (name, split) not in ON_HUB:
+            raise BadInput(f'{flag} {spec}: has no split "{split}"')
+        name = ON_HUB[name, split][on_modelscope]
+    parts = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w.:%\[\]+-]+))?", name)
+    if not parts or Path(spec).exists():
+        raise BadInput(f'{flag} "{spec}": expected {FORMS}')
+    name, config, split = parts[1], parts[2], parts[3] or split
+    folder = download(MODELSCOPE + name, "dataset", flag) if on_modelscope else name
+    try:
+        table = datasets.load_dataset(folder, config, split=split)
+    except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        raise BadInput(f"{flag} {name}: cannot be loaded from the Hub: {first_line(error)}") from None
+    if not len(table):
+        raise BadInput(f"{flag} {name}: contains no rows")
+    batches = table.iter(batch_size=1000)  # sixty times as fast as row by row
+    rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}/{split}:row {number}", row
+
+
+def download(spec: str, what: str, flag: str) -> str:
+    """Folder of modelscope:OWNER/NAME, a "model" or a "dataset", downloaded if necessary. Raises BadInput."""
+    try:
+        import modelscope  # optional
+        from modelscope.hub.errors import HubError
+    except ModuleNotFoundError:
+        raise BadInput(f"{flag} {spec}: modelscope is not installed; pip install modelscope") from None
+    fetch = modelscope.snapshot_download if what == "model" else modelscope.dataset_snapshot_download
+    try:
+        return fetch(spec.removeprefix(MODELSCOPE))
+    except (OSError, ValueError, HubError) as error:
+        raise BadInput(f"{flag} {spec}: cannot be downloaded from ModelScope: {first_line(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,129 @@
+"""From a row to the text and the token ids that a model sees: fields, --template, chat template, cut on the left."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from common.data.json_lines import read_value
+from common.data.sources import lookup
+from common.errors import BadInput
+
+Messages = list[dict[str, str]]
+Template = str | Messages | None
+
+
+def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str, str | None]:
+    """Prompt, answer and solution of a row. `columns` names columns that are not the usual ones. Raises BadInput.
+
+    Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
+    worked solution, which is optional. A row with a solution needs no answer.
+    """
+    usual = {
+        "prompt": "question" if "question" in row and "prompt" not in row else "prompt",
+        "answer": "answer",
+        "solution": "solution" if "solution" in row else "response",
+    }
+    names, absent = {**usual, **columns}, object()
+    solution = lookup(row, names["solution"])
+    for name, column in names.items():
+        optional = name == "solution" or (name == "answer" and solution is not None)
+        if lookup(row, column, absent) is absent and (name in columns or not optional):
+            raise BadInput(f'{where}: missing key "{column}" (found: {", ".join(row) or "nothing"})')
+    content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], "")
+    is_number = type(answer) in (int, float) and abs(answer) < math.inf  # False for NaN
+    for name, valid, expected in (
+        ("prompt", isinstance(content, list) or (isinstance(content, str) and content.strip()), "a non-empty string"),
+        ("prompt", isinstance(content, str) or is_chat(content), "messages with role and content"),
+        ("answer", isinstance(answer, str) or is_number, "a string or a number"),
+        ("solution", isinstance(solution, str | None), "a string"),
+    ):
+        if not valid:
+            value = json.dumps(lookup(row, names[name]), default=str)[:80]
+            raise BadInput(f'{where}: "{names[name]}" must be {expected}, got {value}')
+    return content, str(answer), solution
+
+
+def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """The messages of a .json file, the text of any other file, or None for "". Raises BadInput."""
+    if not path:
+        return None
+    file, is_json = Path(path), path.endswith(".json")
+    if not file.is_file():
+        raise BadInput(f"--template {path}: file not found")
+    try:
+        # The last line end of a text is removed: editors add it, and the model would see it.
+        template = read_value(file) if is_json else file.read_text("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not valid UTF-8 at byte {error.start + 1}") from None
+    if is_json and not is_chat(template):
+        raise BadInput(f'{path}: expected a list of {{"role": ..., "content": ...}} messages')
+    if is_json and not tokenizer.chat_template:
+        raise BadInput(f"--template {path}: messages, and --model has no chat template; give it a text file")
+    texts = [message["content"] for message in template] if is_json else [template]
+    if not any("{prompt}" in text for text in texts):
+        raise BadInput(f"{path}: {{prompt}} is nowhere in it, where each prompt goes")
+    return template
+
+
+def is_chat(value: Any) -> bool:
+    """True for a list of messages that have a role and a text each."""
+    is_message = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))
+
+
+def render(
+    where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template = None
+) -> tuple[str, list[int]]:
+    """Text and ids of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput."""
+    if template:
+        own = own_text(where, content, "--template takes")
+        fill = lambda text: text.replace("{prompt}", own)  # str.format would trip over the braces of LaTeX
+        chat = isinstance(template, list)
+        content = [{**m, "content": fill(m["content"])} for m in template] if chat else fill(template)
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # many templates refuse a system prompt, or two messages of one role in a row
+            raise BadInput(f"{where}: refused by the chat template: {error}") from None
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the chat template has written the BOS
+    else:
+        text = content if isinstance(content, str) else "".join(message["content"] + "\n" for message in content)
+        ids = tokenizer(text)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        writer = "chat template" if tokenizer.chat_template else "tokenizer"
+        raise BadInput(
+            f"{where}: begins with two {tokenizer.bos_token}; the {writer} of --model {tokenizer.name_or_path} writes "
+            "one, so --template and the prompts must have none",
+            code="double-bos",
+        )
+    return text, ids
+
+
+def own_text(where: str, content: str | Messages, who: str) -> str:
+    """The text of a prompt without templates. Raises BadInput for a conversation of several messages."""
+    if isinstance(content, list) and len(content) > 1:
+        raise BadInput(f"{where}: {who} one text, and this prompt is a conversation of {len(content)} messages")
+    return content if isinstance(content, str) else content[0]["content"]
+
+
+def cut_left(
+    where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template, limit: int
+) -> tuple[str, list[int]]:
+    """Text and ids of at most `limit` tokens. The row's own text loses its start, no template does. Raises BadInput."""
+    own = own_text(where, content, "--overlong-prompts truncate-left cuts")
+    words = tokenizer(own, add_special_tokens=False)["input_ids"]
+    text, ids = render(where, content, tokenizer, template)
+    keep = len(words)
+    while len(ids) > limit:  # a shorter text that is encoded again may have a few tokens more than were kept
+        keep -= len(ids) - limit
+        if keep <= 0:
+            raise BadInput(f"{where}: nothing of its own text fits beside the template in --max-prompt-tokens {limit}")
+        rest = tokenizer.decode(words[-keep:]).lstrip("\ufffd")  # half a character, where the cut went through one
+        shorter = rest if isinstance(content, str) else [{**content[0], "content": rest}]
+        text, ids = render(where, shorter, tokenizer, template)
+    return text, ids

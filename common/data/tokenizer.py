@@ -1,0 +1,83 @@
+"""Facts about --model that need no weights: its folder, tokenizer, end tokens and number of positions."""
+
+import re
+from pathlib import Path
+
+from httpx2 import HTTPError  # huggingface_hub raises it without a connection
+from huggingface_hub import model_info, try_to_load_from_cache
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from common.data import sources
+from common.data.prompts import Prompt
+from common.errors import BadInput
+
+
+def resolve_model(model_path: str) -> str:
+    """The folder of modelscope:OWNER/NAME, downloaded if necessary. Any other name is unchanged. Raises BadInput."""
+    on_modelscope = model_path.startswith(sources.MODELSCOPE)
+    return sources.download(model_path, "model", "--model") if on_modelscope else model_path
+
+
+def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """The model's tokenizer, and the sorted ids of the tokens that end a response. Reads no weights. Raises BadInput.
+
+    End tokens are those of the tokenizer, of config.json and of generation_config.json together: chat models often
+    name <|im_end|> in one of them and <|endoftext|> in another.
+    """
+    folder = Path(model_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise BadInput(f"--model {model_path}: the folder has no config.json")
+    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
+        raise BadInput(f"--model {model_path}: no such folder")
+    refuse_pickles(model_path, f"--model {model_path}")
+    try:
+        if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
+            model_info(model_path, timeout=5)  # a single request: from_pretrained would retry for half a minute
+        config = AutoConfig.from_pretrained(model_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError, HTTPError) as error:
+        reason = sources.first_line(error)
+        raise BadInput(f"--model {model_path}: neither a folder nor loadable from the Hub: {reason}") from None
+    try:
+        generation = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # the file is optional
+        generation = GenerationConfig()
+    stops: list[int] = []
+    for ids in (tokenizer.eos_token_id, config.eos_token_id, generation.eos_token_id):
+        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not stops:
+        raise BadInput(f"--model {model_path}: neither tokenizer nor config names an end-of-sequence token")
+    return tokenizer, sorted(set(stops))
+
+
+def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int) -> int:
+    """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
+    total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
+    positions = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", total)
+    if total > positions:
+        raise BadInput(
+            f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
+            f"that is {total}, and --model has {positions} positions"
+        )
+    return total
+
+
+def has_safetensors(model_path: str) -> bool:
+    """Whether weights can be read as safetensors. True for a name on a hub, which is never read as a pickle."""
+    folder = Path(model_path)
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return not folder.is_dir() or any((folder / name).is_file() for name in names)
+
+
+def refuse_pickles(model_path: str, flag: str) -> None:
+    """Raise BadInput for a folder whose weights are pickles alone. flag: how the user named it, for the message."""
+    if has_safetensors(model_path):
+        return
+    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(Path(model_path).glob(pattern))]
+    if pickles:
+        raise BadInput(
+            f"{flag}: its weights are a pickle, {pickles[0]}, and only safetensors are read, because a pickle may run "
+            "code while it is read; if you trust it, convert it once: load it with transformers' from_pretrained, "
+            "then call save_pretrained",
+            code="pickle-refused",
+        )

@@ -1,0 +1,137 @@
+"""A reward model: a sequence classifier with one output.
+
+It reads whole conversations with its own tokenizer and chat template, whatever those of the policy are. Each rank
+scores its own responses, without gradient: `model:FOLDER` with a full copy of the model, `model-sharded:FOLDER` with a
+model sharded over all ranks by FSDP2, `model-cpu:FOLDER` in a worker process on the CPU, so that a GPU stays free.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from common.data.tokenizer import refuse_pickles
+from common.errors import BadInput, RunFailed
+from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
+
+MAX_BATCH_TOKENS = 16384  # padded tokens in one forward
+WORKER_MEMORY_GIB = 1024.0  # no limit in practice: the worker may use all memory of the machine
+
+
+def conversation(tokenizer, content: str | list[dict], response: str, ended: bool) -> list[int]:
+    """Token ids of a prompt and its response, by the chat template. Both training and scoring call it.
+
+    Without a template the two texts follow each other, then an end token if the response ended by itself (`ended`).
+    A template ends every response.
+    """
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages.append({"role": "assistant", "content": response})
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written the BOS
+    text = content if isinstance(content, str) else "\n".join(message["content"] for message in content) + "\n"
+    return tokenizer(text + response)["input_ids"] + ([tokenizer.eos_token_id] if ended else [])
+
+
+class RewardModel:
+    """One of the rewards of common/rewards/__init__.py. The first call reads the weights."""
+
+    def __init__(self, path: str, sharded: bool = False):
+        """Reads configuration and tokenizer, no weights. Raises BadInput. sharded: every call is a collective."""
+        refuse_pickles(path, f"--reward model:{path}")
+        try:
+            self.config = AutoConfig.from_pretrained(path)
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise BadInput(f"--reward model:{path}: cannot be loaded: {reason}") from None
+        if self.config.num_labels != 1:
+            raise BadInput(f"--reward model:{path}: has {self.config.num_labels} outputs, a reward model has one")
+        self.path, self.sharded, self.model = path, sharded, None
+
+    def load(self) -> None:
+        """Read the weights. Raises BadInput without a trained head: a random one would train without any sign."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.model, info = AutoModelForSequenceClassification.from_pretrained(
+            self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True,
+            use_safetensors=True,
+        )  # fmt: skip
+        if info["missing_keys"]:
+            raise BadInput(f"--reward model:{self.path}: not a reward model, has no {sorted(info['missing_keys'])[0]}")
+        self.model.eval().requires_grad_(False)
+        if self.sharded:  # from the copy in host memory, so that no GPU ever holds the whole model
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            for layer in self.model.base_model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model.base_model, mesh=mesh)
+        self.model.to(device)
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """score: output of the model. acc: grade_gsm8k if the reference answer is a number, otherwise score > 0."""
+        if self.model is None:
+            self.load()
+        ids = []
+        for item, cut in zip(items, truncated):
+            content = item.meta.get("prompt", item.meta.get("question", item.prompt))
+            ids.append(conversation(self.tokenizer, content, item.response, not cut))
+        longest, positions = self.maximum(max(map(len, ids))), getattr(self.config, "max_position_embeddings", None)
+        if positions and longest > positions:
+            raise BadInput(
+                f"--reward model:{self.path}: a conversation of {longest} tokens, it has {positions} positions"
+            )
+        results = []
+        for item, score in zip(items, self.scores(ids)):
+            known = parse_gold(item.answer) is not None
+            results.append(Result(score, grade_gsm8k(item.response, item.answer) if known else float(score > 0)))
+        return results
+
+    @torch.no_grad()
+    def scores(self, ids: list[list[int]]) -> list[float]:
+        """One number for each conversation, in order. A batch holds similar lengths, padded on the right."""
+        scores = [0.0] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        while self.maximum(len(order)):
+            size = min(len(order), max(1, MAX_BATCH_TOKENS // len(ids[order[-1]]))) if order else 0
+            rows, order = order[len(order) - size :], order[: len(order) - size]
+            # A rank that is done runs a dummy conversation, because every forward of a sharded model is a collective.
+            batch = [torch.tensor(ids[i]) for i in rows] or [torch.tensor([0])]
+            lengths = torch.tensor([len(row) for row in batch])
+            inputs = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(self.model.device)  # (n, T)
+            mask = (torch.arange(inputs.shape[1]) < lengths[:, None]).long().to(inputs.device)  # (n, T)
+            # The model's own pooling finds padding by token id, which may be that of the end token. The mask is exact.
+            hidden = self.model.base_model(input_ids=inputs, attention_mask=mask, use_cache=False).last_hidden_state
+            last = hidden[torch.arange(len(batch)), lengths - 1].float()  # (n, H); in bfloat16 scores would tie
+            for i, score in zip(rows, (last @ self.model.score.weight[0].float()).tolist()):
+                scores[i] = score
+        return scores
+
+    def maximum(self, number: int) -> int:
+        """The maximum over all ranks if the model is sharded, so that they run the same number of forwards."""
+        if not self.sharded:
+            return number
+        tensor = torch.tensor(number)  # on the CPU, by gloo
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+
+class RewardModelOnCPU:
+    """RewardModel in a worker process without a GPU. The first call reads the weights."""
+
+    waits = True  # mixture.py calls it in a thread, because it waits for another process
+
+    def __init__(self, path: str):
+        """Reads configuration and tokenizer, no weights. Raises BadInput."""
+        from common.rewards.workers import WorkerPool
+
+        RewardModel(path)
+        self.spec = f"model-cpu:{path}"
+        self.pool = WorkerPool(self.spec, workers=1, item_seconds=60.0, memory_gib=WORKER_MEMORY_GIB)
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Raises RunFailed: a model that fails on one batch fails on the next one, too."""
+        (outcome,) = self.pool.run([(items, lengths, truncated)])
+        if not isinstance(outcome, list):
+            raise RunFailed(f'reward "{self.spec}" {outcome.kind}: {outcome.message}', code="reward-failed")
+        return outcome

@@ -1,0 +1,73 @@
+"""The engine samples: prompts go in as token ids; responses come out as token ids and the log-probs of each token.
+
+There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py) runs vLLM in each rank's process,
+`ServerEngine` (servers/engine.py) uses vLLM's servers beside the ranks, `HFEngine` (hf_engine.py) uses transformers.
+
+    generate(prompt_ids, n, temperature, max_tokens, seed, done) -> Rollout
+                                 done: rollout.Done or None; it lets a reward grade while other prompts are sampled
+    load_weights(named_tensors)  take the trainer's weights as full tensors of the engine's wire_dtype (None: of the
+                                 master weights' data type); weight_sync.push calls it
+    sleep()                      free the memory of weights and KV cache until the next load_weights
+    shutdown()                   call it before the process group is destroyed
+"""
+
+import gc
+import math
+import os
+import warnings
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from common.errors import say
+from common.placement import Layout, World, use_cores
+
+MOST_SEQUENCES = 512  # responses that one engine works on at the same time
+
+
+def start(
+    backend: str, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, *,
+    max_model_len: int, sequences: int, layout: Layout = Layout(), rollout_tp: int = 1,
+):  # fmt: skip
+    """Load an engine on this rank (with rollout_tp > 1: on these ranks together), or start the layout's servers.
+
+    Collective: every rank calls it. Raises RunFailed.
+    model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
+    max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
+    """
+    if backend == "hf":
+        from common.rollout.hf_engine import HFEngine
+
+        return HFEngine(model_path, stop_token_ids, world, dtype)
+    limits = {"max_model_len": max_model_len, "max_num_seqs": min(MOST_SEQUENCES, sequences)}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    if world.device.type == "cpu":
+        gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, math.prod(limits.values()))
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
+    environment = {name: os.environ.get(name, value) for name, value in environment.items()}
+    if layout.split:
+        from common.rollout.servers.engine import ServerEngine
+
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
+        return ServerEngine(model_path, stop_token_ids, world, dtype, rollout_tp, layout, environment, **limits)
+    os.environ.update(environment)  # vLLM reads its environment when it is imported
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process takes weights by reference
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # raised inside vLLM about torch
+        from common.rollout.vllm_engine import VLLMEngine
+
+        engine = VLLMEngine(model_path, stop_token_ids, world, dtype, layout, **limits)
+    say(f"engine: {engine.settings()}")
+    use_cores()  # vLLM has changed the number of threads
+    gc.freeze()  # Python's collector need not walk through everything that is loaded, again in every step
+    return engine
+
+
+def kv_cache_gib(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """GiB that hold the keys and values of `tokens` tokens, at least 1 and at most a quarter of this rank's memory."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, math.ceil(min(bytes_per_token * tokens, memory / 4) / 2**30))

@@ -1,0 +1,79 @@
+"""A slow engine on transformers' own `generate`. The other engines are tested against it; it needs no vLLM."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from common.data.tokenizer import has_safetensors
+from common.placement import World
+from common.rollout.rollout import Rollout, collate
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Divides the logits by the temperature and keeps the log-prob of each token that is chosen from them."""
+
+    def __init__(self, temperature: float):
+        self.temperature, self.last, self.chosen = temperature, None, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.last is not None:
+            self.record_choice(input_ids)
+        scaled = scores.float() / self.temperature if self.temperature > 0 else scores.float()
+        self.last = scaled.log_softmax(-1)  # (rows, vocabulary)
+        return scaled
+
+    def record_choice(self, input_ids: torch.Tensor) -> None:
+        """Keep the log-prob of the token at the end of input_ids (rows, tokens): it was chosen from the last logits."""
+        self.chosen.append(self.last.gather(-1, input_ids[:, -1:]).squeeze(-1))
+
+
+class HFEngine:
+    """A full copy of the model on each rank, without paging or continuous batching. Prompts are padded."""
+
+    wire_dtype = None
+
+    def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
+        safe = has_safetensors(model_path)
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
+        self.model.to(world.device).eval()
+        # A new configuration, without the sampling defaults of the model's folder.
+        self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
+        self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
+
+    @torch.no_grad()
+    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Rollout:
+        """n responses to each prompt. done is not called: all responses end at the same time."""
+        rows = [ids for ids in prompt_ids for _ in range(n)]
+        tensors = [torch.tensor(ids, device=self.world.device) for ids in rows]
+        # Padding on the left makes all responses start in the same column.
+        inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)
+        attention_mask = pad_sequence([torch.ones_like(ids) for ids in tensors], True, padding_side="left")
+        torch.manual_seed((seed << 12) + self.world.rank)
+        recorder = LogprobRecorder(temperature)
+        output = self.model.generate(
+            inputs, attention_mask=attention_mask, logits_processor=LogitsProcessorList([recorder]),
+            do_sample=temperature > 0, top_k=0 if temperature > 0 else None, max_new_tokens=max_tokens,
+        )  # fmt: skip
+        recorder.record_choice(output)
+        sampled, logprobs = output[:, inputs.shape[1] :].tolist(), torch.stack(recorder.chosen, dim=1).tolist()
+        ends = [next((t + 1 for t, token in enumerate(row) if token in self.stop_token_ids), None) for row in sampled]
+        return collate(
+            rows, [row[:end] for row, end in zip(sampled, ends)], [row[:end] for row, end in zip(logprobs, ends)],
+            [end is None for end in ends], self.weight_version, self.world.device,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy (name, full tensor) pairs into the model. Collective, because gathering the tensors is."""
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in named_tensors:
+            parameters[name].copy_(tensor)
+        self.weight_version += 1
+
+    def sleep(self) -> None:
+        """This engine keeps no cache between calls."""
+
+    def shutdown(self) -> None:
+        """This engine owns no process and no process group."""

@@ -1,0 +1,71 @@
+"""Sampled responses as every engine returns them: token ids, and the log-probs they were sampled with."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common.placement import World
+
+# Called with the index of a prompt as soon as all its responses are complete: the token ids of each response, and
+# for each whether the length limit cut it off.
+Done = Callable[[int, list[list[int]], list[bool]], None]
+
+
+@dataclass
+class Rollout:
+    """N sampled responses, group-major: rows i*G ... i*G+G-1 answer prompt i. T = tokens of the longest response."""
+
+    prompt_ids: list[list[int]]  # N prompts, as the engine took them
+    response_ids: list[list[int]]  # N responses, as the engine returned them; an end token that it sampled is included
+    response_mask: torch.Tensor  # (N, T) bool, True on a token that the policy sampled
+    rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where the mask is False
+    truncated: torch.Tensor  # (N,) bool, True if the length limit ended the response instead of an end token
+    weight_versions: torch.Tensor  # (N, T) how many weight updates the engine had received when it sampled the token
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+
+def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device) -> Rollout:
+    """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
+
+    logprobs: N lists, or None for demonstrations, which no engine sampled.
+    weight_version: one number for all responses, or N numbers.
+    """
+    lengths = torch.tensor([len(ids) for ids in response_ids])  # (N,)
+    width = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(width)[None, :] < lengths[:, None]  # (N, T)
+    padded = torch.zeros(len(response_ids), width)  # (N, T)
+    if logprobs is not None:
+        padded[mask] = torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
+    truncated = torch.tensor(truncated, dtype=torch.bool, device=device)
+    versions = torch.tensor(weight_version, dtype=torch.long).view(-1, 1) * mask  # (N, T)
+    return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, versions.to(device))
+
+
+def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
+    """Join the chosen rows of several rollouts, in this order, and pad them to their own longest response."""
+    chosen = [(rollout, row) for rollout, rows in parts for row in rows]
+    return collate(
+        [rollout.prompt_ids[row] for rollout, row in chosen],
+        [rollout.response_ids[row] for rollout, row in chosen],
+        [rollout.rollout_logprobs[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
+        [rollout.truncated[row].item() for rollout, row in chosen],
+        [rollout.weight_versions[row, 0].item() for rollout, row in chosen],
+        parts[0][0].response_mask.device,
+    )
+
+
+def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list[int]], int]:
+    """The prompts of all ranks that share this rank's engine, and the index of this rank's first prompt among them.
+
+    These ranks must feed their engine the same prompts. Collective over them.
+    """
+    if world.tp_group is None:
+        return prompt_ids, 0
+    shares: list = [None] * world.rollout_tp
+    dist.all_gather_object(shares, prompt_ids, group=world.tp_group)
+    before = shares[: world.rank % world.rollout_tp]
+    return [ids for share in shares for ids in share], sum(len(share) for share in before)

@@ -1,0 +1,144 @@
+"""vLLM's servers as processes that start and end with the run.
+
+python -m common.rollout.servers.process CORES FLAGS OF vLLM'S SERVER     CORES: 0,1 or - for all of them
+
+This command is vLLM's server in a process that cannot outlive the run: its standard input closes however the run ends,
+and then it kills its own process group, engine included.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import httpx
+import torch
+
+from common.errors import RunFailed, say
+from common.placement import TORCHRUN_VARIABLES, Layout
+from common.rollout.vllm_engine import engine_settings
+
+START_SECONDS = 600.0  # a large model may come from a slow disk
+STOP_SECONDS = 5.0
+ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL is on this machine's loopback, which a proxy from HTTP_PROXY cannot reach."""
+    host = httpx.URL(url).host
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def healthy(url: str) -> bool:
+    """Whether the server answers and its engine lives."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=ANSWER_SECONDS, trust_env=not is_local(url)).status_code == 200
+    return False
+
+
+@dataclass
+class Server:
+    """A server that this run started: a process group of vLLM's front end and its engine."""
+
+    url: str
+    process: subprocess.Popen
+    log: BinaryIO  # an unnamed file with everything that the server printed
+
+    def wait_until_ready(self) -> None:
+        """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
+        deadline = time.monotonic() + START_SECONDS
+        while not healthy(self.url):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RunFailed(f"rollout server {self.url} did not start: {self.last_words()}", code="server-start")
+            time.sleep(0.2)
+
+    def last_words(self) -> str:
+        """The first line with an error, which caused those that follow; without one, the last line."""
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read(2**20).decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error:" in line]
+        return (errors[:1] or lines[-1:] or ["it wrote nothing"])[0][-500:]
+
+    def stop(self) -> None:
+        """End the process group. A second call does nothing."""
+        if not self.log.closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)  # the front end ends after its engine
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.stdin.close()
+            self.log.close()
+
+
+def start(
+    model_path: str, dtype: torch.dtype, tp: int, layout: Layout, environment: dict[str, str], **limits: int
+) -> list[Server]:
+    """Start one server on every `tp` of the layout's devices and return when all of them answer. Rank 0 calls it.
+
+    They are stopped when this process exits. Raises RunFailed with the last words of a server that ends.
+    """
+    servers, cuda = [], torch.cuda.is_available()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if cuda else None
+    names = visible.split(",") if visible else {i: str(i) for i in layout.rollout_devices}  # name of device i
+    inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    firsts = range(0, len(layout.rollout_devices), tp)
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in firsts]  # open together, so that their ports differ
+    for first, probe in zip(firsts, probes):
+        port = probe.getsockname()[1]
+        probe.close()
+        devices = ",".join(names[i] for i in layout.rollout_devices[first : first + tp])
+        own = {"CUDA_VISIBLE_DEVICES": devices} if cuda else {"OMP_NUM_THREADS": "1"}  # one worker per core
+        program = [sys.executable, "-m", "common.rollout.servers.process", "-" if cuda else devices]
+        log = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as the server
+        process = subprocess.Popen(
+            [*program, *command(model_path, dtype, tp, layout, port, **limits)],
+            env=inherited | environment | own, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        servers.append(Server(f"http://127.0.0.1:{port}", process, log))
+        atexit.register(servers[-1].stop)
+    say(f"rollout: starting {len(servers)} vLLM server(s) on {layout.rollout_devices}")
+    for server in servers:
+        server.wait_until_ready()
+    return servers
+
+
+def command(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, port: int, **limits: int) -> list[str]:
+    """Flags of vLLM's server for one engine."""
+    flags = engine_settings(model_path, dtype, tp, layout, **limits)
+    flags |= {"host": "127.0.0.1", "port": port, "enable_scale_out": True, "disable_uvicorn_access_log": True}
+    if not torch.cuda.is_available():  # vLLM 0.32 cannot rewind the generator of a request on a CPU between two chunks
+        flags["enable_chunked_prefill"] = False
+    words = []
+    for name, value in flags.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def end_with_starter() -> None:
+    """Wait until standard input closes, then kill this process group."""
+    os.read(0, 1)  # sys.stdin has a lock that Python takes while it ends
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    cores = sys.argv.pop(1)
+    if cores != "-":
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    threading.Thread(target=end_with_starter, daemon=True).start()
+    runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)

@@ -1,0 +1,136 @@
+"""vLLM inside each rank's process, and the settings that vLLM's servers have as well.
+
+vLLM takes 8 s to import and reads its environment only then, so it is imported when an engine is made.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from common.data.tokenizer import has_safetensors
+from common.placement import Layout, World
+from common.rollout.rollout import Done, Rollout, collate, gather_prompts
+
+
+def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, **limits: int) -> dict:
+    """Arguments of LLM(...). A server takes them as flags. limits: max_model_len (tokens) and max_num_seqs."""
+    cuda = torch.cuda.is_available()
+    transfer = ("nccl" if cuda else "shared_memory") if layout.split else "in_process"
+    settings = {
+        "model": model_path,
+        "load_format": "safetensors" if has_safetensors(model_path) else "auto",
+        "dtype": str(dtype).removeprefix("torch."),
+        **limits,
+        "tensor_parallel_size": tp,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "logprobs_mode": "processed_logprobs",  # after the temperature, as the trainer computes them
+        "weight_transfer_config": {"backend": transfer},
+        "enforce_eager": not cuda,  # CUDA graphs on a GPU; a CPU has nothing to capture
+    }
+    if cuda:
+        settings["hf_overrides"] = {"head_dtype": "float32"}  # logits as the trainer's; on a CPU: Float32Head
+        settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
+    elif limits["max_model_len"] > 128:
+        settings["block_size"] = 32  # tokens, not 128: responses to one prompt share its keys in whole blocks only
+    return settings
+
+
+def sampling_settings(temperature: float, max_tokens: int, stop_token_ids: list[int]) -> dict:
+    """Arguments of SamplingParams(...). A request to a server has the same ones as JSON."""
+    return {
+        "temperature": temperature,
+        "top_p": 1.0,  # top-p, top-k and penalties would sample from another policy than the one trained
+        "top_k": 0,
+        "max_tokens": max_tokens,
+        "stop_token_ids": stop_token_ids,
+        "logprobs": 0,  # only the log-prob of the sampled token
+        "detokenize": False,
+    }
+
+
+class VLLMEngine:
+    """One engine per rank, or one for `world.rollout_tp` ranks, which then make every call together."""
+
+    wire_dtype = None  # weights stay in this process: vLLM's loader casts them
+
+    def __init__(
+        self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, layout: Layout,
+        **limits: int,
+    ):  # fmt: skip
+        from vllm import LLM
+
+        from common.rollout import vllm_weights
+
+        vllm_weights.register()
+        self.stop_token_ids, self.world, self.weight_version, self.asleep = stop_token_ids, world, 0, False
+        self.llm = LLM(
+            **engine_settings(model_path, dtype, world.rollout_tp, layout, **limits),
+            seed=world.engine_index,
+            distributed_executor_backend="external_launcher",  # torchrun has started the ranks already
+            enable_sleep_mode=world.device.type == "cuda",
+            use_tqdm_on_load=False,
+        )
+
+    def settings(self) -> str:
+        """One line with the sizes that vLLM derived from the job."""
+        config = self.llm.llm_engine.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        said = f"{scheduler.max_num_seqs} responses at once, {scheduler.max_num_batched_tokens} tokens a forward, "
+        return said + f"KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
+
+    def generate(
+        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
+        done: Done | None = None,
+    ) -> Rollout:  # fmt: skip
+        """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
+        from vllm import SamplingParams
+
+        settings = sampling_settings(temperature, max_tokens, self.stop_token_ids)
+        sampling = SamplingParams(**settings, n=n, flat_logprobs=True)
+        all_prompts, first = gather_prompts(prompt_ids, self.world)
+        # The sampler draws from the process's generator. The shift keeps a step of one engine from repeating another's.
+        torch.manual_seed((seed << 12) + self.world.engine_index)
+        names = self.llm.enqueue([{"prompt_token_ids": ids} for ids in all_prompts], sampling, use_tqdm=False)
+        indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
+        outputs = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                i = indices[output.request_id] - first
+                if output.finished and 0 <= i < len(prompt_ids):
+                    outputs[i] = output.outputs
+                    if done is not None:
+                        ids = [list(response.token_ids) for response in output.outputs]
+                        done(i, ids, [response.finish_reason == "length" for response in output.outputs])
+        responses = [response for i in range(len(prompt_ids)) for response in outputs[i]]
+        return collate(
+            [ids for ids in prompt_ids for _ in range(n)],
+            [list(response.token_ids) for response in responses],
+            [response.logprobs.logprobs for response in responses],
+            [response.finish_reason == "length" for response in responses],
+            self.weight_version,
+            self.world.device,
+        )
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights by (name, full tensor) pairs. Collective, because gathering the tensors is."""
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"weights": named_tensors}})
+        self.llm.finish_weight_update()
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.asleep = False
+        self.llm.reset_prefix_cache()  # the old weights computed its keys and values
+        self.weight_version += 1
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache to the GPU's trainer. The next load_weights wakes the engine."""
+        if self.world.device.type == "cuda":
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def shutdown(self) -> None:
+        """Call it before the process group is destroyed: the engine's own groups live inside it."""
+        self.llm.llm_engine.engine_core.shutdown()

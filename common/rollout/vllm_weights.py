@@ -1,0 +1,102 @@
+"""How vLLM receives the trainer's weights: two backends of its weight-transfer API.
+
+"in_process" serves VLLMEngine, "shared_memory" a server without a GPU. Servers with GPUs use vLLM's own "nccl".
+`register` is this package's vllm.general_plugins entry point (pyproject.toml): vLLM calls it in each of its processes.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from common.trainer.logits import rounded_products
+
+
+@dataclass
+class InProcessUpdate(WeightTransferUpdateInfo):
+    weights: Iterable[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+
+class Float32Head(UnquantizedEmbeddingMethod):
+    """Float32 logits from a CPU's bfloat16 weights, as in the trainer.
+
+    vLLM's own head_dtype would cast the head again for every token.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if not hasattr(layer, "float32_weight"):
+            layer.float32_weight = torch.empty_like(layer.weight, dtype=torch.float32)
+        layer.float32_weight.copy_(layer.weight)  # in place: a second copy would double an update's memory
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        with rounded_products():
+            return F.linear(x.float(), layer.float32_weight, bias)
+
+
+class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUpdate]):
+    """Loads (name, full tensor) pairs as they are gathered. vLLM finishes each layer as soon as it is complete."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = InProcessUpdate
+
+    def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module):
+        super().__init__(config, vllm_config, device, model)
+        if device.type == "cpu" and self.model_config.dtype == torch.bfloat16:
+            model.lm_head.quant_method = Float32Head()
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """There is no connection to open."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict) -> None:
+        # The base class ends its own update_weights with torch.accelerator.synchronize(), which a CPU does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        self.model.load_weights(iter(update_info.weights))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
+            # The reload repacks the embedding, but the head that shares it keeps its old packed copy. Without this
+            # line log-probs are off by 8e-2 after the first update and by 2e-1 after the third, and nothing fails.
+            head = self.model.lm_head
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        """There is no connection to close."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    path: str  # a safetensors file in shared memory; the sender removes it
+
+
+class SharedMemoryTransfer(InProcessTransfer):
+    """Loads weights that another process of this machine has written to a file in shared memory, some at a time."""
+
+    update_info_cls = FileUpdate
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        if not os.path.exists(update_info.path):
+            raise FileNotFoundError(f"{update_info.path}: a CPU's rollout server and its trainer share one machine")
+        self.model.load_weights(iter(load_file(update_info.path).items()))
+
+
+def register() -> None:
+    """Make the backends known to vLLM in this process. A second call changes nothing."""
+    for name, engine in (("in_process", InProcessTransfer), ("shared_memory", SharedMemoryTransfer)):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, engine)

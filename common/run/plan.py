@@ -1,0 +1,187 @@
+"""The plan of a run, printed before anything is loaded: the table of its roles, and the plan that --dry-run prints.
+
+A role is a model or a reward: the policy, a critic, a reference, the engine, a grader. The table says where each of
+them lives and what memory it takes, and refuses what cannot fit. Its memory is computed from configurations: a trained
+role has float32 masters, gradients and Adam's two moments, a frozen role has float32 weights, and both are sharded over
+the ranks; an engine has weights in the compute dtype. Activations and the engine's KV cache are not counted:
+--token-budget and the engine's own settings leave room for them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.data.prompts import Prompt
+from common.errors import BadInput, say
+from common.placement import Layout, compute_dtype
+from common.run import folders
+from common.trainer.batching import rank_memory
+
+TRAINED_BYTES = 16  # a parameter: master weight, gradient, two moments of Adam
+FROZEN_BYTES = 4  # a parameter: its float32 weight
+GIB = 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str
+    lives: str
+    dtype: str
+    device: float = 0.0  # bytes on each rank's device
+    host: float = 0.0  # bytes of host memory for each rank
+
+
+def show_roles(
+    model_path: str, trained: list[str], frozen: list[str], rewards: dict[str, Callable], *, size: int, layout: Layout,
+    backend: str, rollout_tp: int, dtype: torch.dtype, offload: str,
+) -> list[Role]:  # fmt: skip
+    """Print the table of roles, which all start from one model, and return them. Raises BadInput if they cannot fit.
+
+    trained: "policy" and the models trained with it. offload: "none", "others" (all models except the policy) or "all".
+    """
+    tp = rollout_tp if backend == "vllm" else 1
+    bytes_each = dict.fromkeys(trained, TRAINED_BYTES) | dict.fromkeys(frozen, FROZEN_BYTES)
+    roles = []
+    for name, each in bytes_each.items():
+        offloaded = offload == "all" or (offload == "others" and name != "policy")
+        roles.append(sharded_role(name, model_path, each, size, dtype, offloaded))
+    roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
+    roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
+    rows = [("role", "lives on", "dtype", "GiB a rank")]
+    rows += [(role.name, role.lives, role.dtype, f"{(role.device + role.host) / GIB:.2f}") for role in roles]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    check_memory(roles)
+    for name, reward in rewards.items():
+        if layout.max_inflight_batches > 1 and getattr(reward, "sharded", False):
+            raise BadInput(
+                f"--reward {name} with --max-inflight-batches 2: the reward model's collectives would mix with the "
+                "trainer's; use model: or model-cpu:"
+            )
+    return roles
+
+
+@lru_cache
+def count_parameters(model_path: str) -> int:
+    """Number of parameters of a causal language model, tied ones counted once. Reads the config, not the weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def sharded_role(name: str, path: str, bytes_each: int, size: int, dtype: torch.dtype, offloaded: bool) -> Role:
+    """A model that the trainer's ranks share."""
+    share = bytes_each * count_parameters(path) / size
+    lives = f"sharded over {size} rank(s)" + (", in host memory" if offloaded else "")
+    computes = f"float32, computes in {str(dtype).removeprefix('torch.')}"
+    return Role(name, lives, computes, 0.0 if offloaded else share, share if offloaded else 0.0)
+
+
+def rollout_role(path: str, size: int, layout: Layout, backend: str, tp: int, dtype: torch.dtype) -> Role:
+    """The engine, or the servers, that generate responses."""
+    each = count_parameters(path) * dtype.itemsize / tp
+    name = str(dtype).removeprefix("torch.")
+    if layout.rollout_urls:
+        return Role("rollout", " ".join(layout.rollout_urls), name)
+    if layout.split:
+        on_gpu = torch.cuda.is_available()
+        where = f"{'GPUs' if on_gpu else 'cores'} {layout.rollout_devices}, {tp} a server, by vLLM"
+        return Role("rollout", where, name, 0.0, 0.0 if on_gpu else each * len(layout.rollout_devices) / size)
+    # A GPU's engine sleeps while its rank trains, so that the two do not add up.
+    sleeps = torch.cuda.is_available() and backend == "vllm"
+    where = f"every rank, by {backend}" if tp == 1 else f"{tp} ranks share one, by {backend}"
+    return Role("rollout", where + (", asleep while training" if sleeps else ""), name, 0.0 if sleeps else each)
+
+
+def reward_role(name: str, reward: Callable, size: int) -> Role:
+    """A reward. Only reward models take memory worth counting."""
+    # Imported here, so that importing an algorithm file does not load them.
+    from common.rewards.model import RewardModel, RewardModelOnCPU
+    from common.rewards.service import RewardService
+
+    if isinstance(reward, RewardModelOnCPU):
+        path = reward.spec.partition(":")[2]
+        return Role(
+            f"reward {name}", "a CPU process of each rank", "float32", 0.0, FROZEN_BYTES * count_parameters(path)
+        )
+    if isinstance(reward, RewardModel):
+        each = (2 if torch.cuda.is_available() else FROZEN_BYTES) * count_parameters(reward.path)
+        lives = f"sharded over {size} rank(s)" if reward.sharded else "every rank"
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        return Role(f"reward {name}", lives, dtype, each / (size if reward.sharded else 1))
+    lives = "a service" if isinstance(reward, RewardService) else "worker processes or the rank itself"
+    return Role(f"reward {name}", lives, "")
+
+
+def check_memory(roles: list[Role]) -> None:
+    """Raises BadInput that names the largest role if the memory of a rank is too small for all of them."""
+    cuda, device_has = torch.cuda.is_available(), rank_memory()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host_has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size if cuda else device_has
+    device_needs, host_needs = (sum(getattr(role, kind) for role in roles) for kind in ("device", "host"))
+    if not cuda:  # device and host are the same memory
+        device_needs, host_needs = device_needs + host_needs, 0.0
+    largest = max(roles, key=lambda role: role.device + role.host)
+    for kind, needs, has in (("device", device_needs, device_has), ("host", host_needs, host_has)):
+        if needs > has:
+            raise BadInput(
+                f"the roles need {needs / GIB:.1f} GiB of {kind} memory a rank, which has {has / GIB:.1f}; most of "
+                f"it is the {largest.name}'s: more ranks, a smaller model, or --offload"
+            )
+
+
+def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume: Path | None) -> None:
+    """Print what a checked run on `size` ranks would do. resume: the checkpoint it would continue from, if any."""
+    flags = dataclasses.asdict(args)
+    rows = [*model_rows(flags, size), *data_rows(flags, prompts, held_out), *step_rows(flags, size, len(prompts))]
+    rows.append(("starts", f"from {resume}" if resume else "anew"))
+    rows.append(("run directory", flags["run_dir"] or "runs/NAME-DATE-TIME"))
+    width = max(len(name) for name, _ in rows)
+    say("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+
+
+def model_rows(flags: dict, size: int) -> list[tuple[str, str]]:
+    config, count = AutoConfig.from_pretrained(flags["model"]), count_parameters(flags["model"])
+    dtype = compute_dtype(flags["dtype"], flags["model"])
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    checkpoint = folders.size((12 + dtype.itemsize) * count)
+    every = flags["saving"]["save_every"]
+    return [
+        ("model", f"{flags['model']}: {config.model_type}, {count / 1e6:,.1f} M parameters, {dtype}"),
+        ("ranks", f"{size} on {device}"),
+        ("checkpoints", f"{f'every {every} steps' if every else 'at the end'}, each {checkpoint} or more"),
+    ]
+
+
+def data_rows(flags: dict, prompts: list[Prompt], held_out: list[Prompt]) -> list[tuple[str, str]]:
+    longest = max(len(prompt.ids) for prompt in prompts + held_out)
+    first = " ".join(prompts[0].text.split())
+    return [
+        ("prompts", f"{len(prompts):,} to train on, {len(held_out):,} held out; up to {longest} tokens"),
+        ("the first", first[:100] + ("..." if len(first) > 100 else "")),
+        ("rewards", " ".join(flags["reward"])),
+    ]
+
+
+def step_rows(flags: dict, size: int, count: int) -> list[tuple[str, str]]:
+    """count: number of prompts in the data."""
+    drawn, group = flags["prompts_per_step"], flags["group_size"]
+    responses, updates = drawn * group, flags["mini_batches"] * flags.get("epochs", 1)
+    step = f"{drawn} prompts x {group} = {responses} responses of up to {flags['max_response_tokens']} tokens"
+    draws_more = "gen_prompts" in flags  # DAPO and PRIME draw prompts until enough groups are mixed
+    if draws_more:
+        drawn = flags["gen_prompts"] or drawn
+        step += f", from {drawn} to {drawn * flags['max_gen_batches']} prompts drawn"
+    budget, passes = flags["compute"]["token_budget"], flags["steps"] * drawn / count
+    return [
+        ("a step", f"{step}; {responses // size} a rank"),
+        ("its updates", f"{updates} of {responses // flags['mini_batches']} responses, {budget} tokens a forward"),
+        ("steps", f"{flags['steps']}: {passes:.2g} passes over the prompts{' or more' * draws_more}"),
+    ]

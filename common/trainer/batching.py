@@ -1,0 +1,170 @@
+"""Micro-batches: rows of a rollout laid end to end in one packed row, within a token budget.
+
+Micro-batches only limit memory. The loss is divided by a denominator of the whole optimizer mini-batch on all ranks,
+so the gradient does not depend on how the mini-batch is cut. Responses to one prompt share it: its tokens stand in the
+row once. In this example b and c answer prompt a, and e answers prompt d.
+
+    input_ids      a0  a1  a2 | b0  b1 | c0  c1 | d0  d1  e0  e1  e2     (1, L = 12)
+    position_ids    0   1   2 |  3   4 |  3   4 |  0   1   2   3   4     a response continues its prompt
+    attends to     a          | a, b   | a, c   | d, e                   never to a later token
+    predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
+    predictors = [2, 3, 2, 5, 8, 9, 10], targets = [b0, b1, c0, c1, e0, e1, e2], scatter = [0, 1, 3, 4, 6, 7, 8]
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import tyro
+from transformers import AutoConfig
+
+from common.errors import BadInput, say
+from common.placement import Sharding, World, rank_memory
+from common.rollout.rollout import Rollout
+from common.trainer.attention import Spans, spans
+from common.trainer.kernels import Kernels, check_kernels
+from common.trainer.sequence_parallel import check_heads, cut, take_turns
+
+SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call costs more than sharing saves
+ACTIVATION_MEMORY_SHARE = 0.2  # share of a rank's memory that the activations of one micro-batch may take
+MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 1024, 16384  # beyond the maximum a micro-batch is no faster
+
+
+@dataclass(frozen=True)
+class Compute(Sharding):
+    """Settings of the trainer's forward and backward. They change results only by rounding."""
+
+    token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
+    shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
+    activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
+    kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
+
+
+@dataclass
+class MicroBatch:
+    """n responses and their prompts in one packed row of L tokens, or a slice of it. R tokens are response tokens."""
+
+    rows: torch.Tensor  # (n,) indices into the rollout; n is 0 in a slice of another rank's micro-batch
+    input_ids: torch.Tensor  # (1, L)
+    position_ids: torch.Tensor  # (1, L)
+    spans: Spans  # which tokens attend to which
+    predictors: torch.Tensor  # (R,) place in the row whose logits predict each response token
+    targets: torch.Tensor  # (R,) the response tokens
+    scatter: torch.Tensor  # (R,) their places in a flattened (n, T), which is (3, 3) in the example above
+    response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps the ranks in step
+
+
+def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -> list[MicroBatch]:
+    """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one longer row.
+
+    Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
+    one gets dummies: one real row whose mask is all False. With --sequence-parallel K a micro-batch may be K times as
+    long, and each of the K ranks of a group gets a slice of all their micro-batches. Collective: every rank calls it.
+    """
+    bins = fill_bins(rollout, rows, compute)
+    real, forwards = len(bins), torch.tensor(len(bins))
+    if world.sp_group is not None:
+        dist.all_reduce(forwards, group=world.sp_group)  # each rank computes slices for all K ranks of its group
+    missing = int(world.max(forwards)) - int(forwards)
+    if world.rank % compute.sequence_parallel == 0:  # the first rank of a sequence-parallel group adds its dummies
+        bins += [[rows[:1].tolist() or [0]]] * missing
+    micro_batches = [pack_groups(rollout, groups) for groups in bins]
+    for dummy in micro_batches[real:]:
+        dummy.response_mask.zero_()
+    if world.sp_group is None:
+        return micro_batches
+    turns = take_turns([texts_of(rollout, groups) for groups in bins], world.sp_group)
+    whole = lambda own, texts: lay_out(texts, [], rollout.response_mask) if own is None else micro_batches[own]
+    return [cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns]
+
+
+def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute) -> list[list[list[int]]]:
+    """The rows of each micro-batch, as a list of groups that share a prompt. Groups are sorted by their longest row, so
+    that neighbours have similar lengths: attention without a variable-length kernel then pads little.
+    """
+    length = lambda row: len(rollout.prompt_ids[row]) + len(rollout.response_ids[row])
+    same_prompt: dict[tuple | int, list[int]] = {}
+    for row in rows.tolist():
+        shared = compute.shared_prompts and len(rollout.prompt_ids[row]) >= SHARED_PROMPT_MIN_TOKENS
+        same_prompt.setdefault(tuple(rollout.prompt_ids[row]) if shared else row, []).append(row)
+    bins, room = [], 0  # room: number of tokens that still fit in the last bin
+    for group in sorted(same_prompt.values(), key=lambda group: max(map(length, group))):
+        has_prompt = False  # True if the last bin holds this group's prompt
+        for row in sorted(group, key=length):
+            needed = len(rollout.response_ids[row]) if has_prompt else length(row)
+            if needed > room:
+                bins.append([[]])
+                room, needed = compute.token_budget * compute.sequence_parallel, length(row)
+            elif not has_prompt:
+                bins[-1].append([])
+            bins[-1][-1].append(row)
+            room, has_prompt = room - needed, True
+    return bins
+
+
+def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
+    """One micro-batch with these groups of rows. Rows of a group have the same prompt."""
+    return lay_out(texts_of(rollout, groups), [row for group in groups for row in group], rollout.response_mask)
+
+
+def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[tuple[list[int], list[list[int]]]]:
+    """The prompt and the responses of each group, as token ids."""
+    return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]
+
+
+def lay_out(texts: list[tuple[list[int], list[list[int]]]], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
+    """Lay texts end to end in one packed row. They are `rows` of the rollout with this response_mask (N, T). This is
+    the only place that shifts by one token: the last prompt token predicts response token 0.
+    """
+    tokens, positions, predictors, targets, scatter, next_row = [], [], [], [], [], 0
+    for prompt, responses in texts:
+        tokens += prompt
+        positions += range(len(prompt))
+        last_of_prompt = len(tokens) - 1
+        for response in responses:
+            predictors += [last_of_prompt, *range(len(tokens), len(tokens) + len(response))][:-1]
+            targets += response
+            tokens += response
+            positions += range(len(prompt), len(prompt) + len(response))
+            scatter += range(next_row, next_row + len(response))
+            next_row += response_mask.shape[1]  # T
+    lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in texts]
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=response_mask.device)
+    return MicroBatch(
+        rows=as_tensor(rows),
+        input_ids=as_tensor([tokens]),
+        position_ids=as_tensor([positions]),
+        spans=spans(lengths, response_mask.device),
+        predictors=as_tensor(predictors),
+        targets=as_tensor(targets),
+        scatter=as_tensor(scatter),
+        response_mask=response_mask[as_tensor(rows)],
+    )
+
+
+def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
+    """Check the settings against the model, and fill in and print the token budget if it is 0. Raises BadInput.
+
+    The budget depends on the size of the memory, not on how much is free: a command always cuts the same micro-batches.
+    """
+    if compute.token_budget < 0:
+        raise BadInput(f"--token-budget {compute.token_budget}: must be at least 1, or 0 to choose it from memory")
+    check_kernels(compute.kernels)
+    config = AutoConfig.from_pretrained(model_path)
+    check_heads(config, compute.sequence_parallel, model_path)
+    if compute.token_budget:
+        return compute
+    per_token, budget = activation_bytes(config, dtype, compute.activation_checkpointing), MIN_BUDGET_TOKENS
+    while budget < MAX_BUDGET_TOKENS and 2 * budget * per_token <= ACTIVATION_MEMORY_SHARE * rank_memory():
+        budget *= 2
+    say(f"token budget: {budget} a forward and rank ({per_token * budget / 2**30:.2g} GiB of activations)")
+    return replace(compute, token_budget=budget)
+
+
+def activation_bytes(config, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Estimated bytes that one token keeps for the backward. Each layer keeps 4 hidden sizes in float32 (norms and
+    residuals), 5 hidden sizes and 4 feed-forward widths. With checkpointing, all layers but one keep only their input.
+    """
+    layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
+    kept = config.hidden_size * dtype.itemsize if checkpointing else layer
+    return config.num_hidden_layers * kept + (layer if checkpointing else 0)

@@ -1,0 +1,216 @@
+"""Loads Hugging Face weights into an FSDP2 model, and computes log-probs or values of tokens in a packed row.
+
+Master weights are float32 and sharded over all ranks. They are gathered layer by layer in the compute dtype, and
+gradients are averaged over the ranks in float32.
+"""
+
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils.logging import disable_progress_bar
+
+from common.data.tokenizer import has_safetensors
+from common.errors import BadInput
+from common.placement import World, rank_memory
+from common.rollout.rollout import Rollout, collate
+from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
+from common.trainer.kernels import use_kernels
+from common.trainer.logits import ChunkedLogprobs
+from common.trainer.sequence_parallel import SlicedSpans, sliced_attention, to_owner
+
+GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
+
+
+def load(
+    model_path: str,
+    world: World,
+    dtype: torch.dtype,
+    compute: Compute = Compute(),
+    *,
+    offload: bool = False,
+    value_head: bool = False,
+) -> nn.Module:
+    """Load a causal language model and shard it, one FSDP unit per decoder layer. Collective: every rank calls it.
+
+    dtype: data type of forward and backward. offload: parameters, gradients and optimizer state live in host memory,
+    and layers come to the GPU one at a time. value_head: one value for each token instead of logits, 0 at the
+    start unless model_path has a trained head. FSDP treats one method of the model as its forward: `token_logprobs`
+    or, with a value head, `token_values` (both below).
+    """
+    auto_class = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
+    forward = token_values if value_head else token_logprobs
+    disable_progress_bar()  # transformers' progress bars would interrupt those of the run
+    # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
+    AttentionInterface.register("packed", torch.compiler.disable(sliced_attention))
+    AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the spans of a row replace the mask
+    config = AutoConfig.from_pretrained(model_path)
+    config._attn_implementation = "packed"
+    if value_head:
+        config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
+    check_architecture(config, model_path)
+    # Only rank 0 reads the weights; the other ranks receive their shards.
+    state, buffers = {}, {}
+    if world.is_main:
+        source, info = auto_class.from_pretrained(
+            model_path, config=config, dtype=torch.float32, output_loading_info=True,
+            use_safetensors=has_safetensors(model_path),
+        )  # fmt: skip
+        if "score.weight" in info["missing_keys"]:
+            nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
+        state, buffers = source.state_dict(), dict(source.named_buffers())
+
+    with torch.device("meta"):
+        model = auto_class.from_config(config, dtype=torch.float32)
+    use_kernels(model, compute.kernels)
+    if compute.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    if world.mesh.size(-1) == 1:
+        settings["reshard_after_forward"] = False  # a single shard has nothing to free
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=world.mesh, **settings)
+    fully_shard(model, mesh=world.mesh, **settings)
+
+    model.to_empty(device="cpu" if offload else world.device)
+    model.tie_weights()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for name, buffer in list(model.named_buffers()):  # rotary frequencies, which are not part of a state dict
+        path, _, last = name.rpartition(".")
+        whole = buffers[name].to(world.device) if world.is_main else buffer.to(world.device)
+        dist.broadcast(whole, src=0)
+        setattr(model.get_submodule(path), last, whole)  # on the GPU even when the parameters are offloaded
+
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())  # float32
+    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * rank_memory()
+    setattr(model, forward.__name__, MethodType(forward, model))
+    register_fsdp_forward_method(model, forward.__name__)
+    if not value_head:
+        check_packing(model, model_path, world, 0.1 if dtype.itemsize < 4 else 1e-3)
+    return model.train()
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module, model_path: str, world: World, tolerance: float) -> None:
+    """Refuse an architecture in which a token sees more of a packed row than its own sequence. Raises BadInput.
+
+    Convolutions and recurrent states would continue into the next sequence. The check compares four responses to two
+    shared prompts with each sequence alone. tolerance: largest relative difference of log-probs. Collective: every rank
+    calls it.
+    """
+    ids = torch.arange(3, 3 + 4 * 40).view(4, 40) % model.config.vocab_size  # 36 prompt and 4 response tokens
+    prompts, responses = [ids[i // 2, :36].tolist() for i in range(4)], [row[36:].tolist() for row in ids]
+    rollout = collate(prompts, responses, None, [False] * 4, 0, world.device)
+    alone = [response_logprobs(model, pack_groups(rollout, [[i]]), 1.0)[0] for i in range(4)]
+    shared = pack(rollout, torch.arange(4), Compute(token_budget=1000), world)
+    together = [response_logprobs(model, micro, 1.0)[0] for micro in shared]  # (0, 4) in slices of others
+    alone, together = torch.cat(alone), torch.cat(together)  # (4, 4) each
+    reshard(model)
+    if (together - alone).norm() > tolerance * (alone - alone.mean()).norm():
+        raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
+
+
+def check_architecture(config, model_path: str) -> None:
+    """Refuse a model that the packed forward would compute wrongly without an error. Raises BadInput."""
+    if any(getattr(config, name, None) for name in ("lm_head_bias", "final_logit_softcapping", "logit_scale")):
+        raise BadInput(f"--model {model_path}: biased, scaled or capped logits ({config.model_type}) are not supported")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or getattr(config, "attention_dropout", 0):
+        raise BadInput(f"--model {model_path}: sliding windows or attention dropout are not supported")
+
+
+def token_logprobs(
+    self, input_ids, position_ids, spans, predictors, targets, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropies, (R,) float32, of the R targets that are predicted at R places of one packed row."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    hidden = hidden.last_hidden_state[0].index_select(0, predictors)  # (R, hidden size)
+    head = self.get_output_embeddings().weight
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, temperature, with_entropy)
+    return logprobs, entropy if with_entropy else None
+
+
+def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
+    """Values, (R,) float32, at R places of one packed row: the value of the text up to there, before the next token."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    hidden = hidden.last_hidden_state[0].index_select(0, predictors).float()  # (R, hidden size)
+    return F.linear(hidden, self.score.weight.float(), self.score.bias.float()).squeeze(-1)
+
+
+def accumulate(model: nn.Module, *, last: bool) -> None:
+    """Set how the next backward treats gradients. Call it before each backward; last: the optimizer step follows.
+
+    The last backward reduces gradients over the ranks, layer by layer. Until then each rank keeps whole gradients in
+    float32. If these would take too much memory, or with offload, every backward reduces its gradients over the ranks
+    that share one copy of the weights, and the last backward also over the copies. The sums differ only by rounding.
+    """
+    model.set_requires_gradient_sync(last or not model.whole_gradients)
+    model.set_requires_all_reduce(last)
+
+
+def response_logprobs(
+    policy: nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
+
+    temperature: the temperature of sampling. Collective: every rank calls it equally often.
+    """
+    logprobs, entropy = policy.token_logprobs(
+        micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, with_entropy
+    )
+    return place(logprobs, micro), place(entropy, micro) if with_entropy else None
+
+
+def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, see above."""
+    return place(critic.token_values(micro.input_ids, micro.position_ids, micro.spans, micro.predictors), micro)
+
+
+def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
+    if isinstance(micro.spans, SlicedSpans):
+        values = to_owner(values, micro.spans)
+    shape = micro.response_mask.shape
+    return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
+
+
+def frozen_logprobs(
+    policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
+) -> torch.Tensor:
+    """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    return frozen(policy, rollout, micro_batches, lambda micro: response_logprobs(policy, micro, temperature)[0])
+
+
+def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    return frozen(critic, rollout, micro_batches, lambda micro: response_values(critic, micro))
+
+
+@torch.no_grad()
+def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], forward) -> torch.Tensor:
+    """Results of forward(micro) -> (n, T) at their rows in (N, T), 0 elsewhere."""
+    out = torch.zeros_like(rollout.rollout_logprobs)  # (N, T)
+    for micro in micro_batches:
+        out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
+    reshard(model)
+    return out
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights after forwards without a backward. Otherwise they would stay after the next update."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,232 @@
+"""Try what a run relies on before a long one: model, engine, weight sync, gradients and checkpoints, in a table.
+
+    python scripts/selftest.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --max-prompt-tokens 512
+    torchrun --nproc-per-node 8 scripts/selftest.py --model MODEL --rollout-tp 2
+
+Each row says what was measured and whether it holds. Nothing is trained, and nothing is left behind: checkpoints are
+tried in a temporary folder in --folder. Exits with 3 and one line that names the rows that fail.
+"""
+
+import dataclasses
+import io
+import tempfile
+import time
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from common import errors, placement, rewards, weight_sync
+from common.data import arithmetic, prompts
+from common.data.tokenizer import load_tokenizer, total_tokens
+from common.placement import World
+from common.rollout import engines
+from common.rollout.rollout import Rollout
+from common.run.checkpoint import Saver, Saving
+from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
+from common.trainer import batching, model
+
+GAP_NATS = 1e-4  # bound of the largest |trainer - engine| of a token's log-prob in float32
+GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # bound of the relative difference of a gradient cut in two ways
+Bound = tuple[str, float]  # (field of a Gap, the largest value in nats that it may have)
+Row = tuple[str, str, bool]  # (name, what was measured, whether it holds: the same on all ranks)
+NOISE = 0.05  # share of a parameter's root mean square; doubled until an engine with the old weights would be noticed
+NOTICED = 4  # an engine with the old weights is noticed when its gap is this many times the bound
+
+
+@dataclasses.dataclass
+class Args:
+    model: str = "embedded"  # Folder or Hub name. "embedded" is the committed arithmetic model.
+    dataset: tuple[str, ...] = ("arithmetic",)  # Prompts to sample responses to, named as in algos/.
+    source: Annotated[prompts.Source, tyro.conf.OmitArgPrefixes] = prompts.Source()
+    max_prompt_tokens: int = 64
+    max_response_tokens: int = 48
+    temperature: float = 1.0  # Temperature of sampling and of every log-prob.
+    rollout_backend: Literal["vllm", "hf"] = "vllm"
+    rollout_tp: int = 1  # Number of ranks that share one engine by tensor parallelism.
+    layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
+    offload: Literal["none", "all"] = "none"  # "all" keeps the policy in host memory while it is not used.
+    max_logprob_gap: float = 0.05  # In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats.
+    folder: str = "."  # A checkpoint is tried in a temporary folder in this one, which all ranks must see.
+
+
+def rows_without_disk(probe: Probe, dtype: torch.dtype, bound: Bound) -> list[Row]:
+    """All rows except those about a checkpoint. The engine has the policy's weights. Collective."""
+    began = time.perf_counter()
+    batch = probe.sample(probe.some_prompts(), seed=1)
+    seconds = probe.world.max(time.perf_counter() - began)
+    lengths = batch.response_mask.sum(1)
+    complete = len(batch) == PROMPTS_PER_RANK * RESPONSES_PER_PROMPT
+    complete = complete and bool(lengths.all() and batch.rollout_logprobs.isfinite().all())
+    count, tokens = (int(probe.world.sum(value)) for value in (len(batch), lengths.sum()))
+    gap, measured = gap_of(probe, batch, bound)
+    probe.engine.sleep()  # as in a step; the next weights wake it
+    return [
+        ("rollout", f"{count} responses, {tokens / seconds:.0f} tokens/s", probe.world.min(complete) == 1),
+        ("log-probs, as loaded", measured, gap <= bound[1]),
+        gradient_row(probe, batch, GRADIENT[dtype]),
+        *sync_rows(probe, batch, bound),
+    ]
+
+
+def gap_of(probe: Probe, batch: Rollout, bound: Bound) -> tuple[float, str]:
+    """(the figure of the gap that has a bound, the same in words)."""
+    gap = getattr(probe.gap(batch), bound[0])
+    return gap, f"{bound[0]} {gap:.1e} (<= {bound[1]:g})"
+
+
+def gradient_row(probe: Probe, batch: Rollout, bound: float) -> Row:
+    """Is the gradient of the mean log-prob the same in the run's micro-batches and in forwards of one response each?"""
+    alone = dataclasses.replace(probe.compute, token_budget=1, shared_prompts=False)
+    tokens, gradients, forwards = probe.world.sum(batch.response_mask.sum()), [], []
+    for compute in (probe.compute, alone):
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, probe.world)
+        for micro in micro_batches:
+            model.accumulate(probe.policy, last=micro is micro_batches[-1])
+            logprobs, _ = model.response_logprobs(probe.policy, micro, probe.temperature)
+            ((logprobs * micro.response_mask).sum() / tokens * probe.world.size).backward()
+        gradients.append([shard(p.grad).to("cpu", copy=True) for p in probe.policy.parameters() if p.grad is not None])
+        forwards.append(len(micro_batches))
+        probe.policy.zero_grad()
+    squares = lambda tensors: probe.world.sum(sum(tensor.double().square().sum() for tensor in tensors))
+    length = squares(gradients[0])
+    difference = (squares(a - b for a, b in zip(*gradients)) / max(length, 1e-300)) ** 0.5
+    measured = f"{difference:.1e} (<= {bound:g}) between {forwards[0]} and {forwards[1]} forwards"
+    return ("gradient", measured, difference <= bound and length > 0)
+
+
+def sync_rows(probe: Probe, old: Rollout, bound: Bound) -> list[Row]:
+    """Push changed weights, then the first ones again. Does the engine follow? old: responses of the first weights."""
+    policy, rows, unsynced, tries = probe.policy, [], 0.0, 0
+    before = checksums(policy, {})
+    kept = [shard(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
+    while tries < 6 and unsynced < NOTICED * bound[1]:
+        perturb(policy, probe.world, NOISE * 2**tries)
+        unsynced, tries = gap_of(probe, old, bound)[0], tries + 1
+    for name in ("weight sync", "weights restored"):
+        restored = name == "weights restored"
+        for parameter, values in zip(policy.parameters(), kept if restored else []):
+            shard(parameter).copy_(values)
+        began = time.perf_counter()
+        weight_sync.push(policy, probe.engine)
+        seconds = probe.world.max(time.perf_counter() - began)
+        batch = probe.sample(probe.some_prompts(), seed=2 + len(rows))
+        gap, measured = gap_of(probe, batch, bound)
+        stale = probe.world.sum(((batch.weight_versions != probe.engine.weight_version) & batch.response_mask).sum())
+        differ = count_different(before, checksums(policy, {}), probe.world)
+        measured += f", {unsynced:.1g} without; {seconds:.2f} s; {differ} of {len(before)} checksums differ"
+        rows.append((name, measured, gap <= bound[1] < unsynced and not stale and (differ == 0) == restored))
+    return rows
+
+
+def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
+    """Save after an optimizer step, change everything, load. Is everything back, and is the export the same model?"""
+    (policy, optimizer), saved = saver.trained["policy"], folder / "checkpoints/step_000001"
+    saver.run_dir = folder
+    for parameter in policy.parameters():
+        parameter.grad = parameter.detach().clone()  # any gradient will do: the optimizer needs a state
+    optimizer.step()
+    optimizer.zero_grad()
+    before, began = checksums(policy, optimizer.state), time.perf_counter()
+    saver.save(1, {})
+    saver.finish_writing()
+    seconds = saver.world.max(time.perf_counter() - began)
+    perturb(policy, saver.world, NOISE)
+    optimizer.state.clear()  # as it is where a run resumes
+    lost = count_different(before, checksums(policy, optimizer.state), saver.world)
+    with redirect_stdout(io.StringIO()):  # without the line "resumed after step 1"
+        saver.load(saved)
+    differ = count_different(before, checksums(policy, optimizer.state), saver.world)
+    exported, wrong = {}, 0
+    if saver.world.is_main:
+        loaded = AutoModelForCausalLM.from_pretrained(saved / "model", dtype=saver.dtype, use_safetensors=True)
+        exported = dict(loaded.named_parameters())
+    for name, tensor in weight_sync.FullParameters(policy, saver.dtype):
+        if saver.world.is_main:
+            wrong += name not in exported or not torch.equal(exported.pop(name), tensor.cpu())
+    wrong = int(saver.world.sum(wrong + len(exported)))
+    measured = f"{differ} of {len(before)} checksums differ; {seconds:.2f} s to save"
+    return [
+        ("checkpoint", measured, lost > 0 and differ == 0),
+        ("Hugging Face export", f"{wrong} parameters differ", wrong == 0),
+    ]
+
+
+@torch.no_grad()
+def perturb(trained: torch.nn.Module, world: World, share: float) -> None:
+    """Add noise of this share of its root mean square to every parameter. All copies of a shard get the same noise."""
+    model.reshard(trained)
+    generator = torch.Generator().manual_seed(world.mesh.get_local_rank(world.mesh.ndim - 1))
+    for parameter in trained.parameters():
+        values = shard(parameter)
+        size = values.square().mean().sqrt().item() if values.numel() else 0.0
+        values.add_(torch.randn(values.shape, generator=generator).to(values.device) * share * (size or 1.0))
+
+
+@torch.no_grad()
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this rank holds: the memory itself, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def checksums(policy: torch.nn.Module, states: dict) -> dict[str, int]:
+    """Checksums of this rank's shards of the weights and of the optimizer's states."""
+    model.reshard(policy)
+    held = {}
+    for name, parameter in policy.named_parameters():
+        held |= {f"{name} {kind}": value for kind, value in {"weight": parameter, **states.get(parameter, {})}.items()}
+    return {name: weight_sync.checksum(shard(value).detach().cpu().reshape(-1)) for name, value in held.items()}
+
+
+def count_different(one: dict[str, int], other: dict[str, int], world: World) -> int:
+    """Number of the first's checksums that the second does not have, on the rank with most of them. Collective."""
+    return int(world.max(sum(other.get(name) != value for name, value in one.items())))
+
+
+def main(args: Args) -> None:
+    began = time.perf_counter()
+    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
+    path = arithmetic.warm_start() if args.model == "embedded" else args.model
+    tokenizer, stop_token_ids = load_tokenizer(path)
+    asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
+    max_model_len = total_tokens(path, asked, args.max_response_tokens)
+    dtype = placement.compute_dtype(args.dtype, path)
+    compute = batching.plan(args.compute, path, dtype)
+    world = placement.init(0, args.rollout_tp, args.layout, compute)
+    policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    sequences = PROMPTS_PER_RANK * RESPONSES_PER_PROMPT * size
+    sequences //= placement.engine_count(size, args.rollout_tp, args.layout)
+    engine = engines.start(
+        args.rollout_backend, path, stop_token_ids, world, dtype, max_model_len=max_model_len, sequences=sequences,
+        layout=args.layout, rollout_tp=args.rollout_tp,
+    )  # fmt: skip
+    trained, loader, reward = {"policy": (policy, optimizer)}, prompts.PromptLoader(asked, 0), rewards.load(("gsm8k",))
+    saver = Saver(Saving(), trained, loader, reward, engine, tokenizer, dtype, world)
+    if args.layout.split:  # servers have read the model's files; a fresh colocated engine has its weights already
+        weight_sync.push(policy, engine)
+    probe = Probe(policy, engine, asked, args.temperature, args.max_response_tokens, compute, world)
+    bound = ("largest", GAP_NATS) if dtype == torch.float32 else ("mean", args.max_logprob_gap)
+    rows = rows_without_disk(probe, dtype, bound)
+    with tempfile.TemporaryDirectory(prefix="selftest-", dir=args.folder) if world.is_main else nullcontext("") as made:
+        dist.broadcast_object_list(shared := [made], src=0)
+        rows += checkpoint_rows(saver, Path(shared[0]))
+        dist.barrier()  # rank 0 removes the folder when every rank has read it
+    placement.finish(world, engine)
+    for name, measured, holds in rows:
+        errors.say(f"{name:<20}  {measured:<80}  {'holds' if holds else 'FAILS'}")
+    failed = [f"{name} ({measured})" for name, measured, holds in rows if not holds]
+    errors.say(f"selftest: {len(rows) - len(failed)} of {len(rows)} hold, {time.perf_counter() - began:.1f} s")
+    if failed:
+        raise errors.RunFailed(f"these rows fail: {'; '.join(failed)}", code="selftest-failed")
+
+
+if __name__ == "__main__":
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -1,0 +1,163 @@
+"""A process that has imported what a run needs, and forks a child for each rank of a launch.
+
+Importing torch, transformers and vLLM takes longer than most tests train. A child begins as a fresh interpreter would,
+with the arguments, environment, folder, cores and output files of its launch, but these modules are loaded. A fork
+copies one thread alone, so the server starts no other, and it is for machines without a GPU.
+tests/test_learns.py compares a run of a child with one of a fresh interpreter, bit for bit.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+# What an algorithm imports, also late in a run.
+MODULES = (
+    "torch", "transformers.models.qwen2.modeling_qwen2", "algos.grpo", "common.run.report",
+    "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+)  # fmt: skip
+# What vLLM's engine imports, and what engines.start sets before: vLLM reads both at its import.
+ENGINE_MODULES = (
+    "common.rollout.vllm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+)  # fmt: skip
+ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+
+# numpy's OpenBLAS and the allocator of pyarrow, which datasets imports, would start threads at their import.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent dies
+
+
+class ForkServer:
+    """The side of the tests: starts the process, and asks it for one launch at a time."""
+
+    def __init__(self, environment: dict[str, str]):
+        """environment: of the imports; a launch brings its own."""
+        self.pipe, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL,
+            env=environment | ONE_THREAD,
+        )  # fmt: skip
+        theirs.close()
+
+    def run(self, command: list[str], environments: list[dict], timeout: float, **settings) -> list[int]:
+        """Exit codes of the ranks, of which each has its environment; command: a script and its arguments.
+
+        settings: cwd, cores, stdout and stderr, which are files. Raises subprocess.TimeoutExpired.
+        """
+        self.pipe.send({"command": command, "environments": environments, **settings})
+        in_time = self.pipe.poll(timeout)
+        if not in_time:
+            self.pipe.send(None)  # the server kills the children
+        codes = self.pipe.recv()
+        if not in_time:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return codes
+
+    def stop(self) -> None:
+        """Without a pipe the server ends."""
+        self.pipe.close()
+        self.process.wait()
+
+
+def serve(pipe: Connection) -> dict | None:
+    """Answer requests until the pipe closes, then return None. In a child: return the request and its environment."""
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return None
+        if request is None:  # the tests gave up on a launch that had just ended
+            continue
+        children = []
+        for environment in request.pop("environments"):
+            child = os.fork()
+            if child == 0:
+                pipe.close()
+                return {**request, "environment": environment}
+            children.append(child)
+        codes = wait_for(children, pipe)
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(codes)
+
+
+def wait_for(children: list[int], pipe: Connection) -> list[int]:
+    """Exit codes of the children. The first that fails ends the others with SIGTERM, as torchrun does.
+
+    A message meanwhile, or the end of the pipe, says that nobody waits any more: the children are killed.
+    """
+    running = {os.pidfd_open(child): child for child in children}
+    codes = {}
+    while running:
+        for ready in wait([pipe, *running]):
+            if ready is pipe:
+                with contextlib.suppress(EOFError):
+                    pipe.recv()
+                for process, child in running.items():
+                    with contextlib.suppress(ProcessLookupError):  # not yet a group of its own
+                        os.killpg(child, signal.SIGKILL)
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                continue
+            child = running.pop(ready)
+            os.close(ready)
+            codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if codes[child]:
+                for other in running:
+                    signal.pidfd_send_signal(other, signal.SIGTERM)
+    return [codes[child] for child in children]
+
+
+def begin(request: dict) -> None:
+    """Make this child what a fresh interpreter with the request's command would be."""
+    import numpy
+    import torch
+
+    os.setsid()  # a group of its own, which can be killed with all that it starts
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the server may be killed before it can do so
+    for number, path in ((1, request["stdout"]), (2, request["stderr"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    os.sched_setaffinity(0, request["cores"])
+    sys.argv = request["command"]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    random.seed()
+    numpy.random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(request["cores"]))))
+
+
+def main() -> dict | None:
+    """Import, then serve; the request in a child, None in the server at its end."""
+    import torch
+
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in MODULES:
+            importlib.import_module(name)
+        os.environ.update(ENGINE_ENVIRONMENT)
+        for name in ENGINE_MODULES:
+            importlib.import_module(name)
+    threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    assert len(threads) == 1, f"a fork would lose the threads that these imports start: {threads}"
+    gc.freeze()  # a collector that walked these objects in a child would copy their pages
+    return serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    request = main()
+    if request:
+        begin(request)
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,54 @@
+"""The flags of an algorithm file: one set of defaults for real models, another for the embedded job."""
+
+import importlib
+import sys
+
+import pytest
+
+from common.run import job
+
+NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime")
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The arguments that main() of an algorithm gets for a command line."""
+
+    def parse(name: str, *flags: str):
+        algorithm, calls = importlib.import_module(f"algos.{name}"), []
+        monkeypatch.setattr(sys, "argv", [f"algos/{name}.py", *flags])
+        job.launch(calls.append, algorithm.Args, algorithm.EMBEDDED, algorithm.__doc__)
+        return calls[0]
+
+    return parse
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("flags", [(), ("--model", "embedded"), ("--model=embedded",), ("--seed", "3")])
+def test_without_a_model_it_is_the_embedded_job(parsed, name, flags):
+    args = parsed(name, *flags)
+    assert args.model == "embedded" and args.dataset == ("arithmetic",)
+    assert (args.max_prompt_tokens, args.max_response_tokens, args.warmup_steps) == (64, 48, 2)
+    assert args.schedule == "linear" and 1e-4 <= args.learning_rate <= 3e-4 and 26 <= args.steps <= 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("flags", [("--model", "folder"), ("--model=folder",), ("--seed", "3", "--model", "folder")])
+def test_a_real_model_has_the_defaults_of_real_models(parsed, name, flags):
+    args = parsed(name, *flags)
+    assert args.model == "folder" and args.dataset == ("gsm8k",) and args.reward == ("gsm8k",)
+    assert (args.max_prompt_tokens, args.max_response_tokens, args.learning_rate) == (512, 1024, 1e-6)
+    assert args.schedule == "constant" and args.steps == 200
+
+
+def test_flags_win_over_both_sets(parsed):
+    assert parsed("grpo", "--steps", "7", "--learning-rate", "1e-3").steps == 7
+    assert parsed("grpo", "--model", "folder", "--steps", "7").steps == 7
+
+
+@pytest.mark.parametrize("flags, shown", [((), "52"), (("--model", "folder"), "200")])
+def test_the_help_shows_the_defaults_of_the_case_at_hand(parsed, capsys, monkeypatch, flags, shown):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parsed("grpo", *flags, "--help")
+    assert f"One step is one rollout and its updates. (default: {shown})" in capsys.readouterr().out
