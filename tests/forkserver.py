@@ -8,6 +8,7 @@ tests/test_learns.py compares a run of a child with one of a fresh interpreter, 
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -127,6 +128,7 @@ def begin(request: dict) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the server may be killed before it can do so
     for number, path in ((1, request["stdout"]), (2, request["stderr"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.enable()  # a crash in native code prints where Python was
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])

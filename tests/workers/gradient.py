@@ -6,6 +6,7 @@ batching.Compute as JSON. With shared prompts, the prompt of a group of two resp
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -22,6 +23,9 @@ G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 def main(model_path: str, output: str, *layouts: str) -> None:
     batching.SHARED_PROMPT_MIN_TOKENS = 1
     out = []
+    if "RANK" in os.environ:  # every world of this process uses one connection to the other ranks' store
+        met = next(dist.rendezvous("env://"))
+        dist.rendezvous = lambda url: iter([met])
     for compute in (batching.Compute(**json.loads(layout)) for layout in layouts):
         world = placement.init(0, sharding=compute)
         dist.init_process_group = lambda *given, **named: None  # the group exists after the first
