@@ -142,12 +142,12 @@ def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
-    if args.tis_cap < 0:
-        raise errors.BadInput(f"--tis-cap {args.tis_cap} must be at least 0")
-    if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.clip_dual <= 1 + args.clip_high:
-        raise errors.BadInput("--clip-low must be inside (0, 1), --clip-high > 0 and --clip-dual > 1 + --clip-high")
-    if not 0 <= args.overlong_cache <= args.max_response_tokens:
-        raise errors.BadInput(f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens]")
+    if args.clip_dual <= 1 + args.clip_high:
+        raise errors.BadInput(f"--clip-dual {args.clip_dual} must be above 1 + --clip-high {args.clip_high}")
+    if args.overlong_cache > args.max_response_tokens:
+        raise errors.BadInput(
+            f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens {args.max_response_tokens}]"
+        )
 
 
 def main(args: Args) -> None:

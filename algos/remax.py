@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from common import errors, placement, weight_sync
+from common import placement, weight_sync
 from common.rollout import engines
 from common.run import job
 from common.run.sampling import Batch, Draw
@@ -124,16 +124,7 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
     return (clipped & response_mask).sum()
 
 
-def check_args(args: Args) -> None:
-    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
-    if args.tis_cap < 0 or args.kl_coef < 0:
-        raise errors.BadInput(f"--tis-cap {args.tis_cap} and --kl-coef {args.kl_coef} must be at least 0")
-    if not 0 < args.clip_low < 1 or args.clip_high <= 0:
-        raise errors.BadInput("--clip-low must be inside (0, 1) and --clip-high > 0")
-
-
 def main(args: Args) -> None:
-    check_args(args)
     plan = job.prepare(args, models=["policy", *["reference"] * (args.kl_coef > 0)])
     if args.saving.dry_run:
         return

@@ -122,10 +122,6 @@ def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
-    if args.tis_cap < 0 or args.kl_coef < 0:
-        raise errors.BadInput(f"--tis-cap {args.tis_cap} and --kl-coef {args.kl_coef} must be at least 0")
-    if not 0 < args.clip_low < 1 or args.clip_high <= 0:
-        raise errors.BadInput("--clip-low must be inside (0, 1) and --clip-high > 0")
 
 
 def main(args: Args) -> None:

@@ -24,7 +24,7 @@ from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint
+from common.run import checkpoint, ranges
 from common.trainer import batching, model
 
 
@@ -57,6 +57,7 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 
 def main(args: Args) -> None:
+    ranges.check(args)
     size = placement.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")

@@ -19,7 +19,7 @@ from common import errors, placement, rewards
 from common.data.prompts import Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
-from common.run import evaluation
+from common.run import evaluation, ranges
 
 
 @dataclasses.dataclass
@@ -47,8 +47,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def main(args: Args) -> None:
     placement.check_world(args.rollout_tp)
-    if args.n < 0 or args.temperature <= 0:
-        raise errors.BadInput(f"--n {args.n} must be >= 0 and --temperature {args.temperature} > 0")
+    ranges.check(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)
     reward = rewards.load(args.reward)

@@ -27,6 +27,7 @@ from common.data.tokenizer import load_tokenizer, total_tokens
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
+from common.run import ranges
 from common.run.checkpoint import Saver, Saving
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
 from common.trainer import batching, model
@@ -192,6 +193,7 @@ def count_different(one: dict[str, int], other: dict[str, int], world: World) ->
 
 def main(args: Args) -> None:
     began = time.perf_counter()
+    ranges.check(args)
     size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     path = arithmetic.warm_start() if args.model == "embedded" else args.model
     tokenizer, stop_token_ids = load_tokenizer(path)

@@ -37,6 +37,7 @@ from common.data import arithmetic, sources
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards.model import conversation
 from common.rollout import rollout
+from common.run import ranges
 from common.trainer import batching, model
 
 
@@ -109,8 +110,9 @@ def change_digit(text: str, draw: random.Random) -> str:
 
 def main(args: Args) -> None:
     size = placement.check_world(rollout_tp=1)
-    if args.batch_size % size or min(args.batch_size, args.steps, args.pairs_per_forward, args.held_out) < 1:
-        raise errors.BadInput(f"--batch-size {args.batch_size} must be a multiple of the {size} ranks, the rest >= 1")
+    ranges.check(args)
+    if args.batch_size % size:
+        raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     pairs = load_pairs(args.dataset)
     if len(pairs) - args.held_out < args.batch_size:
         raise errors.BadInput(

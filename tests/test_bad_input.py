@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, launch
 from pyarrow import parquet
 
-from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo, sft
+from algos import dapo, dr_grpo, grpo, ppo, prime, rloo, sft
 from common import errors, placement
 from common.data import prompts as data
 from common.run.checkpoint import Saving
@@ -18,15 +18,10 @@ from common.trainer.batching import Compute
 
 CASES = [  # flags of grpo.Args -> what the message must say, in one line
     ({"group_size": 1}, "--group-size 1: a group of one"),
-    ({"temperature": 0.0}, "--temperature 0.0: training samples at a temperature > 0"),
     ({"prompts_per_step": 10}, "--prompts-per-step 10 is not a multiple of --mini-batches 4 x 1 ranks = 4"),
-    ({"mini_batches": 0}, "--mini-batches 0: must be at least 1"),
-    ({"compute": Compute(-1)}, "--token-budget -1: must be at least 1, or 0 to choose it from memory"),
-    ({"steps": 0}, "--steps 0: must be at least 1"),
-    ({"kl_coef": -1.0}, "--kl-coef -1.0 must be at least 0"),
     ({"rollout_tp": 3}, "--rollout-tp 3 does not divide the 1 ranks"),
     ({"compute": Compute(sequence_parallel=2)}, "--sequence-parallel 2 does not divide the 1 ranks"),
-    ({"compute": Compute(shard_size=-1)}, "--shard-size -1 does not divide the 1 ranks"),
+    ({"compute": Compute(shard_size=2)}, "--shard-size 2 does not divide the 1 ranks"),
     ({"reward": ("gsm8",)}, 'unknown reward "gsm8" (did you mean gsm8k?)'),
     ({"reward": ("absent.py:score",)}, "absent.py: file not found"),
     ({"model": "./no/such/folder"}, "--model ./no/such/folder: no such folder"),
@@ -111,7 +106,6 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
      "r.jsonl:1: nothing of its own text fits beside the template in --max-prompt-tokens 64"),
     ({}, "arithmetic", {"eval_dataset": "e.jsonl"}, "e.jsonl: file not found"),
     ({}, "arithmetic", {"eval_dataset": "maths"}, '--eval-dataset "maths": expected arithmetic, ...'),
-    ({}, "arithmetic", {"eval_prompts": -1}, "--eval-prompts -1: must be at least 0"),
     ({"e.jsonl": lines({**GOOD, "answer": "two"})}, "arithmetic", {"eval_dataset": "e.jsonl"},
      'e.jsonl:1: gold answer "two" is not a number'),
 ]  # fmt: skip
@@ -121,18 +115,12 @@ DATA_CASES = [({"rows.jsonl": content}, "rows.jsonl", {}, message) for content, 
 OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (dr_grpo, {"group_size": 1}, "--group-size 1: a group of one"),
     (rloo, {"group_size": 1}, "--group-size 1: a group of one"),
-    (remax, {"group_size": 0}, "--group-size 0: must be at least 1"),
     (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
-    (dapo, {"gen_prompts": -1}, "--gen-prompts -1: must be a multiple of the 1 ranks"),
-    (dapo, {"max_gen_batches": 0}, "--max-gen-batches 0: must be at least 1"),
-    (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens]"),
-    (dapo, {"clip_dual": 1.1}, "--clip-dual > 1 + --clip-high"),
-    (ppo, {"clip": 0.0}, "--clip must be inside (0, 1)"),
-    (ppo, {"lam_actor": 1.5}, "--lam-actor 1.5, --lam-critic 1.0: must be inside [0, 1]"),
+    (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens 48]"),
+    (dapo, {"clip_dual": 1.1}, "--clip-dual 1.1 must be above 1 + --clip-high 0.28"),
     (ppo, {"critic_warmup_steps": 50}, "--critic-warmup-steps 50 leaves nothing of --steps 50"),
     (prime, {"group_size": 1}, "--group-size 1: a group of one"),
-    (prime, {"min_accuracy": 0.9, "max_accuracy": 0.1}, "--min-accuracy 0.9 and --max-accuracy 0.1: 0 <= min <= max"),
-    (prime, {"beta": 0.0}, "--beta must be > 0"),
+    (prime, {"min_accuracy": 0.9, "max_accuracy": 0.1}, "--min-accuracy 0.9 is above --max-accuracy 0.1"),
     (grpo, {"reward": ("model:/nowhere",)}, "--reward model:/nowhere: cannot be loaded"),
 ]
 

@@ -68,8 +68,6 @@ def load_eval(
 
     Several test splits contribute equal shares. The list is empty where there is no test split. Raises BadInput.
     """
-    if source.eval_prompts < 0:
-        raise BadInput(f"--eval-prompts {source.eval_prompts}: must be at least 0")
     specs, flag = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT], "--dataset"
     if source.eval_dataset:
         specs, flag = [source.eval_dataset], "--eval-dataset"

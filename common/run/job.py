@@ -27,7 +27,7 @@ from common.data import prompts as data
 from common.data import tokenizer as tokenizers
 from common.errors import BadInput
 from common.placement import World
-from common.run import checkpoint, diagnosis, directory, evaluation, guards, sampling
+from common.run import checkpoint, diagnosis, directory, evaluation, guards, ranges, sampling
 from common.run.plan import show as show_plan
 from common.run.plan import show_roles
 from common.run.sampling import Batch, Sample
@@ -41,8 +41,6 @@ EMBEDDED = {  # Defaults that all files share without --model: two-digit additio
     "schedule": "linear",
     "warmup_steps": 2,
 }
-AT_LEAST_1 = ("steps", "epochs", "group_size", "prompts_per_step", "mini_batches", "max_gen_batches",
-              "max_prompt_tokens", "max_response_tokens", "rollouts_every")  # fmt: skip
 
 
 @dataclass
@@ -116,6 +114,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     Replaces args.model by a folder, and fills in the token budget of args.compute if it was left open. Prints the
     layout of ranks and models, and with --dry-run the whole plan.
     """
+    ranges.check(args)
     name = Path(inspect.getfile(type(args))).stem
     size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_numbers(args, size)
@@ -141,12 +140,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
 
 
 def check_numbers(args: Flags, size: int) -> None:
-    """Refuse numbers that no algorithm can work with, or that do not divide evenly. Raises BadInput."""
-    for name in AT_LEAST_1:
-        if getattr(args, name, 1) < 1:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    if args.temperature <= 0:
-        raise BadInput(f"--temperature {args.temperature}: training samples at a temperature > 0")
+    """Refuse numbers that do not divide evenly. Raises BadInput."""
     share = args.mini_batches * size
     if args.prompts_per_step % share:
         raise BadInput(
@@ -154,7 +148,7 @@ def check_numbers(args: Flags, size: int) -> None:
             f"x {size} ranks = {share}"
         )
     drawn = getattr(args, "gen_prompts", 0)
-    if drawn < 0 or drawn % size:
+    if drawn % size:
         raise BadInput(f"--gen-prompts {drawn}: must be a multiple of the {size} ranks, or 0")
     if drawn and drawn * args.max_gen_batches < args.prompts_per_step:
         raise BadInput(

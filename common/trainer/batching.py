@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tyro
 from transformers import AutoConfig
 
-from common.errors import BadInput, say
+from common.errors import say
 from common.placement import Sharding, World, rank_memory
 from common.rollout.rollout import Rollout
 from common.trainer.attention import Spans, spans
@@ -147,8 +147,6 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
 
     The budget depends on the size of the memory, not on how much is free: a command always cuts the same micro-batches.
     """
-    if compute.token_budget < 0:
-        raise BadInput(f"--token-budget {compute.token_budget}: must be at least 1, or 0 to choose it from memory")
     check_kernels(compute.kernels)
     config = AutoConfig.from_pretrained(model_path)
     check_heads(config, compute.sequence_parallel, model_path)
