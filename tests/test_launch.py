@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ARITHMETIC, CORES, ROOT
+from conftest import ARITHMETIC, CORES, ROOT, launch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
@@ -89,28 +89,26 @@ def test_two_agents_give_what_one_agent_with_two_ranks_gives(models, tmp_path):
         8,
     ]
     flags += ["--group-size", 4, "--mini-batches", 2, "--max-response-tokens", 24, "--eval-prompts", 0]
-    cores = sorted(CORES)[:2]
-    agents = {"one": [{"NPROC_PER_NODE": "2"}], "two": [{"NNODES": "2", "NODE_RANK": str(i)} for i in range(2)]}
+    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "one", ranks=2)
+    cores, address = sorted(CORES)[:2], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = ["bash", FOLDER / "torchrun.sh", "algos/grpo.py", *flags, "--run-dir", tmp_path / "two"]
     with FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock"):
-        for name, nodes in agents.items():
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_ADDR": "127.0.0.1"}
-            command = ["bash", FOLDER / "torchrun.sh", "algos/grpo.py", *flags, "--run-dir", tmp_path / name]
-            running = [
-                subprocess.Popen(
-                    list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    env=environment(**({"NPROC_PER_NODE": "1"} | shared | node)),
-                    preexec_fn=partial(os.sched_setaffinity, 0, cores[i : i + 1] or cores if len(nodes) > 1 else cores),
-                )
-                for i, node in enumerate(nodes)
-            ]  # fmt: skip
-            output = [process.communicate(timeout=300)[0] for process in running]
-            assert [process.returncode for process in running] == [0] * len(nodes), output
-    hardware = [json.loads((tmp_path / name / "run.json").read_text())["hardware"] for name in agents]
+        running = [
+            subprocess.Popen(
+                list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=environment(NPROC_PER_NODE="1", NNODES="2", NODE_RANK=str(node), LOCAL_ADDR="127.0.0.1", **address),
+                preexec_fn=partial(os.sched_setaffinity, 0, cores[node : node + 1] or cores),
+            )
+            for node in range(2)
+        ]  # fmt: skip
+        output = [process.communicate(timeout=300)[0] for process in running]
+        assert [process.returncode for process in running] == [0, 0], output
+    hardware = [json.loads((tmp_path / name / "run.json").read_text())["hardware"] for name in ("one", "two")]
     assert [(it["ranks"], it["threads_per_rank"]) for it in hardware] == [(2, 1)] * 2
-    one, two = (metrics(tmp_path / name) for name in agents)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert one == two and len(one) == 2 and one[0]["train/grad_norm"] > 0
     before = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32).state_dict()
-    one, two = (weights(tmp_path / name) for name in agents)
+    one, two = (weights(tmp_path / name) for name in ("one", "two"))
     assert all(torch.equal(one[key], two[key]) for key in before)
     assert not any(torch.equal(one[key], before[key]) for key in before)
 

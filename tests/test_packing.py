@@ -138,7 +138,7 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
     path = save_model(tmp_path, config, 0.05)
     plain, compiled = [model.load(path, world, torch.float32, Compute(kernels=k)) for k in ("eager", "compile")]
     graphs = []
-    for seed, count in enumerate((16, 12, 9)):
+    for seed, count in enumerate((16, 9)):
         rollout = random_rollout(count, seed)
         whole, other = [gradient(policy, rollout, Compute(60), world) for policy in (plain, compiled)]
         assert relative_difference(whole, other) <= 1e-5
