@@ -54,6 +54,7 @@ def main(args: Args) -> None:
     prompts = load(args.dataset, args.source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     reward.check_answers(prompts)
+    reward.try_out(prompts, tokenizer)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype, args.model)

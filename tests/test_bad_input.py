@@ -1,6 +1,7 @@
 """Bad input is refused in words that name it, with exit code 2, in seconds, before a model is loaded."""
 
 import json
+import re
 import resource
 import time
 
@@ -53,7 +54,6 @@ JSONL = [  # content of rows.jsonl -> all of the message
     (b"\r\n\n", "rows.jsonl: contains no rows"),
     (lines(GOOD, b"", b'{"question": "1'), "rows.jsonl:3: invalid JSON at column 14: Unterminated string starting at"),
     (lines(GOOD, b"[1]"), "rows.jsonl:2: expected an object, got list"),
-    (lines({"question": "1+1=", "id": 4}), 'rows.jsonl:1: missing key "answer" (found: question, id)'),
     (lines({"text": "1+1=", "answer": 2}), 'rows.jsonl:1: missing key "prompt" (found: text, answer)'),
     (lines(GOOD, {**GOOD, "question": None}), 'rows.jsonl:2: "question" must be a non-empty string, got null'),
     (lines(GOOD, {**GOOD, "question": ""}), 'rows.jsonl:2: "question" must be a non-empty string, got ""'),
@@ -193,3 +193,57 @@ def test_the_command_line_says_it_in_one_line(flags, message, tmp_path, models):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
     assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1
+
+
+REWARDS = {  # body of score() in a user's file -> what is said
+    "return [float(item.answer == item.response) / 0 for item in items]": "ZeroDivisionError: float division by zero",
+    "return [item.text for item in items]": "AttributeError: 'Item' object has no attribute 'text'",
+    "import time; time.sleep(1000)": "no answer to a response within 2 s",
+    "import os; os._exit(0)": "ended its process",
+    "return 1.0": "expected 2 results, got float",
+    "return [1.0]": "returned 1 results for 2 items",
+    "return ['right' for item in items]": "expected a number or a Result, got 'right', str",
+    "return [None for item in items]": "expected a number or a Result, got 'None', NoneType",
+    "return [float('nan') for item in items]": " is nan, for prompt",
+    "return [float(item.answer.strip() == item.response) for item in items]": "'NoneType' object has no attribute",
+}
+
+
+@pytest.mark.parametrize("body, message", REWARDS.items())
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_reward_is_tried_before_a_model_is_loaded(body, message, dry_run, tmp_path, refused):
+    """On two prompts, of which the last of these rewards reads answers that the data does not have."""
+    (tmp_path / "mine.py").write_text(f"def score(items, lengths, truncated):\n    {body}\n")
+    (tmp_path / "rows.jsonl").write_bytes(lines({"prompt": "1+1="}, {"prompt": "2+2="}))
+    began = time.perf_counter()
+    flags = {"dataset": ("rows.jsonl",), "reward": ("mine.py:score",), "saving": Saving(dry_run=dry_run)}
+    said = refused(grpo, **flags, prompts_per_step=4)
+    assert message in said and "mine.py:score" in said and time.perf_counter() - began < 8
+    if "Error" in message:
+        assert f'File "{tmp_path}/mine.py", line 2' in said or 'mine.py", line 2, in score' in said
+    assert len(re.findall("^Traceback", said, re.MULTILINE)) <= 1
+
+
+@pytest.mark.parametrize(
+    "file, message",
+    [
+        ("def score(items): return [1.0] * len(items)", "must take (items, lengths, truncated): too many positional"),
+        ("def score(items, lengths): return []", "must take (items, lengths, truncated): too many positional"),
+        ("def score(*, items): return []", "must take (items, lengths, truncated)"),
+        ("def grade(items, lengths, truncated): return []", 'has no function "score"'),
+        ("score = 5", 'has no function "score"'),
+        ("def score(items, lengths, truncated) return []", "SyntaxError"),
+        ("import a_module_that_is_missing", "ModuleNotFoundError: No module named 'a_module_that_is_missing'"),
+    ],
+)
+def test_a_file_that_holds_no_reward_is_refused(file, message, tmp_path, refused):
+    (tmp_path / "mine.py").write_text(file + "\n")
+    assert message in refused(grpo, reward=("mine.py:score",))
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "gsm8k-strict", "math", "dapo", "dapo-lenient"])
+@pytest.mark.parametrize("more", [(), ("format=0.1",)])
+def test_a_reward_that_compares_needs_answers(reward, more, tmp_path, refused):
+    (tmp_path / "rows.jsonl").write_bytes(lines({"prompt": "1+1=", "label": 2}))
+    said = refused(grpo, dataset=("rows.jsonl",), reward=(*more, reward))
+    assert said.startswith(f'rows.jsonl:1: no "answer" (found: prompt, label), which --reward {reward} compares with')

@@ -39,7 +39,7 @@ class Prompt:
     id: str  # place of the row: "train.jsonl:17", "arithmetic/test:3"
     text: str  # the text that the model sees, chat template included
     ids: list[int]  # the tokens of the text
-    answer: str  # the reference answer
+    answer: str | None  # the reference answer, if the row has one
     solution: str | None = None  # a worked solution, for supervised fine-tuning
     meta: dict[str, Any] = field(default_factory=dict)  # the row; "prompt" is there without template and instruction
     dataset: str = ""  # SPEC of the data set

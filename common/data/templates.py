@@ -16,11 +16,11 @@ Messages = list[dict[str, str]]
 Template = str | Messages | None
 
 
-def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str, str | None]:
+def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str | None, str | None]:
     """Prompt, answer and solution of a row. `columns` names columns that are not the usual ones. Raises BadInput.
 
     Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
-    worked solution, which is optional. A row with a solution needs no answer.
+    worked solution. Answer and solution are None where a row has none: most rewards need an answer, some do not.
     """
     usual = {
         "prompt": "question" if "question" in row and "prompt" not in row else "prompt",
@@ -30,21 +30,20 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     names, absent = {**usual, **columns}, object()
     solution = lookup(row, names["solution"])
     for name, column in names.items():
-        optional = name == "solution" or (name == "answer" and solution is not None)
-        if lookup(row, column, absent) is absent and (name in columns or not optional):
+        if lookup(row, column, absent) is absent and (name in columns or name == "prompt"):
             raise BadInput(f'{where}: missing key "{column}" (found: {", ".join(row) or "nothing"})')
-    content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], "")
+    content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], absent)
     is_number = type(answer) in (int, float) and abs(answer) < math.inf  # False for NaN
     for name, valid, expected in (
         ("prompt", isinstance(content, list) or (isinstance(content, str) and content.strip()), "a non-empty string"),
         ("prompt", isinstance(content, str) or is_chat(content), "messages with role and content"),
-        ("answer", isinstance(answer, str) or is_number, "a string or a number"),
+        ("answer", answer is absent or isinstance(answer, str) or is_number, "a string or a number"),
         ("solution", isinstance(solution, str | None), "a string"),
     ):
         if not valid:
             value = json.dumps(lookup(row, names[name]), default=str)[:80]
             raise BadInput(f'{where}: "{names[name]}" must be {expected}, got {value}')
-    return content, str(answer), solution
+    return content, None if answer is absent else str(answer), solution
 
 
 def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:

@@ -15,7 +15,7 @@ from typing import Any
 class Item:
     prompt: str
     response: str  # text of the response tokens alone, without special tokens
-    answer: str  # reference ("gold") answer
+    answer: str | None  # reference ("gold") answer; None where the data has none
     meta: dict[str, Any] = field(default_factory=dict)  # other columns of the data set
     response_ids: list[int] = field(default_factory=list)
 

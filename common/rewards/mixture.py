@@ -22,6 +22,8 @@ CALLS_AT_ONCE = 16  # calls of one reward in progress at the same time: their th
 SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
 MAX_UNGRADED_SHARE = 0.2  # share of the responses of one step
 NUMERIC_REWARDS = ("gsm8k", "gsm8k-strict", "dapo-lenient")  # rewards whose reference answers must be numbers
+COMPARING_REWARDS = (*NUMERIC_REWARDS, "dapo", "math", "math-flexible")  # rewards that need a reference answer
+TRIED_PROMPTS = 2
 
 
 def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> GradedPart:
@@ -90,7 +92,12 @@ class Rewards:
             self.weights = state["weights"] if self.file else self.weights
 
     def check_answers(self, prompts: list) -> None:
-        """Refuse reference answers that the first reward cannot read, naming their lines. Raises BadInput."""
+        """Refuse reference answers that are missing or that the first reward cannot read. Raises BadInput."""
+        for name in set(self.rewards).intersection(COMPARING_REWARDS):
+            cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
+            refuse_all(
+                [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
+            )
         name, bad, fault = next(iter(self.rewards)), [], "is not a number"
         if name in NUMERIC_REWARDS:
             bad = [prompt for prompt in prompts if parse_gold(prompt.answer) is None]
@@ -99,6 +106,17 @@ class Rewards:
 
             bad, fault = [p for p in prompts if not parse_math_gold(p.answer)], "cannot be parsed as LaTeX"
         refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" {fault}' for prompt in bad])
+
+    def try_out(self, prompts: list, tokenizer) -> None:
+        """Call each function of a user with two responses to each of the first prompts. Raises BadInput if it fails."""
+        items = []
+        for prompt in prompts[:TRIED_PROMPTS]:
+            for response in (prompt.solution or prompt.answer or "", "I do not know."):
+                ids = tokenizer.encode(response, add_special_tokens=False)
+                items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
+        for name, reward in self.rewards.items():
+            if hasattr(reward, "try_out"):
+                grade(name, reward.try_out, items, [len(item.response_ids) for item in items], [False] * len(items))
 
     def ahead(self, prompts: list, tokenizer) -> Ahead:
         """Pass it to engine.generate(done=...), then to score(begun=...)."""

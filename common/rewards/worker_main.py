@@ -7,6 +7,7 @@ infinity.
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import resource
@@ -41,6 +42,8 @@ def main(spec: str, memory_gib: float) -> None:
         grade = load_function(path, name)
     if not callable(grade):
         return send(f'has no function "{name}"')
+    if complaint := refused_arguments(grade):
+        return send(f'function "{name}" must take (items, lengths, truncated): {complaint}')
     # A larger allocation on top of what the imports have mapped raises MemoryError.
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = mapped_bytes + int(memory_gib * 2**30)
@@ -79,6 +82,17 @@ def load_function(path: str, name: str) -> Callable | None:
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return getattr(module, name, None)
+
+
+def refused_arguments(grade: Callable) -> str:
+    """Why a function cannot be called with the three arguments of a reward, or ""."""
+    try:
+        inspect.signature(grade).bind([], [], [])
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a function without a signature, as some of those written in C
+        pass
+    return ""
 
 
 def to_rows(results: Iterable, count: int) -> dict | list:

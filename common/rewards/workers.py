@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_by_string, last_answer
 
 Task = tuple[list[Item], list[int], list[bool]]  # arguments of a reward
+TRY_SECONDS = 2.0  # for each response when a reward is tried before the run
 START_SECONDS = 60.0  # for the imports of a worker: sympy needs one second, or ten on a busy machine
 MAX_TIMEOUT_SHARE = 0.01  # more timeouts are worth a warning, also because a policy can learn to provoke them
 
@@ -126,17 +128,26 @@ class WorkerPool:
         for _ in range(self.size):
             self.idle.put(Worker(spec, memory_gib, tasks_per_worker))
 
-    def run(self, tasks: Sequence[Task]) -> list[list[Result] | Failure]:
-        """The results of each task, in order. Raises RunFailed if a worker does not start."""
+    def run(self, tasks: Sequence[Task], check: Callable = lambda index, outcome: None) -> list[list[Result] | Failure]:
+        """The results of each task, in order. Raises RunFailed if a worker does not start.
+
+        check(index, outcome) is called with each outcome as soon as it is there; what it raises ends the others.
+        """
         # Neighbours go to one worker: they often share a reference answer, which it then parses once.
         length = min(8, 1 + len(tasks) // (8 * self.size))
         blocks = [tasks[i : i + length] for i in range(0, len(tasks), length)]
-        with ThreadPoolExecutor(self.size) as threads:
-            return [outcome for outcomes in threads.map(self.run_block, blocks) for outcome in outcomes]
+        run_block = partial(self.run_block, check=check)
+        with ThreadPoolExecutor(self.size) as threads:  # an exception cancels the blocks that have not begun
+            found = threads.map(run_block, range(0, len(tasks), length), blocks)
+            return [outcome for outcomes in found for outcome in outcomes]
 
-    def run_block(self, tasks: Sequence[Task]) -> list[list[Result] | Failure]:
+    def run_block(self, first: int, tasks: Sequence[Task], check: Callable) -> list[list[Result] | Failure]:
+        outcomes = []
         with self.worker() as worker:
-            return [worker.ask(task, self.item_seconds * len(task[0])) for task in tasks]
+            for index, task in enumerate(tasks, first):
+                outcomes.append(worker.ask(task, self.item_seconds * len(task[0])))
+                check(index, outcomes[-1])
+        return outcomes
 
     def check(self) -> str:
         """Start one worker. Returns why it does not start, or ""."""
@@ -202,6 +213,7 @@ class UserReward:
         if not Path(path).is_file():
             raise BadInput(f"--reward: {path}: file not found")
         self.name = f"{path}:{function}"
+        self.was_late = False  # the first late answer of a run has been reported
         self.pool = WorkerPool(self.name, workers, item_seconds, memory_gib=8.0)
         complaint = self.pool.check()
         if complaint:
@@ -209,22 +221,49 @@ class UserReward:
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
+        results = self.call(items, lengths, truncated)
+        warn_of_timeouts(self.name, results)
+        return results
+
+    def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Call the function before anything is loaded. Raises BadInput if it is wrong, raises, hangs or dies."""
+        usual, self.pool.item_seconds, self.was_late = self.pool.item_seconds, TRY_SECONDS, True
+        try:
+            results = self.call(items, lengths, truncated)
+        except RunFailed as failure:
+            raise BadInput(f"--reward: {failure}") from None
+        finally:
+            self.pool.item_seconds, self.was_late = usual, False
+        failed = [result.info for result in results if result.score is None]
+        if any("timeout" in info for info in failed):
+            raise BadInput(f'--reward: reward "{self.name}": no answer to a response within {TRY_SECONDS:g} s')
+        if any("died" in info for info in failed):
+            raise BadInput(f'--reward: reward "{self.name}" ended its process')
+        return results
+
+    def call(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """One task for each prompt. The first one that is wrong ends the others; the first that is late is reported."""
         groups = [list(rows) for _, rows in groupby(range(len(items)), lambda row: items[row].prompt)]
         tasks = [tuple([column[row] for row in rows] for column in (items, lengths, truncated)) for rows in groups]
-        results: list[Result] = []
-        for (group, _, _), outcome in zip(tasks, self.pool.run(tasks)):
-            first, last = len(results), len(results) + len(group) - 1
+
+        def check(index: int, outcome: list[Result] | Failure) -> None:
+            rows, group = groups[index], tasks[index][0]
+            shown = f"prompt {group[0].prompt[:200]!r}, response {group[0].response[:200]!r}"
             if isinstance(outcome, list):
                 if len(outcome) != len(group):
                     raise BadInput(f'reward "{self.name}" returned {len(outcome)} results for {len(group)} items')
-                results += outcome
-            elif outcome.kind in ("timeout", "died"):
-                results += [Result(None, None, None, {outcome.kind: 1})] * len(group)
             elif outcome.kind == "wrong":
-                raise BadInput(f'reward "{self.name}": row {first + outcome.row}: {outcome.message}')
-            else:
-                rows = f"rows {first} to {last}, prompt {group[0].prompt[:200]!r}, response {group[0].response[:200]!r}"
-                message = f'reward "{self.name}" raised an error for {rows}:\n{outcome.message}'
+                raise BadInput(f'reward "{self.name}": row {rows[outcome.row]}: {outcome.message}')
+            elif outcome.kind == "raised":
+                where = f"rows {rows[0]} to {rows[-1]}, {shown}"
+                message = f'reward "{self.name}" raised an error for {where}:\n{outcome.message}'
                 raise RunFailed(message, code="reward-failed")
-        warn_of_timeouts(self.name, results)
+            elif outcome.kind == "timeout" and not self.was_late:
+                self.was_late = True
+                warn(f'reward "{self.name}": {outcome.message} to {len(group)} responses, {shown}', "reward-slow")
+
+        results: list[Result] = []
+        for rows, outcome in zip(groups, self.pool.run(tasks, check)):
+            failed = isinstance(outcome, Failure)
+            results += [Result(None, None, None, {outcome.kind: 1})] * len(rows) if failed else outcome
         return results

@@ -125,6 +125,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
+    reward.try_out(prompts, tokenizer)
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     dtype = placement.compute_dtype(args.dtype, args.model)
     args.compute = batching.plan(args.compute, args.model, dtype)
