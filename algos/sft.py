@@ -24,7 +24,7 @@ from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, ranges
+from common.run import checkpoint, checks, ranges
 from common.trainer import batching, model
 
 
@@ -70,6 +70,8 @@ def main(args: Args) -> None:
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
+    if args.model:
+        checks.check_model(args.model, tokenizer, prompts)
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
     dtype = placement.compute_dtype(args.dtype, start)

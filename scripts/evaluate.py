@@ -19,7 +19,7 @@ from common import errors, placement, rewards
 from common.data.prompts import Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
-from common.run import evaluation, ranges
+from common.run import checks, evaluation, ranges
 
 
 @dataclasses.dataclass
@@ -54,7 +54,8 @@ def main(args: Args) -> None:
     prompts = load(args.dataset, args.source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     reward.check_answers(prompts)
-    reward.try_out(prompts, tokenizer)
+    checks.try_rewards(reward, prompts, tokenizer)
+    checks.check_model(args.model, tokenizer, prompts)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype, args.model)

@@ -1,17 +1,23 @@
 """Bad input is refused in words that name it, with exit code 2, in seconds, before a model is loaded."""
 
 import json
+import os
 import re
 import resource
+import shutil
 import time
 
 import pyarrow
 import pytest
-from conftest import ROOT, launch
+import torch
+import transformers
+from conftest import ROOT, launch, save_model
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, rloo, sft
 from common import errors, placement
+from common.data import arithmetic
 from common.data import prompts as data
 from common.run.checkpoint import Saving
 from common.trainer import model
@@ -247,3 +253,91 @@ def test_a_reward_that_compares_needs_answers(reward, more, tmp_path, refused):
     (tmp_path / "rows.jsonl").write_bytes(lines({"prompt": "1+1=", "label": 2}))
     said = refused(grpo, dataset=("rows.jsonl",), reward=(*more, reward))
     assert said.startswith(f'rows.jsonl:1: no "answer" (found: prompt, label), which --reward {reward} compares with')
+
+
+def without(name: str):
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+WEIGHTS = [  # what is done to the tensors of a model's folder -> the message
+    (without(UP), f"its weights have no {UP}"),
+    (without("lm_head.weight"), "its weights have no lm_head.weight"),
+    (lambda tensors: {**tensors, "model.layers.9.mlp.up_proj.weight": tensors[UP].clone()},
+     "config.json describes no model.layers.9.mlp.up_proj.weight"),
+    (lambda tensors: {**tensors, NORM: torch.zeros(7)}, f"{NORM} is (7,) and should be (128,)"),
+    (lambda tensors: {key: tensor for key, tensor in tensors.items() if "norm" in key}, "\n... and "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", WEIGHTS)
+def test_weights_that_are_not_the_models_are_named(change, message, tmp_path, models, refused):
+    """transformers would initialize a missing tensor at random, and the run would train it."""
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    said = refused(grpo, model=str(folder))
+    assert said.startswith(f"--model {folder}: ") and message in said
+
+
+@pytest.mark.parametrize(
+    "file, size, message",
+    [
+        ("model.safetensors", 100_000, "its weights cannot be read, perhaps a copy was cut short: "),
+        ("model.safetensors", 50, "its weights cannot be read, perhaps a copy was cut short: "),
+        ("model.safetensors", 0, "its weights cannot be read, perhaps a copy was cut short: "),
+        ("model.safetensors", None, "its weights cannot be read, perhaps a copy was cut short: Error no file named"),
+        ("config.json", 100, "its files cannot be read: "),
+        ("config.json", None, "the folder has no config.json"),
+        ("tokenizer.json", 100, "its files cannot be read: "),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("tokenizer*.json", None, "has no tokenizer"),
+    ],
+)
+def test_a_folder_with_a_broken_file_is_refused(file, size, message, tmp_path, models, refused):
+    """size: bytes that are left of the file; None removes it."""
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    for path in folder.glob(file):
+        path.unlink() if size is None else os.truncate(path, size)
+    said = refused(grpo, model=str(folder))
+    assert said.startswith(f"--model {folder}: {message}") and "\n" not in said
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2), "layers unlike Llama's"),
+        (
+            transformers.OPTConfig(hidden_size=24, word_embed_proj_dim=24, ffn_dim=32, num_hidden_layers=1),
+            "layers unlike Llama's",
+        ),
+        (transformers.BertConfig(**TINY), "layers unlike Llama's"),
+        (transformers.ModernBertConfig(**TINY), "their encoder"),
+        (transformers.T5Config(d_model=32, num_layers=1), "their encoder"),
+        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, state_size=4), "layers unlike Llama's"),
+        (transformers.PhiConfig(**TINY), "biased, scaled or capped logits"),
+        (transformers.Gemma2Config(**TINY), "biased, scaled or capped logits"),
+        (transformers.MistralConfig(**TINY), "sliding windows"),
+        (transformers.Phi3Config(**TINY, sliding_window=2047, pad_token_id=0), "sliding windows"),
+        (transformers.MixtralConfig(**TINY, sliding_window=4096), "sliding windows"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_an_architecture_that_cannot_be_packed_is_refused(config, why, tmp_path, models, refused):
+    """Mistral's log-probs would be wrong by up to 5.65 nats beyond the window, without an error."""
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    config.eos_token_id = 1
+    config.save_pretrained(folder)
+    said = refused(grpo, model=str(folder))
+    assert f"{config.model_type} models are not supported, because of {why}" in said and "Llama, Qwen2" in said
+    assert "\n" not in said
+
+
+def test_a_tokenizer_with_more_tokens_than_the_weights_is_refused(tmp_path, refused, capsys):
+    config = arithmetic.config()
+    config.vocab_size = 8
+    folder = save_model(tmp_path / "model", config)
+    capsys.readouterr()  # the progress bar of saving
+    assert f"--model {folder}: its tokenizer has" in refused(grpo, model=folder)

@@ -30,14 +30,16 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
         raise BadInput(f"--model {model_path}: no such folder")
     refuse_pickles(model_path, f"--model {model_path}")
+    where = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
     try:
         if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
             model_info(model_path, timeout=5)  # a single request: from_pretrained would retry for half a minute
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError) as error:
-        reason = sources.first_line(error)
-        raise BadInput(f"--model {model_path}: neither a folder nor loadable from the Hub: {reason}") from None
+        raise BadInput(f"--model {model_path}: {where}: {sources.first_line(error)}") from None
+    if not tokenizer.encode("1 a", add_special_tokens=False):  # transformers makes an empty one where there is none
+        raise BadInput(f"--model {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
     try:
         generation = GenerationConfig.from_pretrained(model_path)
     except OSError:  # the file is optional

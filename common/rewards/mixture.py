@@ -23,7 +23,6 @@ SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set
 MAX_UNGRADED_SHARE = 0.2  # share of the responses of one step
 NUMERIC_REWARDS = ("gsm8k", "gsm8k-strict", "dapo-lenient")  # rewards whose reference answers must be numbers
 COMPARING_REWARDS = (*NUMERIC_REWARDS, "dapo", "math", "math-flexible")  # rewards that need a reference answer
-TRIED_PROMPTS = 2
 
 
 def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> GradedPart:
@@ -106,17 +105,6 @@ class Rewards:
 
             bad, fault = [p for p in prompts if not parse_math_gold(p.answer)], "cannot be parsed as LaTeX"
         refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" {fault}' for prompt in bad])
-
-    def try_out(self, prompts: list, tokenizer) -> None:
-        """Call each function of a user with two responses to each of the first prompts. Raises BadInput if it fails."""
-        items = []
-        for prompt in prompts[:TRIED_PROMPTS]:
-            for response in (prompt.solution or prompt.answer or "", "I do not know."):
-                ids = tokenizer.encode(response, add_special_tokens=False)
-                items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
-        for name, reward in self.rewards.items():
-            if hasattr(reward, "try_out"):
-                grade(name, reward.try_out, items, [len(item.response_ids) for item in items], [False] * len(items))
 
     def ahead(self, prompts: list, tokenizer) -> Ahead:
         """Pass it to engine.generate(done=...), then to score(begun=...)."""

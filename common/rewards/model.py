@@ -83,7 +83,7 @@ class RewardModel:
             )
         results = []
         for item, score in zip(items, self.scores(ids)):
-            known = parse_gold(item.answer) is not None
+            known = item.answer is not None and parse_gold(item.answer) is not None
             results.append(Result(score, grade_gsm8k(item.response, item.answer) if known else float(score > 0)))
         return results
 

@@ -27,7 +27,7 @@ from common.data import prompts as data
 from common.data import tokenizer as tokenizers
 from common.errors import BadInput
 from common.placement import World
-from common.run import checkpoint, diagnosis, directory, evaluation, guards, ranges, sampling
+from common.run import checkpoint, checks, diagnosis, directory, evaluation, guards, ranges, sampling
 from common.run.plan import show as show_plan
 from common.run.plan import show_roles
 from common.run.sampling import Batch, Sample
@@ -125,8 +125,9 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
-    reward.try_out(prompts, tokenizer)
+    checks.try_rewards(reward, prompts, tokenizer)
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    checks.check_model(args.model, tokenizer, prompts + held_out)
     dtype = placement.compute_dtype(args.dtype, args.model)
     args.compute = batching.plan(args.compute, args.model, dtype)
     show_roles(

@@ -31,6 +31,7 @@ from common.trainer.kernels import use_kernels
 from common.trainer.logits import ChunkedLogprobs
 from common.trainer.sequence_parallel import SlicedSpans, sliced_attention, to_owner
 
+SUPPORTED = "supported are decoders with rotary positions and full attention: Llama, Qwen2, Qwen3, SmolLM3, OLMo 2, ..."
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
 
@@ -60,7 +61,7 @@ def load(
     config._attn_implementation = "packed"
     if value_head:
         config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
-    check_architecture(config, model_path)
+    model = skeleton(config, model_path, auto_class)
     # Only rank 0 reads the weights; the other ranks receive their shards.
     state, buffers = {}, {}
     if world.is_main:
@@ -72,8 +73,6 @@ def load(
             nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
         state, buffers = source.state_dict(), dict(source.named_buffers())
 
-    with torch.device("meta"):
-        model = auto_class.from_config(config, dtype=torch.float32)
     use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,12 +123,26 @@ def check_packing(model: nn.Module, model_path: str, world: World, tolerance: fl
         raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
 
 
-def check_architecture(config, model_path: str) -> None:
-    """Refuse a model that the packed forward would compute wrongly without an error. Raises BadInput."""
-    if any(getattr(config, name, None) for name in ("lm_head_bias", "final_logit_softcapping", "logit_scale")):
-        raise BadInput(f"--model {model_path}: biased, scaled or capped logits ({config.model_type}) are not supported")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or getattr(config, "attention_dropout", 0):
-        raise BadInput(f"--model {model_path}: sliding windows or attention dropout are not supported")
+def skeleton(config, model_path: str, auto_class=AutoModelForCausalLM) -> nn.Module:
+    """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong."""
+    refused = f"--model {model_path}: {config.model_type} models are not supported, because of"
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
+        raise BadInput(f"{refused} their encoder; {SUPPORTED}") from None
+    layers, kinds = getattr(model.base_model, "layers", []), getattr(config, "layer_types", None)
+    if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
+        raise BadInput(f"{refused} layers unlike Llama's; {SUPPORTED}")
+    head, scales = model.get_output_embeddings(), ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    if getattr(head, "bias", None) is not None or any((getattr(config, name, None) or 1) != 1 for name in scales):
+        raise BadInput(f"{refused} biased, scaled or capped logits; {SUPPORTED}")
+    windows = {*kinds} - {"full_attention"} if kinds else getattr(config, "sliding_window", None)
+    if windows or getattr(config, "attention_dropout", 0):
+        raise BadInput(f"{refused} sliding windows, other kinds of attention, or attention dropout; {SUPPORTED}")
+    return model
 
 
 def token_logprobs(
