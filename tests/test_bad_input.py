@@ -204,8 +204,8 @@ def test_the_command_line_says_it_in_one_line(flags, message, tmp_path, models):
 REWARDS = {  # body of score() in a user's file -> what is said
     "return [float(item.answer == item.response) / 0 for item in items]": "ZeroDivisionError: float division by zero",
     "return [item.text for item in items]": "AttributeError: 'Item' object has no attribute 'text'",
-    "import time; time.sleep(1000)": "no answer to a response within 2 s",
-    "import os; os._exit(0)": "ended its process",
+    "import time; time.sleep(1000)": "timeout: no answer within 4 s",
+    "import os; os._exit(0)": "died: exit status 0",
     "return 1.0": "expected 2 results, got float",
     "return [1.0]": "returned 1 results for 2 items",
     "return ['right' for item in items]": "expected a number or a Result, got 'right', str",

@@ -15,6 +15,7 @@ from algos import grpo
 from common import errors
 from common.errors import BadInput, RunFailed
 from common.rollout.servers.client import ask_all
+from common.run import folders
 from common.run.guards import SILENT_STEPS, WINDOW_STEPS, Trends
 from common.run.tracking import Tracker
 
@@ -30,7 +31,7 @@ FAULTS = {
     "infinite_reward": (2, "bad-input", "inf", None),
     "killed_reward_worker": (3, "reward-failed", "died", None),
     "constant_reward": (3, "no-signal", "for 3 steps all responses to a prompt have scored alike, 1 on average", 3),
-    "all_truncated": (3, "all-truncated", "raise it", 1),
+    "all_truncated": (3, "all-truncated", "step 5: every response .*raise it", 5),
     "out_of_memory": (3, "out-of-memory", "rank 0 in step 1: logprobs: .*lower --token-budget", None),
     "disk_full_while_writing": (3, "disk-full", "No space left on device", None),
     "disk_full_before_a_checkpoint": (3, "disk-full", "a checkpoint needs", None),
@@ -70,6 +71,22 @@ def test_a_fault_ends_the_run_with_its_own_code(faults, name):
     if last is not None:
         rows = (faults / name / "run/metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["step"] <= last
+
+
+TOGETHER = ("stale_head", "syncs_lost", "wrong_temperature", "nan_gradient", "killed_reward_worker", "constant_reward",
+            "all_truncated")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_run_that_fails_on_all_ranks_has_saved_its_last_good_state_and_a_report(faults, name):
+    run = faults / name / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] or [{"step": 0}]
+    saved = folders.complete(run)
+    assert [path.name for path in saved[-1:]] == [f"step_{row['step']:06d}" for row in rows[-1:] if row["step"]]
+    assert (run / "report.html").is_file() or not rows[-1]["step"]
+    log = (faults / f"{name}.log").read_text()
+    assert (f"saved after step {rows[-1]['step']}; to go on: " in log) == bool(saved), log[-2000:]
 
 
 @pytest.mark.slow

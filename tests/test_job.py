@@ -1,11 +1,13 @@
 """The flags of an algorithm file: one set of defaults for real models, another for the embedded job."""
 
+import contextlib
 import importlib
 import sys
 
 import pytest
 
-from common.run import job
+from common.errors import RunFailed
+from common.run import guards, job
 
 NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime")
 
@@ -52,3 +54,17 @@ def test_the_help_shows_the_defaults_of_the_case_at_hand(parsed, capsys, monkeyp
     with pytest.raises(SystemExit):
         parsed("grpo", *flags, "--help")
     assert f"One step is one rollout and its updates. (default: {shown})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype, given, bound", [("float32", 0, 1e-3), ("bfloat16", 0, 0.06), ("bfloat16", 0.2, 0.2)])
+def test_the_bound_of_the_gap_follows_the_dtype(parsed, dtype, given, bound):
+    plan = job.prepare(parsed("grpo", "--dtype", dtype, "--max-logprob-gap", str(given)), models=["policy"])
+    assert plan.args.max_logprob_gap == bound
+
+
+@pytest.mark.parametrize("gap, staleness, stops", [(9e-4, 0, 0), (1.1e-3, 0, 1), (0.4, 0.5, 0), (0.6, 0.5, 1)])
+def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
+    """A float32 run of two different functions had a gap of 0.01, which 0.05 for every dtype let pass."""
+    metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
+    with pytest.raises(RunFailed) if stops else contextlib.nullcontext():
+        guards.check(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))

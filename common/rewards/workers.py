@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -128,26 +127,34 @@ class WorkerPool:
         for _ in range(self.size):
             self.idle.put(Worker(spec, memory_gib, tasks_per_worker))
 
-    def run(self, tasks: Sequence[Task], check: Callable = lambda index, outcome: None) -> list[list[Result] | Failure]:
+    def run(
+        self, tasks: Sequence[Task], error_of: Callable = lambda index, outcome: None
+    ) -> list[list[Result] | Failure]:
         """The results of each task, in order. Raises RunFailed if a worker does not start.
 
-        check(index, outcome) is called with each outcome as soon as it is there; what it raises ends the others.
+        error_of(index, outcome) is called with each outcome as soon as it is there. An error that it returns is raised,
+        and no other task begins.
         """
         # Neighbours go to one worker: they often share a reference answer, which it then parses once.
         length = min(8, 1 + len(tasks) // (8 * self.size))
         blocks = [tasks[i : i + length] for i in range(0, len(tasks), length)]
-        run_block = partial(self.run_block, check=check)
-        with ThreadPoolExecutor(self.size) as threads:  # an exception cancels the blocks that have not begun
+        given_up = threading.Event()
+
+        def run_block(first: int, tasks: Sequence[Task]) -> list[list[Result] | Failure]:
+            outcomes = []
+            with self.worker() as worker:
+                for index, task in enumerate(tasks, first):
+                    if given_up.is_set():
+                        break
+                    outcomes.append(worker.ask(task, self.item_seconds * len(task[0])))
+                    if error := error_of(index, outcomes[-1]):
+                        given_up.set()
+                        raise error
+            return outcomes
+
+        with ThreadPoolExecutor(self.size) as threads:
             found = threads.map(run_block, range(0, len(tasks), length), blocks)
             return [outcome for outcomes in found for outcome in outcomes]
-
-    def run_block(self, first: int, tasks: Sequence[Task], check: Callable) -> list[list[Result] | Failure]:
-        outcomes = []
-        with self.worker() as worker:
-            for index, task in enumerate(tasks, first):
-                outcomes.append(worker.ask(task, self.item_seconds * len(task[0])))
-                check(index, outcomes[-1])
-        return outcomes
 
     def check(self) -> str:
         """Start one worker. Returns why it does not start, or ""."""
@@ -213,7 +220,8 @@ class UserReward:
         if not Path(path).is_file():
             raise BadInput(f"--reward: {path}: file not found")
         self.name = f"{path}:{function}"
-        self.was_late = False  # the first late answer of a run has been reported
+        self.trying = False  # the run has not begun
+        self.was_late = False  # the first late answer of the run has been reported
         self.pool = WorkerPool(self.name, workers, item_seconds, memory_gib=8.0)
         complaint = self.pool.check()
         if complaint:
@@ -227,43 +235,40 @@ class UserReward:
 
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Call the function before anything is loaded. Raises BadInput if it is wrong, raises, hangs or dies."""
-        usual, self.pool.item_seconds, self.was_late = self.pool.item_seconds, TRY_SECONDS, True
+        usual, self.pool.item_seconds, self.trying = self.pool.item_seconds, TRY_SECONDS, True
         try:
-            results = self.call(items, lengths, truncated)
+            return self.call(items, lengths, truncated)
         except RunFailed as failure:
             raise BadInput(f"--reward: {failure}") from None
         finally:
-            self.pool.item_seconds, self.was_late = usual, False
-        failed = [result.info for result in results if result.score is None]
-        if any("timeout" in info for info in failed):
-            raise BadInput(f'--reward: reward "{self.name}": no answer to a response within {TRY_SECONDS:g} s')
-        if any("died" in info for info in failed):
-            raise BadInput(f'--reward: reward "{self.name}" ended its process')
-        return results
+            self.pool.item_seconds, self.trying = usual, False
 
     def call(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """One task for each prompt. The first one that is wrong ends the others; the first that is late is reported."""
         groups = [list(rows) for _, rows in groupby(range(len(items)), lambda row: items[row].prompt)]
         tasks = [tuple([column[row] for row in rows] for column in (items, lengths, truncated)) for rows in groups]
 
-        def check(index: int, outcome: list[Result] | Failure) -> None:
+        def error_of(index: int, outcome: list[Result] | Failure) -> BadInput | RunFailed | None:
             rows, group = groups[index], tasks[index][0]
             shown = f"prompt {group[0].prompt[:200]!r}, response {group[0].response[:200]!r}"
             if isinstance(outcome, list):
-                if len(outcome) != len(group):
-                    raise BadInput(f'reward "{self.name}" returned {len(outcome)} results for {len(group)} items')
-            elif outcome.kind == "wrong":
-                raise BadInput(f'reward "{self.name}": row {rows[outcome.row]}: {outcome.message}')
-            elif outcome.kind == "raised":
+                said = f'reward "{self.name}" returned {len(outcome)} results for {len(group)} items'
+                return None if len(outcome) == len(group) else BadInput(said)
+            if outcome.kind == "wrong":
+                return BadInput(f'reward "{self.name}": row {rows[outcome.row]}: {outcome.message}')
+            if outcome.kind == "raised":
                 where = f"rows {rows[0]} to {rows[-1]}, {shown}"
-                message = f'reward "{self.name}" raised an error for {where}:\n{outcome.message}'
-                raise RunFailed(message, code="reward-failed")
-            elif outcome.kind == "timeout" and not self.was_late:
+                said = f'reward "{self.name}" raised an error for {where}:\n{outcome.message}'
+                return RunFailed(said, code="reward-failed")
+            if self.trying:
+                return BadInput(f'--reward: reward "{self.name}" {outcome.kind}: {outcome.message}, {shown}')
+            if outcome.kind == "timeout" and not self.was_late:
                 self.was_late = True
                 warn(f'reward "{self.name}": {outcome.message} to {len(group)} responses, {shown}', "reward-slow")
+            return None
 
         results: list[Result] = []
-        for rows, outcome in zip(groups, self.pool.run(tasks, check)):
+        for rows, outcome in zip(groups, self.pool.run(tasks, error_of)):
             failed = isinstance(outcome, Failure)
             results += [Result(None, None, None, {outcome.kind: 1})] * len(rows) if failed else outcome
         return results

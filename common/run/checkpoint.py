@@ -72,6 +72,7 @@ class Saver:
         self.saving, self.trained, self.loader, self.reward, self.engine = saving, trained, loader, reward, engine
         self.tokenizer, self.dtype, self.world = tokenizer, dtype, world
         self.signals, self.stopping, self.done, self.last = stopping.StopSignals(), False, 0, 0
+        self.saved = 0  # the step of the newest checkpoint of this run
         self.run_dir, self.data = Path(), loader.fingerprint()
         self.writing: Future | None = None
         if saving.async_save:
@@ -84,7 +85,7 @@ class Saver:
         the weights to the engine. Collective: every rank calls it. Raises BadInput or RunFailed on all ranks.
         """
         saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
-        self.done = saved["step"]
+        self.done = self.saved = saved["step"]
         if self.world.min(self.done) != self.world.max(self.done):
             said = f"--resume: this rank finds step {self.done}, other ranks another one; they need one file system"
             raise RunFailed(said, code="not-shared")
@@ -143,6 +144,7 @@ class Saver:
         """Write checkpoints/step_NNNNNN, with async_save in a thread. Collective. Raises RunFailed on a full disk."""
         self.finish_writing()
         self.check_space(step)
+        self.saved = step
         folder = self.run_dir / "checkpoints" / f"step_{step:06d}"
         if self.world.is_main:
             folders.begin(folder)
@@ -168,6 +170,21 @@ class Saver:
             dcp.save(state, checkpoint_id=trainer)
             self.complete(folder, weights, facts)
             dist.barrier()
+
+    def rescue(self, step: int, position: int) -> None:
+        """Save the state of a run that fails, unless it is saved already. Collective: every rank calls it.
+
+        step: the last one that is done. position: where its next prompts begin.
+        """
+        if step <= self.saved:
+            return
+        self.loader.position, self.loader.in_flight = position, None
+        try:
+            self.save(step, {})
+            self.finish_writing()
+            say(f"\nsaved after step {step}; to go on: {stopping.command(self.run_dir)}")
+        except RunFailed as full:  # the reason why the run fails is said after this
+            say(f"\nnot saved after step {step}: {full}")
 
     def complete(self, folder: Path, weights: dict[str, torch.Tensor], facts: dict) -> None:
         """Add what rank 0 writes, after all ranks have written their shares; then the folder gets its name."""

@@ -6,11 +6,18 @@ Over many steps: a reward that teaches nothing, entropy that collapses, a reward
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from common.errors import RunFailed, warn
 
 SILENT_STEPS = 20  # steps in a row without a single group of unequal rewards
 COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
 WINDOW_STEPS = 10  # length of a moving average
+TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
+# The gap that --max-logprob-gap 0 allows: about 100 times the rounding of float32, and in bfloat16 twice that of
+# SmolLM2-135M, the smallest real model we know.
+MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.06}
+STALE_GAP = 0.5  # the gap allowed where the engine is one update behind: it includes what was learned since
 DRIFT_SHARE = 0.1  # drop of accuracy, as a share of the best, at which to warn if the reward is at its highest
 
 
@@ -19,16 +26,17 @@ class Trends:
 
     def __init__(self, heard: bool = False):
         """heard: True if the run has had groups of unequal rewards before it was resumed."""
-        self.silent, self.heard = 0, heard
+        self.silent, self.heard, self.cut_off = 0, heard, 0
         self.entropies: list[float] = []  # entropies of the first WINDOW_STEPS steps
         self.rewards, self.accuracies = deque(maxlen=WINDOW_STEPS), deque(maxlen=WINDOW_STEPS)
         self.best = {"reward": -float("inf"), "accuracy": -float("inf")}
         self.warned: set[str] = set()
 
     def check(self, metrics: dict[str, float]) -> None:
-        """Raises RunFailed if no step has ever had a signal. Everything else is a warning, printed by rank 0."""
+        """Raises RunFailed if no step has had a signal, or no response an end. Otherwise warns, on rank 0."""
         if "reward/mean" in metrics:  # False for the evaluation before the first step
             self.check_signal(metrics)
+            self.check_truncation(metrics)
             self.check_entropy(metrics)
             self.check_drift(metrics)
 
@@ -47,6 +55,15 @@ class Trends:
         if not self.heard:
             raise RunFailed(f"{said}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
         warn(f"{said}: there is nothing more to learn from these prompts", "no-signal")
+
+    def check_truncation(self, metrics: dict[str, float]) -> None:
+        """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""
+        self.cut_off = self.cut_off + 1 if metrics.get("response/truncated_frac") == 1.0 else 0
+        said = f"step {metrics['step']}: every response hit --max-response-tokens"
+        if self.cut_off == TRUNCATED_STEPS:
+            raise RunFailed(f"{said}, as in the {TRUNCATED_STEPS - 1} steps before; raise it", code="all-truncated")
+        if self.cut_off:
+            self.once("all-truncated", f"{said}; after {TRUNCATED_STEPS} such steps in a row the run stops")
 
     def check_entropy(self, metrics: dict[str, float]) -> None:
         """Warn when entropy falls below COLLAPSED_SHARE of the entropy of the first steps."""
@@ -99,13 +116,11 @@ def check(
     """
     step = metrics["step"]
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
-    stale = metrics.get("mismatch/staleness", 0.0) > 0  # then learning widens the gap, too
-    if gap > max_logprob_gap * (10 if stale else 1):
+    stale = metrics.get("mismatch/staleness", 0.0) > 0
+    if gap > (max(10 * max_logprob_gap, STALE_GAP) if stale else max_logprob_gap):
         code, why = explain(max_logprob_gap)
         raise RunFailed(
             f"step {step}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
             f"{max_logprob_gap:g}; {why}",
             code=code,
         )
-    if metrics.get("response/truncated_frac") == 1.0:
-        raise RunFailed(f"step {step}: every response hit --max-response-tokens; raise it", code="all-truncated")

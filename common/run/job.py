@@ -9,6 +9,7 @@
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ class Flags:
     eval_every: int = 0  # Steps between greedy evaluations. 0: only before the first and after the last step.
     saving: Annotated[checkpoint.Saving, OmitArgPrefixes] = checkpoint.Saving()
     rollouts_every: int = 10  # Steps between files in rollouts/.
-    max_logprob_gap: float = 0.05  # A larger mean |trainer - engine| of the log-probs, in nats, stops the run.
+    max_logprob_gap: float = 0.0
+    """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.06."""
     profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
     track: Literal["none", "wandb", "tensorboard"] = "none"  # Tracker for metrics, in addition to metrics.jsonl.
 
@@ -111,8 +113,8 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     """Check the whole input before a model is loaded. Raises BadInput.
 
     models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
-    Replaces args.model by a folder, and fills in the token budget of args.compute if it was left open. Prints the
-    layout of ranks and models, and with --dry-run the whole plan.
+    Replaces args.model by a folder, and fills in what was left open: args.max_logprob_gap and the token budget of
+    args.compute. Prints the layout of ranks and models, and with --dry-run the whole plan.
     """
     ranges.check(args)
     name = Path(inspect.getfile(type(args))).stem
@@ -129,6 +131,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out)
     dtype = placement.compute_dtype(args.dtype, args.model)
+    args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
     args.compute = batching.plan(args.compute, args.model, dtype)
     show_roles(
         args.model, [m for m in models if m != "reference"], [m for m in models if m == "reference"], reward.rewards,
@@ -197,7 +200,10 @@ class Run:
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step, self.args.profile)
-            batch = self.rollouts.get(step, last=self.saver.due(step))
+            begin = self.loader.resume_at
+            tracker.before_failing = partial(self.rescue, step - 1, begin)
+            with self.rescued(step - 1, begin):
+                batch = self.rollouts.get(step, last=self.saver.due(step))
             self.weight_version = self.engine.weight_version
             yield step, batch
 
@@ -211,18 +217,39 @@ class Run:
         the critic's values. Raises RunFailed if the metrics show that the run cannot be right.
         """
         args, tracker = self.args, self.tracker
-        tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
-        if step % args.rollouts_every == 0 or step in (1, args.steps):
-            tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
-        if self.plan.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
-            with tracker.time("eval"):
-                self.rollouts.wait()
-                tracker.add("eval/accuracy", self.accuracy())
-        metrics = tracker.write(step)
-        explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
-        guards.check(metrics, args.max_logprob_gap, explain)
+        with self.rescued(step, self.loader.resume_at):
+            tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
+            if step % args.rollouts_every == 0 or step in (1, args.steps):
+                tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
+            if self.plan.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+                with tracker.time("eval"):
+                    self.rollouts.wait()
+                    tracker.add("eval/accuracy", self.accuracy())
+            metrics = tracker.write(step)
+            explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
+            guards.check(metrics, args.max_logprob_gap, explain)
         with tracker.time("save"):  # This step's metrics are written, so the time counts in the next step.
             self.saver.step_done(step, metrics)
+
+    @contextlib.contextmanager
+    def rescued(self, step: int, position: int) -> Iterator[None]:
+        """Call rescue() if the run fails inside, which it does on all ranks together."""
+        try:
+            yield
+        except errors.OneLine:
+            self.rescue(step, position)
+            raise
+
+    def rescue(self, step: int, position: int) -> None:
+        """Save the state after `step`, from which the prompts at `position` come next, and write the report.
+
+        Weights that are not finite are not saved. Collective: every rank calls it.
+        """
+        models = [model for model, _ in self.saver.trained.values()]
+        finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
+        if self.world.min(finite):
+            self.saver.rescue(step, position)
+        self.tracker.close()
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""

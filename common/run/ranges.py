@@ -61,7 +61,7 @@ RANGES = {
     "save_every": "[0, inf)",
     "keep_checkpoints": "[0, inf)",
     "rollouts_every": "[1, inf)",
-    "max_logprob_gap": "(0, inf)",
+    "max_logprob_gap": "[0, inf)",
     "profile": "[1, inf)",
     # scripts
     "n": "[0, inf)",

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -114,6 +115,7 @@ class Tracker(Figures):
         self.profiler = None
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
+        self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,9 @@ class Tracker(Figures):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
             said = f"step {step}: {name} is {float(norm)}; this update was not applied"
-            raise RunFailed(said + self.blame(step), code="non-finite")
+            failed = RunFailed(said + self.blame(step), code="non-finite")
+            self.before_failing()
+            raise failed
         self.add(name, norm)
         self.add(loss, 0.0)  # counts one optimizer step, over which the loss is averaged
 
@@ -232,7 +236,7 @@ def console_line(metrics: dict[str, float]) -> str:
         ("length", "response/length_mean", ".1f"),
         ("grad", "train/grad_norm", ".2f"),
         ("clip", "train/clip_frac", ".3f"),
-        ("gap", "mismatch/logprob_abs_max", ".0e"),
+        ("gap", "mismatch/logprob_abs_mean", ".0e"),
         ("rollout s", "time/rollout", ".1f"),
         ("update s", "time/update", ".1f"),
         ("step s", "time/step", ".1f"),

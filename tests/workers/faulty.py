@@ -103,7 +103,7 @@ def infinite_reward(folder: Path) -> dict:
 
 
 def killed_reward_worker(folder: Path) -> dict:
-    return reward_file(folder, "import os; os.kill(os.getpid(), 9)")
+    return reward_file(folder, "import os; return [1.0, 0.0] if len(items) == 2 else os.kill(os.getpid(), 9)")
 
 
 def constant_reward(folder: Path) -> dict:
@@ -112,7 +112,7 @@ def constant_reward(folder: Path) -> dict:
 
 
 def all_truncated(folder: Path) -> dict:
-    return {"max_response_tokens": 2}
+    return {"max_response_tokens": 2, "steps": 8}
 
 
 def out_of_memory(folder: Path) -> dict:
