@@ -111,6 +111,9 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
 
     try:
         main(args)
+    except KeyboardInterrupt:
+        say("\ninterrupted; nothing has been trained since the last checkpoint", file=sys.stderr)
+        os._exit(130)  # 128 + SIGINT, as a shell has it; threads and destructors would wait for the other ranks
     except OneLine as error:
         say(f"error[{error.code}]: {error}", file=sys.stderr)
         if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # in the rows of this rank?

@@ -5,6 +5,9 @@ import os
 import re
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import time
 
 import pyarrow
@@ -341,3 +344,69 @@ def test_a_tokenizer_with_more_tokens_than_the_weights_is_refused(tmp_path, refu
     folder = save_model(tmp_path / "model", config)
     capsys.readouterr()  # the progress bar of saving
     assert f"--model {folder}: its tokenizer has" in refused(grpo, model=folder)
+
+
+RUN_DIRS = [  # --run-dir -> the message, where "file" is a file, and "closed" a folder that cannot be written to
+    ("file", "file is a file"),
+    ("file/below", "file is a file"),
+    ("file/far/below", "file is a file"),
+    ("/proc/run", "/proc cannot be written to"),
+    ("/proc/self/fd/run/deep", "cannot be written to"),
+]
+
+
+@pytest.mark.parametrize("run_dir, message", RUN_DIRS)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_directory_that_cannot_be_written_is_refused(run_dir, message, dry_run, tmp_path, refused):
+    (tmp_path / "file").touch()
+    said = refused(grpo, run_dir=run_dir, saving=Saving(dry_run=dry_run))
+    assert said.startswith(f"--run-dir {run_dir}: ") and message in said
+
+
+@pytest.mark.parametrize("layout", ["plain", "chat"])
+def test_a_dry_run_shows_a_whole_prompt(layout, tmp_path, models, capsys):
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    if layout == "chat":
+        template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+        template += "{% if add_generation_prompt %}a{% endif %}"
+        (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "rows.jsonl").write_bytes(lines({"prompt": "1+1=", "answer": "2"}))
+    flags = {"model": str(folder), "dataset": (str(tmp_path / "rows.jsonl"),), "saving": Saving(dry_run=True)}
+    grpo.main(grpo.Args(**{**grpo.EMBEDDED, **flags}))
+    said = capsys.readouterr().out
+    expected = {"plain": "1+1=", "chat": "user 1+1=\na"}[layout]
+    assert f"the first prompt as the model reads it, {tmp_path}/rows.jsonl:1:\n{expected}\n" in said
+
+
+def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
+    """Nothing is loaded, and the exit code is 0."""
+    for module, name in ((placement, "init"), (model, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
+    checkpoint = tmp_path / "run/checkpoints/step_000052"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"step": 52, "files": {}}))
+    (tmp_path / "run/report.html").touch()
+    resumed = {**grpo.EMBEDDED, "run_dir": str(tmp_path / "run"), "saving": Saving(resume="auto")}
+    with pytest.raises(SystemExit) as left:
+        grpo.main(grpo.Args(**resumed))
+    assert left.value.code == 0 and "run is done: step 52 of 52" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_anything_is_trained_leaves_at_once(tmp_path):
+    """While it imports Python may still print a traceback of its own; from the first line on there is none."""
+    command = [
+        sys.executable,
+        str(ROOT / "algos/grpo.py"),
+        "--rollout-backend",
+        "hf",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline()
+        run.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, said = run.communicate(timeout=30)
+    assert time.monotonic() - began < 10 and run.returncode == 130
+    assert "interrupted; nothing has been trained" in said and "Traceback" not in said

@@ -362,7 +362,10 @@ def test_a_second_signal_leaves_at_once(monkeypatch):
     kill = os.kill
     monkeypatch.setattr(os, "kill", lambda *given: sent.append((*given, signal.getsignal(signal.SIGTERM))))
     try:
+        with pytest.raises(KeyboardInterrupt):  # there is nothing to save
+            kill(os.getpid(), signal.SIGTERM)
         assert not signals.asked
+        signals.trained = True
         kill(os.getpid(), signal.SIGTERM)
         kill(os.getpid(), signal.SIGTERM)  # a launcher's, of the same Ctrl-C
         assert signals.asked == "SIGTERM" and not sent

@@ -136,7 +136,8 @@ class Saver:
 
     def step_done(self, step: int, metrics: dict[str, float]) -> None:
         """Save after the step if it is due, or if any rank was asked to stop. Collective."""
-        self.done, self.stopping = step, bool(self.world.max(bool(self.signals.asked)))
+        self.done, self.signals.trained = step, True
+        self.stopping = bool(self.world.max(bool(self.signals.asked)))
         if self.due(step) or self.stopping:
             self.save(step, metrics)
 

@@ -8,13 +8,14 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from common.data.json_lines import is_count, is_number, read, read_object
-from common.errors import BadInput, redacted
+from common.errors import BadInput, redacted, say
 from common.placement import World
 from common.run import folders
 
@@ -38,8 +39,10 @@ REMOVED = ("reward_failure", "trust_pickle", "selftest", "rollout_batched_tokens
 def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
     """The checkpoint to resume, or None.
 
-    Raises BadInput if a run in run_dir would be overwritten, or the tracker of --track is not installed.
+    Raises BadInput if a run in run_dir would be overwritten, if nothing can be written there, or if the tracker of
+    --track is not installed.
     """
+    check_writable(run_dir)
     if track != "none" and importlib.util.find_spec(track) is None:
         raise BadInput(f"--track {track}: not installed; pip install {track}")
     if resume == "auto" and not run_dir:
@@ -60,6 +63,37 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
             "one, another --run-dir keeps both"
         )
     return found
+
+
+def check_writable(run_dir: str) -> None:
+    """Refuse a run directory that is a file or below one, or in which no file can be made. Raises BadInput."""
+    folder = Path(run_dir or "runs").absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise BadInput(f"--run-dir {run_dir}: {existing} is a file")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise BadInput(f"--run-dir {run_dir or 'runs'}: {existing} cannot be written to: {error.strerror}") from None
+
+
+def leave_if_done(args, resume: Path | None) -> None:
+    """End the program, with exit code 0, if the checkpoint of --resume auto is that of the last step.
+
+    Raises BadInput for any other --resume that leaves nothing to do.
+    """
+    done = saved_step(resume) if resume else 0
+    if done < args.steps or args.saving.dry_run:
+        return
+    if args.saving.resume != "auto":
+        raise BadInput(f"--steps {args.steps}: --resume {resume} has done {done} already; raise --steps")
+    if not (Path(args.run_dir) / "report.html").is_file() and os.environ.get("RANK", "0") == "0":
+        from common.run import report  # imports matplotlib, which takes a second
+
+        report.write(Path(args.run_dir))
+    say(f"{args.run_dir} is done: step {done} of {args.steps}, {resume}; a larger --steps goes on")
+    sys.exit(0)
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:

@@ -122,6 +122,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     check_numbers(args, size)
     reward = rewards.load(args.reward)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
+    directory.leave_if_done(args, resume)
     args.model = arithmetic.warm_start() if args.model == "embedded" else tokenizers.resolve_model(args.model)
     tokenizer, stop_token_ids = tokenizers.load_tokenizer(args.model)
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
@@ -140,7 +141,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     )  # fmt: skip
     directory.check_configuration(args, name)
     if args.saving.dry_run:
-        show_plan(args, size, prompts, held_out, resume)
+        show_plan(args, size, prompts, held_out, tokenizer, resume)
     return Plan(args, name, size, tokenizer, stop_token_ids, prompts, held_out, reward, resume, dtype, max_model_len)
 
 
@@ -180,6 +181,7 @@ class Run:
             policy, engine, plan.prompts, args.temperature, args.max_response_tokens, args.compute, world
         )
         self.tracker = Tracker(args.run_dir, plan.name, args, world, args.track, done, args.steps)
+        self.saver.signals.doing = self.tracker.doing
         self.rollouts: sampling.Prefetcher | None = None
         self.weight_version = 0  # number of pushes to the engine before this step's update
         if plan.held_out and not plan.resume:

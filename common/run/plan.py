@@ -137,7 +137,7 @@ def check_memory(roles: list[Role]) -> None:
             )
 
 
-def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume: Path | None) -> None:
+def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], tokenizer, resume: Path | None) -> None:
     """Print what a checked run on `size` ranks would do. resume: the checkpoint it would continue from, if any."""
     flags = dataclasses.asdict(args)
     rows = [*model_rows(flags, size), *data_rows(flags, prompts, held_out), *step_rows(flags, size, len(prompts))]
@@ -145,6 +145,7 @@ def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], resume:
     rows.append(("run directory", flags["run_dir"] or "runs/NAME-DATE-TIME"))
     width = max(len(name) for name, _ in rows)
     say("\n".join(f"{name:<{width}}  {text}" for name, text in rows))
+    say(f"the first prompt as the model reads it, {prompts[0].id}:\n{tokenizer.decode(prompts[0].ids)}")
 
 
 def model_rows(flags: dict, size: int) -> list[tuple[str, str]]:
@@ -162,10 +163,8 @@ def model_rows(flags: dict, size: int) -> list[tuple[str, str]]:
 
 def data_rows(flags: dict, prompts: list[Prompt], held_out: list[Prompt]) -> list[tuple[str, str]]:
     longest = max(len(prompt.ids) for prompt in prompts + held_out)
-    first = " ".join(prompts[0].text.split())
     return [
         ("prompts", f"{len(prompts):,} to train on, {len(held_out):,} held out; up to {longest} tokens"),
-        ("the first", first[:100] + ("..." if len(first) > 100 else "")),
         ("rewards", " ".join(flags["reward"])),
     ]
 

@@ -1,4 +1,7 @@
-"""Stopping on request: SIGTERM and Ctrl-C let the step end and be saved; a second signal leaves at once."""
+"""Stopping on request: SIGTERM and Ctrl-C let the step end and be saved; a second signal leaves at once.
+
+As long as nothing has been trained there is nothing to save, and the first signal leaves at once.
+"""
 
 import os
 import shlex
@@ -6,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ONE_REQUEST_SECONDS = 1.0  # a second signal within this time is the first one: terminal and launcher both deliver it
@@ -20,6 +24,8 @@ class StopSignals:
     def __init__(self):
         self.asked, self.since = "", 0.0  # name of the signal that came, and when it came
         self.before: dict[int, object] = {}
+        self.trained = False  # whether a step of this process is done
+        self.doing: Callable[[], str] = lambda: "this step"  # a text: the step that has to end first
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -33,11 +39,14 @@ class StopSignals:
         self.before = {}
 
     def note(self, number: int, frame) -> None:
-        """The signal handler."""
+        """The signal handler. Raises KeyboardInterrupt if nothing has been trained."""
+        if not self.trained:
+            raise KeyboardInterrupt
         if not self.asked:
             self.asked, self.since = signal.Signals(number).name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":  # print() may be what was interrupted, so os.write() speaks
-                os.write(2, f"\n{self.asked}: ending this step and saving; once more leaves at once\n".encode())
+                said = f"\n{self.asked}: waiting for the end of {self.doing()}, then saving; once more leaves at once\n"
+                os.write(2, said.encode())
         elif time.monotonic() - self.since > ONE_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -26,7 +26,7 @@ class Figures:
     """Sums, counts and peaks of a part of a step, on every rank. Tensors are turned into numbers when the step ends."""
 
     def __init__(self, world: World):
-        self.world, self.step = world, 0
+        self.world, self.step, self.phase = world, 0, "start"
         self.sums: dict[str, list] = {}
         self.peaks: dict[str, list] = {}
 
@@ -41,7 +41,7 @@ class Figures:
     @contextlib.contextmanager
     def time(self, phase: str):
         """Log the seconds spent inside as time/<phase>: the sum over the step, the mean over ranks."""
-        began = time.perf_counter()
+        began, self.phase = time.perf_counter(), phase
         with in_phase(f"step {self.step}: {phase}"):
             yield
         if self.world.device.type == "cuda":
@@ -111,7 +111,7 @@ class Tracker(Figures):
         chosen = [run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"]
         dist.broadcast_object_list(chosen, src=0)  # clocks of ranks may differ
         self.run_dir = Path(chosen[0])
-        self.step_began = time.perf_counter()
+        self.step_began, self.step_seconds = time.perf_counter(), 0.0
         self.profiler = None
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
@@ -124,7 +124,8 @@ class Tracker(Figures):
         # A resumed run repeats the steps after its checkpoint: their rows go. The last row may be incomplete.
         kept = read_metrics(self.run_dir) if start and self.metrics_file.is_file() else []
         folders.write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept if row["step"] <= start))
-        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1)
+        # A log file gets the line of each step, and no bar.
+        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
         self.sink = open_sink(track, self.run_dir, args)
 
     def begin(self, step: int, profiled: tuple[int, ...]) -> None:
@@ -133,6 +134,11 @@ class Tracker(Figures):
         if step in profiled:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
+
+    def doing(self) -> str:
+        """The step that a run finishes when it is asked to stop, as a text."""
+        seconds = f"; the last one took {self.step_seconds:.0f} s" if self.step_seconds else ""
+        return f"step {self.step}, which is at its {self.phase}{seconds}"
 
     def first(self, accuracy: float) -> None:
         """Log the accuracy before the first step, as step 0. Collective: every rank calls it."""
@@ -153,7 +159,7 @@ class Tracker(Figures):
         now = time.perf_counter()
         if step:
             self.add("time/step", now - self.step_began)
-        self.step_began = now
+        self.step_began, self.step_seconds = now, now - self.step_began
         names, peaks = sorted(self.sums), sorted(self.peaks)
         sums = [[sum(float(entry[i]) for entry in self.sums[name]) for i in (0, 1)] for name in names]
         sums = torch.tensor(sums, dtype=torch.float64)
