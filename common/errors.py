@@ -19,7 +19,8 @@ GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
 GIVE_UP_SECONDS = 3.0  # ranks that wait for the same rank give up within about this time of each other
 # Environment variables whose values are never written, neither into run.json nor into a message.
-SECRETS = ("REWARD_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+SECRETS = ("REWARD_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY",
+           "TRACKIO_WRITE_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")  # fmt: skip
 LONGEST = 2000  # characters of a printed line; some of what a message quotes has megabytes
 # Control characters, characters that turn a line around, and halves of surrogate pairs.
 INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

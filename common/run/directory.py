@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ import torch
 from common.data.json_lines import is_count, is_number, read, read_object
 from common.errors import BadInput, redacted, say
 from common.placement import World
-from common.run import folders
+from common.run import folders, trackers
 
 LAYOUT = "lays out the work: metrics differ by rounding, and by which rank samples which response"
 MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all other flags must stay
@@ -40,11 +39,10 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
     """The checkpoint to resume, or None.
 
     Raises BadInput if a run in run_dir would be overwritten, if nothing can be written there, or if the tracker of
-    --track is not installed.
+    --track is not installed or has no key.
     """
     check_writable(run_dir)
-    if track != "none" and importlib.util.find_spec(track) is None:
-        raise BadInput(f"--track {track}: not installed; pip install {track}")
+    trackers.check(track)
     if resume == "auto" and not run_dir:
         raise BadInput("--resume auto: needs --run-dir, the run to resume")
     if run_dir and not resume and (Path(run_dir) / "metrics.jsonl").exists():
@@ -128,7 +126,7 @@ def check_configuration(args, name: str) -> None:
         raise BadInput(
             f"--run-dir {args.run_dir}: is a run of {began.get('algorithm')}.py, not of {name}.py", code="run-changed"
         )
-    before, now = flat(began["args"]), flat(json.loads(redacted(json.dumps(dataclasses.asdict(args)))))
+    before, now = flat(began["args"]), flags(args)
     differ = {flag for flag in before.keys() & now.keys() - MAY_DIFFER.keys() if before[flag] != now[flag]}
     differ |= before.keys() - now.keys() - set(REMOVED)  # flags of another version; a flag that it lacks had no effect
     if now.get("schedule") == "linear" and before.get("steps") != now["steps"]:
@@ -142,11 +140,16 @@ def check_configuration(args, name: str) -> None:
         )
 
 
-def flat(flags: dict) -> dict:
+def flags(args) -> dict:
+    """The flags of a run by their names on the command line, without secrets."""
+    return flat(json.loads(redacted(json.dumps(dataclasses.asdict(args)))))
+
+
+def flat(nested: dict) -> dict:
     """Flags by their names on the command line, which do not show that some are in a nested dataclass."""
     return {
         name: value
-        for flag, given in flags.items()
+        for flag, given in nested.items()
         for name, value in (given.items() if isinstance(given, dict) else [(flag, given)])
     }
 

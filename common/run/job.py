@@ -72,7 +72,8 @@ class Flags:
     max_logprob_gap: float = 0.0
     """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.06."""
     profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
-    track: Literal["none", "wandb", "tensorboard"] = "none"  # Tracker for metrics, in addition to metrics.jsonl.
+    track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
+    """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
 
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:

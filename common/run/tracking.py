@@ -1,10 +1,8 @@
-"""The files and lines that a run writes: metrics.jsonl, rollouts/, report.html, the console, wandb or TensorBoard."""
+"""The files and lines that a run writes: metrics.jsonl, rollouts/, report.html, the console, and a tracker."""
 
 import contextlib
-import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,8 @@ from tqdm import tqdm
 from common.errors import RunFailed, in_phase, redacted
 from common.placement import World
 from common.rollout.rollout import Rollout
-from common.run import folders, traces
-from common.run.directory import describe, read_metrics
+from common.run import folders, traces, trackers
+from common.run.directory import describe, flags, read_metrics
 from common.run.guards import Trends
 
 
@@ -126,7 +124,7 @@ class Tracker(Figures):
         folders.write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept if row["step"] <= start))
         # A log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
-        self.sink = open_sink(track, self.run_dir, args)
+        self.sink = trackers.open_sink(track, self.run_dir, flags(args))
 
     def begin(self, step: int, profiled: tuple[int, ...]) -> None:
         """Start a step. Steps in `profiled` write profile/step_NNNNNN.rankR.json.gz, a trace for ui.perfetto.dev."""
@@ -250,28 +248,3 @@ def console_line(metrics: dict[str, float]) -> str:
         if name in metrics:
             line += f" | {label} {metrics[name]:{form}}"
     return line
-
-
-def open_sink(track: str, run_dir: Path, args):
-    """A function (step, metrics) that logs to --track; (None, None) closes it. wandb is offline without an API key."""
-    if track == "wandb":
-        import wandb
-
-        mode = os.environ.get("WANDB_MODE", "online" if os.environ.get("WANDB_API_KEY") else "offline")
-        run = wandb.init(
-            project="onefile-rl", name=run_dir.name, dir=run_dir, config=dataclasses.asdict(args), mode=mode
-        )
-        return lambda step, metrics: run.finish() if step is None else run.log(metrics, step=step)
-    if track == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(run_dir / "tensorboard")
-
-        def sink(step, metrics):
-            if step is None:
-                writer.close()
-            for name, value in (metrics or {}).items():
-                writer.add_scalar(name, value, step)
-
-        return sink
-    return lambda step, metrics: None
