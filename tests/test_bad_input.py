@@ -63,7 +63,10 @@ JSONL = [  # content of rows.jsonl -> all of the message
     (b"\r\n\n", "rows.jsonl: contains no rows"),
     (lines(GOOD, b"", b'{"question": "1'), "rows.jsonl:3: invalid JSON at column 14: Unterminated string starting at"),
     (lines(GOOD, b"[1]"), "rows.jsonl:2: expected an object, got list"),
-    (lines({"text": "1+1=", "answer": 2}), 'rows.jsonl:1: missing key "prompt" (found: text, answer)'),
+    (
+        lines({"text": "1=", "answer": 2}),
+        'rows.jsonl:1: missing key "prompt" (found: text, answer); --columns prompt=text',
+    ),
     (lines(GOOD, {**GOOD, "question": None}), 'rows.jsonl:2: "question" must be a non-empty string, got null'),
     (lines(GOOD, {**GOOD, "question": ""}), 'rows.jsonl:2: "question" must be a non-empty string, got ""'),
     (lines(GOOD, {**GOOD, "answer": [2]}), 'rows.jsonl:2: "answer" must be a string or a number, got [2]'),
@@ -88,7 +91,7 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
     ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as Parquet: ..."),
     ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, '
-     "a .jsonl or .parquet file, or owner/name[:CONFIG][@SPLIT]"),
+     "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
     ({}, "arithmetic=0", {}, '--dataset "arithmetic=0": expected a weight > 0'),
     ({}, "arithmetic arithmetic=2", {}, '--dataset: "arithmetic" is named twice'),
     ({}, "", {}, "--dataset: names no data set"),

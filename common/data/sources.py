@@ -1,25 +1,27 @@
-"""Rows of --dataset: the embedded task, JSONL and Parquet files, data sets of the Hugging Face Hub and of ModelScope.
+"""Rows of --dataset: the embedded task, files (see formats.py), data sets of the Hugging Face Hub and of ModelScope.
 
 A row is (where, object). `where` names its place and becomes the prompt's id: "train.jsonl:17" is a line of the file,
 "train.parquet:row 17" and "owner/name/train:row 17" count rows from 1. An error message begins with the place.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from httpx2 import HTTPError  # huggingface_hub raises it without a connection
-from pyarrow import ArrowInvalid, parquet
 
-from common.data import arithmetic, json_lines
+from common.data import arithmetic
 from common.errors import BadInput, refuse_all, say
 from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
 WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math")
-FORMS = "arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, a .jsonl or .parquet file, or owner/name[:CONFIG][@SPLIT]"
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
+FORMS = f"arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, a {', '.join(FILES)} file or a folder of them, "
+FORMS += "or owner/name[:CONFIG][@SPLIT]"
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
 ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
     ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
@@ -54,8 +56,8 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     """All rows of a SPEC (see FORMS; a name on a hub may have the prefix modelscope:). Raises BadInput."""
     if spec == "arithmetic":
         return [(f"arithmetic/{split}:{i}", row) for i, row in enumerate(arithmetic.problems(split))]
-    if spec.endswith((".jsonl", ".parquet")):
-        return read_file(Path(spec))
+    if not kind(spec) and (spec.endswith(FILES) or os.path.exists(spec)):
+        return read_file(Path(spec), split)
     in_folder, folder = spec.startswith("gsm8k:"), Path(spec.removeprefix("gsm8k:"))
     rows = read_file(folder / f"{split}.jsonl") if in_folder else read_hub(spec, split, flag)
     clean = {"gsm8k": lambda rows: collect(rows, gsm8k_row), "math": boxed_answers, "dapo": without_repeats}
@@ -120,29 +122,20 @@ def refuse_repeated_ids(rows: list[Row], column: str) -> None:
     """Raise BadInput if two rows have the same id. Rows without an id are allowed."""
     first, errors = {}, []
     for where, row in rows:
-        place = where.rpartition(":")[2]
-        place = place if place.startswith("row") else f"line {place}"
         own = lookup(row, column)
-        if own is not None and first.setdefault(str(own), place) != place:
-            errors.append(f'{where}: duplicate id "{own}" (first at {first[str(own)]})')
+        before = where if own is None else first.setdefault(str(own), where)
+        if before != where:
+            file, _, place = before.rpartition(":")
+            place = place if place.startswith("row") else f"line {place}"
+            errors.append(f'{where}: duplicate id "{own}" (first at {place if where.startswith(file) else before})')
     refuse_all(errors)
 
 
-def read_file(path: Path) -> list[Row]:
-    """(file:line, object) of each JSON line, or (file:row N, object) of each row of a Parquet file. Raises BadInput."""
-    if path.suffix == ".jsonl":
-        rows = [(f"{path}:{number}", row) for number, row in json_lines.read(path)]
-    elif not path.is_file():
-        raise BadInput(f"{path}: file not found")
-    else:
-        try:
-            table = parquet.ParquetFile(path).read().to_pylist()
-        except (ArrowInvalid, OSError) as error:
-            raise BadInput(f"{path}: cannot be read as Parquet: {first_line(error)}") from None
-        rows = [(f"{path}:row {number}", row) for number, row in enumerate(table, start=1)]
-    if not rows:
-        raise BadInput(f"{path}: contains no rows")
-    return rows
+def read_file(path: Path, split: str = "train") -> list[Row]:
+    """Rows of a file, or of the files for the split in a folder. Raises BadInput."""
+    from common.data import formats  # the built-in data sets do without it
+
+    return formats.read(path, split)
 
 
 def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
@@ -155,7 +148,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
             raise BadInput(f'{flag} {spec}: has no split "{split}"')
         name = ON_HUB[name, split][on_modelscope]
     parts = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w.:%\[\]+-]+))?", name)
-    if not parts or Path(spec).exists():
+    if not parts:
         raise BadInput(f'{flag} "{spec}": expected {FORMS}')
     name, config, split = parts[1], parts[2], parts[3] or split
     folder = download(MODELSCOPE + name, "dataset", flag) if on_modelscope else name

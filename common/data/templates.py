@@ -14,6 +14,7 @@ from common.errors import BadInput
 
 Messages = list[dict[str, str]]
 Template = str | Messages | None
+CONVERSATIONS = ("messages", "conversations")  # columns with a whole conversation, in OpenAI's and in ShareGPT's form
 
 
 def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str | None, str | None]:
@@ -21,9 +22,10 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
 
     Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
     worked solution. Answer and solution are None where a row has none: most rewards need an answer, some do not.
+    "messages" or "conversations" stand for both a prompt and, if the last of them is the assistant's, its solution.
     """
     usual = {
-        "prompt": "question" if "question" in row and "prompt" not in row else "prompt",
+        "prompt": next((name for name in ("prompt", "question", *CONVERSATIONS) if name in row), "prompt"),
         "answer": "answer",
         "solution": "solution" if "solution" in row else "response",
     }
@@ -31,12 +33,20 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     solution = lookup(row, names["solution"])
     for name, column in names.items():
         if lookup(row, column, absent) is absent and (name in columns or name == "prompt"):
-            raise BadInput(f'{where}: missing key "{column}" (found: {", ".join(row) or "nothing"})')
+            from common.data.formats import missing
+
+            raise missing(where, row, column, is_usual=name not in columns)
     content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], absent)
+    is_text = names["prompt"] not in CONVERSATIONS
+    if not is_text:
+        from common.data.formats import split_conversation
+
+        content, solution = split_conversation(content, solution)
     is_number = type(answer) in (int, float) and abs(answer) < math.inf  # False for NaN
+    is_filled = isinstance(content, list) or (isinstance(content, str) and content.strip())
     for name, valid, expected in (
-        ("prompt", isinstance(content, list) or (isinstance(content, str) and content.strip()), "a non-empty string"),
-        ("prompt", isinstance(content, str) or is_chat(content), "messages with role and content"),
+        ("prompt", is_filled or not is_text, "a non-empty string"),
+        ("prompt", is_chat(content) or (is_text and isinstance(content, str)), "messages with role and content"),
         ("answer", answer is absent or isinstance(answer, str) or is_number, "a string or a number"),
         ("solution", isinstance(solution, str | None), "a string"),
     ):

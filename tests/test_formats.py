@@ -1,0 +1,294 @@
+"""Data as others have it is read, or refused with the flag or the command that makes it readable."""
+
+import gzip
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from test_sources import TOKENIZER, load, write
+
+from common.data.prompts import TrainSource, load_eval
+from common.errors import BadInput
+
+USER = {"role": "user", "content": "1+1="}
+MORE = {"role": "user", "content": "and 1+2=?"}
+SYSTEM = {"role": "system", "content": "Add."}
+GPT = {"role": "assistant", "content": "2"}
+HUMAN = {"from": "human", "value": "1+1="}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def said(dataset: str, **source) -> str:
+    """The message with which a data set is refused."""
+    with pytest.raises(BadInput) as error:
+        load(dataset, **source)
+    return str(error.value)
+
+
+def put(name: str, *rows) -> str:
+    """Write rows as JSON lines, or a text as it stands."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    content = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+    Path(name).write_text("".join(content), encoding="utf-8")
+    return name
+
+
+CONVERSATIONS = [  # row -> text of the prompt, solution
+    ({"messages": [USER, GPT]}, "1+1=\n", "2"),
+    ({"messages": [SYSTEM, USER, GPT, MORE, GPT]}, "Add.\n1+1=\n2\nand 1+2=?\n", "2"),
+    ({"messages": [USER]}, "1+1=\n", None),
+    ({"messages": [USER, GPT, MORE]}, "1+1=\n2\nand 1+2=?\n", None),
+    ({"messages": [USER, GPT], "solution": "two"}, "1+1=\n", "two"),
+    ({"messages": [USER, GPT], "prompt": "1+3="}, "1+3=", None),
+    ({"conversations": [HUMAN, {"from": "gpt", "value": "2"}]}, "1+1=\n", "2"),
+    ({"conversations": [{"from": "system", "value": "Add."}, HUMAN]}, "Add.\n1+1=\n", None),
+    ({"conversations": [USER, GPT]}, "1+1=\n", "2"),
+]
+
+
+@pytest.mark.parametrize("row, text, solution", CONVERSATIONS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_are_read(row, text, solution, kind):
+    row = {**row, "answer": "2"}
+    name = put("rows.jsonl", row) if kind == "jsonl" else write(Path("rows.parquet"), [row])
+    (prompt,) = load(name)
+    assert (prompt.text, prompt.solution, prompt.answer) == (text, solution, "2")
+
+
+def test_columns_choose_the_conversation():
+    put("rows.jsonl", {"prompt": "1+3=", "messages": [USER, GPT], "chat": [USER]})
+    (prompt,) = load("rows.jsonl", columns=("prompt=messages",))
+    assert (prompt.text, prompt.solution, prompt.answer) == ("1+1=\n", "2", None)
+    (prompt,) = load("rows.jsonl", columns=("prompt=chat",))
+    assert (prompt.text, prompt.solution) == ("1+1=\n", None)
+
+
+BAD_CONVERSATIONS = [  # the column of a conversation -> what is said about it
+    ([], "[]"),
+    ([GPT], '[{"role": "assistant", "content": "2"}]'),
+    (None, "null"),
+    ("1+1=", '"1+1="'),
+    ([{"role": "user"}], '[{"role": "user"}]'),
+    ([{"from": "human"}], '[{"from": "human"}]'),
+    ([{"from": ["human"], "value": "x"}], '[{"from": ["human"], "value": "x"}]'),
+    ([{"from": "gpt", "value": None}], '[{"from": "gpt", "value": null}]'),
+]
+
+
+@pytest.mark.parametrize("turns, shown", BAD_CONVERSATIONS)
+def test_bad_conversations_are_refused(turns, shown):
+    for name in ("messages", "conversations"):
+        put("rows.jsonl", {name: turns})
+        assert said("rows.jsonl") == f'rows.jsonl:1: "{name}" must be messages with role and content, got {shown}'
+
+
+TABLES = [  # name, content -> texts, answers
+    ("rows.csv", "prompt,answer\n1+1=,2\n1+2=,3\n", ["1+1=", "1+2="], ["2", "3"]),
+    ("rows.csv", "\ufeffquestion,answer\r\n1+1=,2\r\n\r\n1+2=,3\r\n", ["1+1=", "1+2="], ["2", "3"]),
+    ("rows.csv", 'answer,prompt\n007,"one, ""two""\nand 3"', ['one, "two"\nand 3'], ["007"]),
+    ("rows.csv", "prompt;answer\n1,5 + 1=;2,5\n", ["1,5 + 1="], ["2,5"]),
+    ("rows.csv", "id,prompt,answer,note\n1, 1+1=,2,\n", [" 1+1="], ["2"]),
+    ("rows.tsv", "prompt\tanswer\n1, 2 and 3; sum\t6\n", ["1, 2 and 3; sum"], ["6"]),
+    ("rows.tsv", "prompt,answer\n1+1=,2\n", ["1+1="], ["2"]),
+    ("rows.csv", "prompt\n1+1=\n", ["1+1="], [None]),
+]
+
+
+@pytest.mark.parametrize("name, content, texts, answers", TABLES)
+def test_tables_are_read_as_texts(name, content, texts, answers):
+    prompts = load(put(name, content))
+    assert [prompt.text for prompt in prompts] == texts and [prompt.answer for prompt in prompts] == answers
+    assert [prompt.id for prompt in prompts] == [f"{name}:row {n + 1}" for n in range(len(texts))]
+
+
+BAD_TABLES = [  # content of rows.csv -> the whole message
+    ("", "rows.csv: contains no rows"),
+    ("prompt,answer\n", "rows.csv: contains no rows"),
+    ("a,b\n1,2\n", 'rows.csv:row 1: missing key "prompt" (found: a, b)'),
+    ("text,answer\n1,2\n", 'rows.csv:row 1: missing key "prompt" (found: text, answer); --columns prompt=text'),
+    ("prompt,id\n1,2\n1,2,3\n", "rows.csv: cannot be read as CSV in UTF-8: row 2: expected 2 values, as in the header"),
+    ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV in UTF-8: row 1: expected 2 values, as in the header"),
+    ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV in UTF-8: unexpected end of data"),
+    ("prompt,answer\n,2\n", 'rows.csv:row 1: "prompt" must be a non-empty string, got ""'),
+    (f"prompt,answer\n{'1' * 200_000},2\n",
+     "rows.csv: cannot be read as CSV in UTF-8: field larger than field limit (131072)"),
+    ("id,prompt\n1,a\n1,b\n", 'rows.csv:row 2: duplicate id "1" (first at row 1)'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content, message", BAD_TABLES, ids=[message[:60] for _, message in BAD_TABLES])
+def test_bad_tables_are_refused(content, message):
+    assert said(put("rows.csv", content)) == message
+
+
+def test_a_table_in_another_encoding_is_refused_with_the_command_that_converts_it():
+    Path("rows.csv").write_bytes("prompt,answer\nwie groß ist 1+1?,2\n".encode("cp1252"))
+    message = said("rows.csv")
+    assert message.startswith("rows.csv: cannot be read as CSV in UTF-8: 'utf-8' codec can't decode byte 0xdf in ")
+    subprocess.run(message.rpartition("; ")[2], shell=True, check=True)
+    assert load("utf8.csv")[0].text == "wie groß ist 1+1?"
+
+
+ROW = {"prompt": "1+1=", "answer": 2}
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_read_under_either_ending(name, indent):
+    prompts = load(put(name, "\ufeff \n" + json.dumps([ROW, ROW], indent=indent)))
+    assert [(p.id, p.text, p.answer) for p in prompts] == [(f"{name}:row {n}", "1+1=", "2") for n in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_json_lines_are_read_under_either_ending(name):
+    assert [prompt.id for prompt in load(put(name, ROW, "\n", ROW))] == [f"{name}:1", f"{name}:3"]
+
+
+BAD_ARRAYS = [  # content of rows.json -> the whole message
+    ("", "rows.json: contains no rows"),
+    ("[]", "rows.json: contains no rows"),
+    ("[1, {}]", "rows.json:row 1: expected an object, got int"),
+    ('[{"prompt": "1+1=", "answer": null}]', 'rows.json:row 1: "answer" must be a string or a number, got null'),
+    ('[{"prompt": "1+1="},\n]',
+     "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Expecting value"),
+    ('["\\ud800"]', "rows.json: cannot be read as JSON: 'utf-8' codec can't encode character '\\ud800' in position 2: "
+     "surrogates not allowed"),
+    ("[1]\n[2]\n", "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Extra data"),
+    ('{"prompt":\n', "rows.json:1: invalid JSON at column 11: Expecting value; expected an array of objects, or one "
+     "object a line"),
+    ("7", "rows.json:1: expected an object, got int"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content, message", BAD_ARRAYS, ids=[message[:60] for _, message in BAD_ARRAYS])
+def test_bad_arrays_are_refused(content, message):
+    assert said(put("rows.json", content)) == message
+
+
+def test_a_folder_is_read_in_the_order_of_names():
+    for name in ("b", "a"):
+        put(f"folder/{name}.jsonl", {**ROW, "id": name})
+    put("folder/README.md", "# Sums")
+    assert [prompt.id for prompt in load("folder")] == ["folder/a.jsonl:1", "folder/b.jsonl:1"]
+    assert len(load("folder/")) == 2
+
+
+def test_a_folder_of_parquet_files_has_splits():
+    Path("folder/data").mkdir(parents=True)
+    for name, count in (("train-00000-of-00002", 2), ("train-00001-of-00002", 1), ("test-00000-of-00001", 1)):
+        write(Path(f"folder/data/{name}.parquet"), [ROW] * count)
+    assert len(load("folder/data")) == 3
+    (prompt,) = load_eval(("folder/data",), TrainSource(eval_dataset="folder/data"), TOKENIZER, 999)
+    assert prompt.id == "folder/data/test-00000-of-00001.parquet:row 1"
+
+
+def test_an_id_may_not_come_back_in_another_file_of_a_folder():
+    put("folder/a.jsonl", {**ROW, "id": 7})
+    put("folder/b.jsonl", {**ROW, "id": 7}, {**ROW, "id": 8}, {**ROW, "id": 8})
+    assert said("folder").splitlines() == [
+        'folder/b.jsonl:1: duplicate id "7" (first at folder/a.jsonl:1)',
+        'folder/b.jsonl:3: duplicate id "8" (first at line 2)',
+    ]
+
+
+KINDS = "(.jsonl, .json, .csv, .tsv, .parquet)"
+BAD_FOLDERS = [  # names in a folder -> what is said about it
+    ([], f"folder: expected files of one kind {KINDS}, found nothing; name a file, or a folder inside"),
+    (["x.md"], f"folder: expected files of one kind {KINDS}, found x.md; name a file, or a folder inside"),
+    (["a.csv", "a.jsonl"],
+     f"folder: expected files of one kind {KINDS}, found a.csv, a.jsonl; name a file, or a folder inside"),
+    (["test.jsonl"],
+     f"folder: expected files of one kind {KINDS} for train, found test.jsonl; name a file, or a folder inside"),
+    (["a.jsonl"], "folder/a.jsonl: contains no rows"),
+    (["state.json", "dataset_info.json", "data-00000-of-00001.arrow"],
+     "folder/data-00000-of-00001.arrow: is not read as it is; "
+     """python -c 'import datasets; datasets.load_from_disk("folder").to_parquet("rows.parquet")'"""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names, message", BAD_FOLDERS, ids=[message[:70] for _, message in BAD_FOLDERS])
+def test_bad_folders_are_refused(names, message):
+    Path("folder").mkdir()
+    for name in names:
+        put(f"folder/{name}", "")
+    assert said("folder") == message
+
+
+def test_a_folder_in_a_folder_is_named():
+    put("folder/data/train.jsonl", ROW)
+    assert "found data/; name a file, or a folder inside" in said("folder")
+
+
+def test_the_command_for_a_saved_data_set_makes_it_readable():
+    datasets.Dataset.from_list([ROW, ROW]).save_to_disk("saved")
+    command = shlex.split(said("saved").partition("is not read as it is; ")[2])
+    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
+    assert len(load("rows.parquet")) == 2
+
+
+def test_the_command_for_a_text_makes_it_readable():
+    put("rows.txt", "1+1=\n\n  'x' \"y\"\n")
+    message = said("rows.txt")
+    assert message.startswith("rows.txt: is not read as it is; python -c ")
+    assert message.endswith(" > rows.jsonl makes each line a prompt")
+    command = shlex.split(message.partition("is not read as it is; ")[2])
+    made = subprocess.run([sys.executable, *command[1:3]], check=True, capture_output=True, text=True).stdout
+    assert [prompt.text for prompt in load(put("rows.jsonl", made))] == ["1+1=", "'x' \"y\""]
+
+
+OTHER_FILES = [  # name -> what is said about it
+    ("rows.jsonl.gz", "gunzip rows.jsonl.gz"),
+    ("rows.jsonl.zst", "unzstd rows.jsonl.zst"),
+    ("rows.zip", "unzip rows.zip"),
+    ("rows.xlsx", "save it as .csv"),
+    ("rows", "expected .jsonl, .json, .csv, .tsv, .parquet"),
+    ("rows.yaml", "expected .jsonl, .json, .csv, .tsv, .parquet"),
+]
+
+
+@pytest.mark.parametrize("name, message", OTHER_FILES)
+def test_other_files_are_refused_with_a_command(name, message):
+    Path(name).write_bytes(gzip.compress(b"{}"))
+    assert said(name) == f"{name}: is not read as it is; {message}"
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.tsv", "rows.jsonl", "rows.parquet", "no/rows.csv"])
+def test_a_missing_file_is_named(name):
+    assert said(name) == f"{name}: file not found"
+
+
+PROPOSALS = [  # row -> the end of the message
+    ({"problem": "1+1=", "answer": 2}, "(found: problem, answer); --columns prompt=problem"),
+    ({"query": "1+1=", "completion": "2"}, "(found: query, completion); --columns prompt=query solution=completion"),
+    ({"text": "1+1="}, "(found: text); --columns prompt=text"),
+    ({"instruction": "Add", "output": "2"},
+     "(found: instruction, output); --columns prompt=instruction solution=output"),
+    ({"instruction": "Add", "input": "", "output": "2"},
+     "(found: instruction, input, output); --columns prompt=instruction solution=output"),
+    ({"instruction": "Add", "input": "1, 1", "output": "2"}, "(found: instruction, input, output); --columns "
+     'prompt=instruction solution=output, which leaves out "input"'),
+    ({"input": "1+1=", "target": "2"}, "(found: input, target); --columns prompt=input"),
+    ({"frage": "1+1="}, "(found: frage)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, message", PROPOSALS, ids=[message for _, message in PROPOSALS])
+def test_a_row_without_a_prompt_is_refused_with_columns(row, message):
+    assert said(put("rows.jsonl", row)) == f'rows.jsonl:1: missing key "prompt" {message}'
+    proposed = message.partition("--columns ")[2].partition(",")[0].split()
+    if proposed:
+        (prompt,) = load("rows.jsonl", columns=tuple(proposed))
+        assert prompt.text in row.values() and prompt.solution == row.get("output", row.get("completion"))
+
+
+def test_columns_that_are_missing_are_not_proposed_again():
+    put("rows.jsonl", {"problem": "1+1="})
+    assert said("rows.jsonl", columns=("prompt=probelm",)) == 'rows.jsonl:1: missing key "probelm" (found: problem)'
