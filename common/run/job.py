@@ -230,6 +230,7 @@ class Run:
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
             guards.check(metrics, args.max_logprob_gap, explain)
+            tracker.refresh_report()
         with tracker.time("save"):  # This step's metrics are written, so the time counts in the next step.
             self.saver.step_done(step, metrics)
 
