@@ -70,7 +70,7 @@ class Flags:
     saving: Annotated[checkpoint.Saving, OmitArgPrefixes] = checkpoint.Saving()
     rollouts_every: int = 10  # Steps between files in rollouts/.
     max_logprob_gap: float = 0.0
-    """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.06."""
+    """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.1."""
     profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
     track: Literal["none", "wandb", "tensorboard"] = "none"  # Tracker for metrics, in addition to metrics.jsonl.
 
