@@ -104,7 +104,7 @@ def test_each_metric_has_a_row_in_docs_metrics():
 
 
 def test_the_lines_of_the_faq_are_those_that_the_code_prints():
-    """Four words in a row of a quoted line are somewhere in the code, but for two places where a value comes between."""
+    """Four words in a row of a quoted line are somewhere in the code, but for two places with a value between."""
     sources = [*ROOT.glob("common/**/*.py"), *ROOT.glob("algos/*.py")]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in sources))
     lines = re.findall(r"^(?:error|warning)\[(\S+)\]: (.*)$", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
