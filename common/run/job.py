@@ -253,6 +253,7 @@ class Run:
         if self.world.min(finite):
             self.saver.rescue(step, position)
         self.tracker.close()
+        self.world.min(0)  # A rank that ended now would end rank 0, which writes the report.
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""
