@@ -246,7 +246,8 @@ class Run:
     def rescue(self, step: int, position: int) -> None:
         """Save the state after `step`, from which the prompts at `position` come next, and write the report.
 
-        Weights that are not finite are not saved. Collective: every rank calls it.
+        Updates that the failing step has made before are in it. Weights that are not finite are not saved. Collective:
+        every rank calls it.
         """
         models = [model for model, _ in self.saver.trained.values()]
         finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
