@@ -7,9 +7,5 @@ began=$SECONDS
 bash "$root/scripts/install.sh"
 echo "installed after $((SECONDS - began)) s"
 run="$root/runs/quickstart"
-if [ $# -eq 0 ] && [ -e "$run/report.html" ]; then
-  echo "already trained; the report: $run/report.html (delete $run to train again)"
-  exit 0
-fi
 "$root/.venv/bin/python" "$root/algos/grpo.py" --run-dir "$run" --resume auto "$@"
 echo "done after $((SECONDS - began)) s; open $run/report.html"

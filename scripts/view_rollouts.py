@@ -91,7 +91,8 @@ def headline(row: dict) -> str:
         "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
-        "answer": f"{row['answer']} (found: {str(row['extracted'])[:200]})",
+        "found": "nothing" if row["extracted"] is None else str(row["extracted"])[:200],
+        "reference": "none" if row["answer"] is None else row["answer"][:200],
         "weights": f"version {' and '.join(map(str, sorted(set(row['weight_versions']))))}",
         **{name: str(value)[:200] for name, value in traces.info(row).items() if name != "parts"},
     }
@@ -151,16 +152,17 @@ def to_terminal(row: dict, marked: list, color: bool) -> str:
     return f"{headline(row).translate(VISIBLE)}\n{text}\n"
 
 
-def to_html(row: dict, marked: list) -> str:
+def to_html(row: dict, marked: list, with_prompt: bool) -> str:
     """The row as HTML; everything that a model or a data set wrote is escaped."""
     text = ""
     for piece, background, said in marked:
         style = " style='background:rgb({},{},{})'".format(*background) if background else ""
         shown = html.escape(piece).replace("\n", "<i>↵</i>\n")
         text += f'<span title="{html.escape(said)}"{style}>{shown}</span>'
-    prompt = html.escape(f"{row['prompt']}".translate(VISIBLE))
-    about = html.escape(f"prompt {row['index']} ({row['id']}) | {headline(row)}".translate(VISIBLE))
-    return f"<p>{about}</p><pre class=prompt>{prompt}</pre><pre>{text}</pre>"
+    name = html.escape(f"prompt {row['index']} ({row['id']})".translate(VISIBLE))
+    prompt = f"<p>{name}</p><pre class=prompt>{html.escape(row['prompt'].translate(VISIBLE))}</pre>"
+    about = html.escape(headline(row).translate(VISIBLE))
+    return f"{prompt if with_prompt else f'<p>{name}</p>'}<p>{about}</p><pre>{text}</pre>"
 
 
 def main(args: Args) -> None:
@@ -173,23 +175,23 @@ def main(args: Args) -> None:
     scale = max((number for number in found if math.isfinite(number)), default=0.0) or 1.0
     tokenizer = load_tokenizer(path)
     marked = [tokens(row, tokenizer, scale, args.color) for row in rows]
+    indices = [row["index"] for row in rows]
+    new = [index not in indices[:place] for place, index in enumerate(indices)]  # each prompt is shown once
     said = f"{path}: {len(rows)} of {len(everything)} responses, full colour at {args.color} {scale:.3g}"
     said = said.translate(VISIBLE)
     if args.html:
         page = [
             f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
             f"<title>{html.escape(path.stem.translate(VISIBLE))}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
-            *map(to_html, rows, marked),
+            *map(to_html, rows, marked, new),
         ]
         Path(args.html).write_text("\n".join(page) + "\n", encoding="utf-8")
         print(args.html)
         return
-    last = None
-    for row, parts in zip(rows, marked):
-        if row["index"] != last:
-            print(f"--- prompt {row['index']} ({row['id']})\n{row['prompt']}\n".translate(VISIBLE))
+    for row, parts, with_prompt in zip(rows, marked, new):
+        name = f"--- prompt {row['index']} ({row['id']})"
+        print((f"{name}\n{row['prompt']}\n" if with_prompt else name).translate(VISIBLE))
         print(to_terminal(row, parts, sys.stdout.isatty()))
-        last = row["index"]
     print(said)
 
 

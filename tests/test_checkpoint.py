@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
@@ -21,7 +22,7 @@ from common.data import arithmetic
 from common.data import prompts as data
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
-from common.run import checkpoint, directory, folders, stopping, tracking
+from common.run import checkpoint, directory, folders, model_card, stopping, tracking
 from common.trainer import model
 
 ALGORITHMS = (grpo, dr_grpo, rloo, remax, dapo, ppo, prime)
@@ -397,3 +398,26 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as left:  # what is wrong is still found
         errors.launch(algorithm.main, dataclasses.replace(args, prompts_per_step=7))
     assert left.value.code == 2
+
+
+def test_an_exported_model_carries_a_card(tmp_path):
+    """Front matter that a hub reads, what made the model, and how far it came, at the step that was saved."""
+    args = {"model": "Org/Base", "dataset": ["gsm8k"], "reward": ["gsm8k"], "steps": 40, "seed": 3}
+    run = {"algorithm": "grpo", "args": args, "argv": ["/home/me/algos/grpo.py", "--template", "a b"], "commit": "abc"}
+    run |= {"versions": {"torch": "2.13"}, "hardware": {"ranks": 8, "device": "H100"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    rows = [{"step": 0, "eval/accuracy": 0.25}, *({"step": i, "reward/mean": i / 100} for i in range(1, 41))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = model_card.text(tmp_path, 30)
+    _, front, body = text.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == "Org/Base" and "grpo" in yaml.safe_load(front)["tags"]
+    for part in (
+        "commit `abc`",
+        "30 of 40, seed 3, 8 rank(s) on H100",
+        "torch 2.13",
+        "python grpo.py --template 'a b'",
+    ):
+        assert part in body, body
+    table = [line for line in body.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert table[0] == "| 0 |  | 0.250 |" and table[-1] == "| 30 | 0.300 |  |" and len(table) <= 14
+    assert "/home/me" not in text

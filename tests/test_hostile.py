@@ -99,7 +99,9 @@ def test_the_report_shows_markup_as_text(evil_run):
     found = Page(page)
     assert not {"script", "img", "iframe", "object", "a", "form"} & found.tags
     assert not [name for name in found.attributes if name.startswith("on") or name in ("src", "srcset", "formaction")]
-    assert found.text.count("<script>alert(1)</script>") == 7  # prompt, response, end, four in run.json
+    assert (
+        found.text.count("<script>alert(1)</script>") == 9
+    )  # prompt, response, found, reference, end, four in run.json
     assert "default-src 'none'" in page and "could not be graded" in page
 
 
@@ -365,7 +367,7 @@ def test_texts_of_a_service_reach_no_terminal_and_no_page(serve, capsys, tmp_pat
     said = capsys.readouterr().err
     assert not HARMFUL.search(said.replace("\n", "")) and said.count("\n") == 1 and len(said) < 1000
     assert not HARMFUL.search(result.info["error"]) and "<script>" in result.info["error"]
-    marked = view.to_html(a_row(info={"ungraded": result.info}, score=None), [])
+    marked = view.to_html(a_row(info={"ungraded": result.info}, score=None), [], True)
     assert "script" not in Page(marked).tags
     for status in (b"500 \x1b[2J", b"400 " + b"x" * 1000):
         service = serve(lambda asked, status=status: [whole(error.encode(), status=b"HTTP/1.1 " + status + b"\r\n")])

@@ -101,3 +101,16 @@ def test_each_metric_has_a_row_in_docs_metrics():
     phases = {f"time/{key}" for path in sources for key in re.findall(r'\.time\("(\w+)"\)', path.read_text())}
     assert len(logged) > 20 and len(phases) > 5
     assert not (logged | phases) - documented
+
+
+def test_the_lines_of_the_faq_are_those_that_the_code_prints():
+    """Four words in a row of a quoted line are somewhere in the code, but for two places with a value between."""
+    sources = [*ROOT.glob("common/**/*.py"), *ROOT.glob("algos/*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in sources))
+    lines = re.findall(r"^(?:error|warning)\[(\S+)\]: (.*)$", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 10
+    for said, line in lines:
+        phrases = re.findall(r"(?=\b((?:[a-z-]+ ){3}[a-z-]+)\b)", line)
+        assert said == "bad-input" or f'"{said}"' in code, said
+        missing = [phrase for phrase in phrases if phrase not in code]
+        assert len(missing) < len(phrases) and len(missing) <= 2, missing

@@ -15,7 +15,7 @@ from common.data import arithmetic as embedded
 from common.data.prompts import Prompt
 from common.rewards import grading
 from common.rollout import rollout
-from common.run import traces
+from common.run import report, traces
 from common.run.sampling import Batch
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
@@ -110,7 +110,7 @@ def test_the_page_is_one_file_without_foreign_markup(run, tmp_path, color, capsy
     view.main(view.Args(run, html=str(out), color=color))
     page = out.read_text()
     assert "<script" not in page and "http:" not in page and "src=" not in page.replace("default-src=", "")
-    assert page.count("&lt;") == 16  # 2 each: response, a part's name, twice prompt and answer; four <eos>
+    assert page.count("&lt;") == 14  # 2 each: response, a part's name, prompt, twice the reference; four <eos>
     assert "\x1b" not in page and page.count("could not be graded") == 1
     assert page.count("<pre>") == 4 and str(out) in capsys.readouterr().out
 
@@ -250,3 +250,36 @@ def test_what_cannot_be_replayed_is_said(replays, monkeypatch):
                 replay.main(replay.Args(run, 2))
         else:
             replay.main(replay.Args(run, 2))
+
+
+def test_a_prompt_is_shown_once_and_what_was_found_beside_the_reference(run, tmp_path, capsys):
+    view.main(view.Args(run, sort="score"))
+    said = capsys.readouterr().out
+    assert said.count("--- prompt 1 (second)\nq\n") == 1 and said.count("--- prompt 1 (second)") == 2
+    assert "found box | reference p" not in said and "found box | reference " in said and "found nothing" in said
+
+
+def graded(index: int, *scores: float) -> list[dict]:
+    given = {"prompt": f"prompt {index}", "answer": "7", "extracted": "8", "advantage": 0.0, "finish_reason": "stop"}
+    return [{"index": index, "response": f"{index}:{score}", "score": score, "acc": 0, **given} for score in scores]
+
+
+def test_the_report_shows_mixed_groups_first_and_the_best_and_worst_of_each():
+    rows = [*graded(0, 1, 1, 1, 1), *graded(1, 0.2, 0.9, 0.1, 0.8, 0.5, 0.4), *graded(2, 0, 0), *graded(3, 0, 1)]
+    chosen = [[row["response"] for row in group] for group in report.choose(rows)]
+    assert chosen == [["1:0.9", "1:0.8", "1:0.2", "1:0.1"], ["3:1", "3:0"], ["0:1"] * 4, ["2:0"] * 2]
+    page = report.responses(rows)
+    assert page.count("prompt 1") == 1 and page.count("<td>8<td>7<td") == 12
+
+
+def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
+    rows = [{"step": 0, "eval/accuracy": 0.5}]
+    names = ["reward/mean", "reward/gsm8k/mean", "reward/format/mean", "train/grad_norm", "critic/grad_norm", "loss/kl"]
+    names += ["train/clip_frac", "group/zero_std_frac", "response/truncated_frac", "time/step", "time/rollout"]
+    rows += [{"step": step, **dict.fromkeys(names, 0.1 * step)} for step in (1, 2)]
+    found = dict(report.panels(rows))
+    assert found["seconds a step"] == ["time/rollout"], "phases that are not there are not in the legend"
+    assert found["mean of each reward"] == ["reward/format/mean", "reward/gsm8k/mean"]
+    assert len(found) == 9 and "entropy, nats a token" not in found
+    assert [report.label(name, found["gradient norm"]) for name in found["gradient norm"]] == ["critic", "train"]
+    assert report.draw(rows).count("<svg") == 1 and report.draw([]).count("<svg") == 1

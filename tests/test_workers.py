@@ -269,11 +269,12 @@ def test_threads_and_executors_give_what_the_main_thread_gives(math_reward):
 
 
 @pytest.mark.slow
-def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(math_reward, capsys):
+def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(math_reward, capsys, monkeypatch):
+    monkeypatch.setattr(math_reward.pool, "item_seconds", 3.0)
     bad = ["99^{99^{99}}", r"9^{9^{9^{9^{9}}}}", r"\binom{10^{9}}{5\cdot 10^{8}}", r"(10^{9})!"]
     start = time.monotonic()
     results = grade(math_reward, [*((rf"\boxed{{{text}}}", "7") for text in bad), (r"\boxed{1/2}", "0.5")])
-    assert time.monotonic() - start < 12 * len(bad) + 20
+    assert time.monotonic() - start < 5 * len(bad) + 20
     assert [result.acc for result in results] == [0, 0, 0, 0, 1]
     assert "timeout" in results[0].info and "took too long" in capsys.readouterr().err
 

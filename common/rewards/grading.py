@@ -24,7 +24,7 @@ class Item:
 class Result:
     score: float | None  # number that training uses. None: the response could not be graded, which is not wrong
     acc: float | None  # plain correctness, 0 or 1
-    extracted: str | None = None  # the answer, or how it was found ("marker", "last-number"). None: there is none
+    extracted: str | None = None  # the answer that was found in the response. None: there is none
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,9 +61,9 @@ def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
 
 
 def _grade(response: str, answer: str, mode: str) -> tuple[float, str | None]:
-    """(1.0 or 0.0, how the number in the response was found)."""
-    number, how = extract(response, mode)
-    return float(number is not None and number == parse_gold(answer)), how
+    """(1.0 or 0.0, the number in the response)."""
+    number, _ = extract(response, mode)
+    return float(number is not None and number == parse_gold(answer)), None if number is None else str(number)
 
 
 def parse_gold(answer: str) -> Fraction | None:
@@ -158,6 +158,6 @@ def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], m
     """grade_gsm8k as a reward, with score = acc."""
     results = []
     for item in items:
-        acc, how = _grade(item.response, item.answer, mode)
-        results.append(Result(acc, acc, how))
+        acc, number = _grade(item.response, item.answer, mode)
+        results.append(Result(acc, acc, number))
     return results

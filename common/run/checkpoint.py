@@ -38,7 +38,7 @@ from common.data.prompts import PromptLoader
 from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
 from common.rewards.mixture import Rewards
-from common.run import folders, stopping
+from common.run import folders, model_card, stopping
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
 # Everything that torch writes into .metadata. Names of a pickle are looked up here, so that nothing is imported.
@@ -192,6 +192,8 @@ class Saver:
         if self.world.is_main:
             unfinished = folder.with_suffix(".unfinished")
             write_model(self.trained["policy"][0], weights, self.tokenizer, unfinished / "model", self.dtype)
+            if (self.run_dir / "run.json").is_file():
+                (unfinished / "model/README.md").write_text(model_card.text(self.run_dir, facts["step"]), "utf-8")
             facts["files"] = folders.sizes(unfinished)
             (unfinished / "state.json").write_text(json.dumps(facts) + "\n")
             folders.finish(folder)

@@ -70,7 +70,7 @@ class Flags:
     saving: Annotated[checkpoint.Saving, OmitArgPrefixes] = checkpoint.Saving()
     rollouts_every: int = 10  # Steps between files in rollouts/.
     max_logprob_gap: float = 0.0
-    """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.06."""
+    """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.1."""
     profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
     track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
     """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
@@ -231,6 +231,7 @@ class Run:
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
             guards.check(metrics, args.max_logprob_gap, explain)
+            tracker.refresh_report()
         with tracker.time("save"):  # This step's metrics are written, so the time counts in the next step.
             self.saver.step_done(step, metrics)
 
@@ -246,13 +247,15 @@ class Run:
     def rescue(self, step: int, position: int) -> None:
         """Save the state after `step`, from which the prompts at `position` come next, and write the report.
 
-        Weights that are not finite are not saved. Collective: every rank calls it.
+        Updates that the failing step has made before are in it. Weights that are not finite are not saved. Collective:
+        every rank calls it.
         """
         models = [model for model, _ in self.saver.trained.values()]
         finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
         if self.world.min(finite):
             self.saver.rescue(step, position)
         self.tracker.close()
+        self.world.min(0)  # A rank that ended now would end rank 0, which writes the report.
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""

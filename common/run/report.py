@@ -3,6 +3,8 @@
 import html
 import io
 import json
+import math
+import re
 import statistics
 from pathlib import Path
 
@@ -23,6 +25,7 @@ PHASES = {  # phase of a step -> ways to make it faster
     "eval": "a larger --eval-every, fewer --eval-prompts",
     "save": "a larger --save-every, --async-save",
 }
+SHOWN_GROUPS, SHOWN_RESPONSES = 4, 4
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 svg{width:100%;height:auto}table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;
 text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;padding:.5em;margin:0}
@@ -33,14 +36,13 @@ def write(run_dir: Path) -> Path:
     """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/. Raises BadInput."""
     run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)
-    steps = [row for row in metrics if "reward/mean" in row]
-    rollouts = traces.read(traces.find(run_dir))[:8] if traces.saved(run_dir) else []
+    rollouts = traces.read(traces.find(run_dir)) if traces.saved(run_dir) else []
     parts = [
         f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
         f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(run_dir.name)}</h1>",
         summary(metrics),
-        draw(steps, metrics),
+        draw(metrics),
         "<h2>Responses of the last saved step</h2>",
         responses(rollouts),
         "<h2>Run</h2>",
@@ -69,50 +71,87 @@ def summary(metrics: list[dict]) -> str:
     return "<p>" + " ".join(lines) + "</p>"
 
 
-def draw(steps: list[dict], metrics: list[dict]) -> str:
-    """Six panels of curves as one inline SVG. steps: the rows of training steps; metrics: all rows."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    axes = figure.subplots(2, 3).flat
-    x = [row["step"] for row in steps]
+def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
+    """(title, metrics) of each panel of curves that these rows of metrics.jsonl have."""
+    names = {name for row in rows for name in row}
+    wanted = [
+        ("reward (sampled)", ["reward/mean"]),
+        ("mean of each reward", sorted(name for name in names if re.fullmatch("reward/[^/]+/mean", name))),
+        ("greedy accuracy, held out", ["eval/accuracy"]),
+        ("response length, tokens", ["response/length_mean"]),
+        ("share of truncated responses", ["response/truncated_frac"]),
+        ("share of groups with equal rewards", ["group/zero_std_frac"]),
+        ("gradient norm", sorted(name for name in names if name.endswith("grad_norm"))),
+        ("share of clipped tokens", ["train/clip_frac"]),
+        ("entropy, nats a token", ["train/entropy"]),
+        ("KL to the reference, nats", ["loss/kl", "reward/kl"]),
+        ("trainer - engine, |log-prob|", ["mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"]),
+        ("seconds a step", [f"time/{phase}" for phase in PHASES]),
+    ]
+    return [(title, have) for title, given in wanted if (have := [name for name in given if name in names])]
 
-    def curve(axis, title: str, *names: str) -> None:
-        for name in names:
-            axis.plot(x, [row.get(name, float("nan")) for row in steps], label=name.split("/")[-1])
+
+def draw(rows: list[dict]) -> str:
+    """All panels as one inline SVG."""
+    chosen = panels(rows)
+    figure = Figure(figsize=(11, 0.5 + 2.6 * math.ceil(len(chosen) / 3)), layout="constrained")
+    for place, (title, names) in enumerate(chosen):
+        axis = figure.add_subplot(math.ceil(len(chosen) / 3), 3, place + 1)
         axis.set_title(title)
         axis.set_xlabel("step")
+        if title == "seconds a step":
+            steps = [row for row in rows if "time/step" in row]
+            axis.stackplot(
+                [row["step"] for row in steps],
+                *[[row.get(name, 0.0) for row in steps] for name in names],
+                labels=[label(name, names) for name in names],
+            )
+        for name in names if title != "seconds a step" else []:
+            found = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*found), "o-" if name == "eval/accuracy" else "-", label=label(name, names))
+            if name.startswith("mismatch/") and all(value > 0 for _, value in found):
+                axis.set_yscale("log")
         if len(names) > 1:
             axis.legend(fontsize="small")
-
-    curve(axes[0], "reward (sampled)", "reward/mean")
-    evaluated = [row for row in metrics if "eval/accuracy" in row]
-    axes[1].plot([row["step"] for row in evaluated], [row["eval/accuracy"] for row in evaluated], "o-")
-    axes[1].set_title("greedy accuracy, held out")
-    axes[1].set_xlabel("step")
-    curve(axes[2], "response length, tokens", "response/length_mean")
-    axes[3].stackplot(x, *[[row.get(f"time/{phase}", 0.0) for row in steps] for phase in PHASES], labels=[*PHASES])
-    axes[3].set_title("seconds a step")
-    axes[3].set_xlabel("step")
-    axes[3].legend(fontsize="small", loc="lower left")
-    curve(axes[4], "trainer - engine, |log-prob|", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max")
-    if any(row.get("mismatch/logprob_abs_max", 0) > 0 for row in steps):
-        axes[4].set_yscale("log")
-    curve(axes[5], "entropy, nats a token", "train/entropy")
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "0"}):  # the same run gives the same file
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
-def responses(rollouts: list[dict]) -> str:
-    """An HTML table with one row for each response."""
-    rows = ["<table><tr><th>prompt<th>response<th>score<th>advantage<th>end"]
+def label(name: str, names: list[str]) -> str:
+    """The parts of a metric's name that tell it from the others of its panel: "gsm8k" for reward/gsm8k/mean."""
+    columns = zip(*[other.split("/") for other in names])
+    return "/".join(part for part, column in zip(name.split("/"), columns) if len({*column}) > 1)
+
+
+def choose(rollouts: list[dict]) -> list[list[dict]]:
+    """The first SHOWN_GROUPS groups, those with unequal scores before the others, and SHOWN_RESPONSES of each: the
+    highest scores and the lowest.
+    """
+    groups: dict[int, list[dict]] = {}
     for row in rollouts:
-        mark = "right" if row["acc"] else "wrong"
-        score = "could not be graded" if row["score"] is None else f"{row['score']:g}"
-        each = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"]]
-        advantage, end = statistics.fmean(each or [0.0]), html.escape(row["finish_reason"])
-        rows.append(
-            f"<tr><td><pre>{html.escape(row['prompt'])}</pre><td><pre>{html.escape(row['response'])}</pre>"
-            f"<td class={mark}>{score}<td>{advantage:+.2f}<td>{end}"
-        )
-    return "\n".join([*rows, "</table>"])
+        groups.setdefault(row["index"], []).append(row)
+    alike = lambda rows: len({row["score"] for row in rows}) == 1
+    chosen = sorted(groups.values(), key=alike)[:SHOWN_GROUPS]
+    rank = lambda row: math.inf if row["score"] is None else -row["score"]
+    ranked, half = [sorted(rows, key=rank) for rows in chosen], SHOWN_RESPONSES // 2
+    return [rows if len(rows) <= SHOWN_RESPONSES else rows[:half] + rows[-half:] for rows in ranked]
+
+
+def responses(rollouts: list[dict]) -> str:
+    """An HTML table: each prompt once, and a row for each of its chosen responses."""
+    lines = ["<table><tr><th>prompt<th>response<th>found<th>reference<th>score<th>advantage<th>end"]
+    shown = lambda value: html.escape("none" if value is None else str(value)[:200])
+    for group in choose(rollouts):
+        for place, row in enumerate(group):
+            mark = "right" if row["acc"] else "wrong"
+            score = "could not be graded" if row["score"] is None else f"{row['score']:g}"
+            each = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"]]
+            prompt = f"<td rowspan={len(group)}><pre>{html.escape(row['prompt'])}</pre>" if place == 0 else ""
+            lines.append(
+                f"<tr>{prompt}<td><pre>{html.escape(row['response'])}</pre><td>{shown(row['extracted'])}"
+                f"<td>{shown(row['answer'])}<td class={mark}>{score}<td>{statistics.fmean(each or [0.0]):+.2f}"
+                f"<td>{html.escape(row['finish_reason'])}"
+            )
+    return "\n".join([*lines, "</table>"])

@@ -31,7 +31,8 @@ is_text = lambda value: isinstance(value, str)
 are_ids = every(lambda value: is_count(value) and value < 2**31)
 FIELDS = {  # key of a row -> (function that is True for a valid value, the same in words)
     "index": (is_count, "a number"),
-    **dict.fromkeys(("id", "prompt", "response", "answer", "finish_reason"), (is_text, "a string")),
+    **dict.fromkeys(("id", "prompt", "response", "finish_reason"), (is_text, "a string")),
+    "answer": (lambda value: value is None or is_text(value), "a string, or null"),
     **dict.fromkeys(("prompt_ids", "response_ids", "baseline_response_ids"), (are_ids, "token ids")),
     **dict.fromkeys(("rollout_logprobs", "values"), (every(is_number), "a list of numbers")),
     "old_logprobs": (lambda value: value is None or every(is_number)(value), "a list of numbers, or null"),

@@ -19,6 +19,8 @@ from common.run import folders, traces, trackers
 from common.run.directory import describe, flags, read_metrics
 from common.run.guards import Trends
 
+REPORT_SECONDS = 60.0
+
 
 class Figures:
     """Sums, counts and peaks of a part of a step, on every rank. Tensors are turned into numbers when the step ends."""
@@ -110,6 +112,7 @@ class Tracker(Figures):
         dist.broadcast_object_list(chosen, src=0)  # clocks of ranks may differ
         self.run_dir = Path(chosen[0])
         self.step_began, self.step_seconds = time.perf_counter(), 0.0
+        self.reported = time.perf_counter()  # when report.html was written
         self.profiler = None
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
@@ -205,15 +208,24 @@ class Tracker(Figures):
         traces.write(path, self.world, self.sampled)
         return f"; its responses are in {path}"
 
-    def close(self) -> None:
-        """Close the trackers, write report.html and print its path."""
-        if not self.world.is_main:
-            return
+    def refresh_report(self) -> None:
+        """Write report.html, at most once in REPORT_SECONDS."""
+        if self.world.is_main and time.perf_counter() - self.reported > REPORT_SECONDS:
+            self.write_report()
+
+    def write_report(self) -> Path:
+        """Write report.html as it is now, and return its path."""
         from common.run import report  # imports matplotlib, which takes a second
 
-        self.sink(None, None)
-        self.bar.close()
-        print(f"report: {report.write(self.run_dir)}", flush=True)
+        path, self.reported = report.write(self.run_dir), time.perf_counter()
+        return path
+
+    def close(self) -> None:
+        """Close the trackers, write report.html and print its path."""
+        if self.world.is_main:
+            self.sink(None, None)
+            self.bar.close()
+            print(f"report: {self.write_report()}", flush=True)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, total=float) -> float:
