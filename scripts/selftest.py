@@ -8,7 +8,7 @@ tried in a temporary folder in --folder. Exits with 3 and one line that names th
 
 After you have changed an algorithm, put this script before its file, which may be anywhere, and the file's own flags:
 
-    python scripts/selftest.py algos/grpo.py --kl-coef 0.1
+    python scripts/selftest.py algos/grpo.py             (or with flags, as in: my_fork.py --kl-coef 0.1)
 
 This tries the file alone: are its gradients the same in one and in several micro-batches (scripts/selftest_file.py)?
 """

@@ -1,6 +1,6 @@
 """The part of scripts/selftest.py that tries an algorithm's file: its gradients in one and in several micro-batches.
 
-    python scripts/selftest.py algos/grpo.py --kl-coef 0.1       (FILE may be anywhere; then come flags of the file)
+    python scripts/selftest.py algos/grpo.py             (any file, then its own flags: my_fork.py --kl-coef 0.1)
 
 It runs the file's own main() twice, in float32, on few prompts. In the first run each optimizer step gets its rows in
 one micro-batch, in the second run the same rows in several. Micro-batches only limit memory, so all gradients must
