@@ -383,6 +383,18 @@ def test_a_loss_that_depends_on_the_micro_batch_is_found(holds, fork, bug):
     assert re.match(f"loss of {said}", lines) and "\n" not in lines, lines
 
 
+def test_the_second_run_goes_on_with_the_gradients_of_the_first():
+    """Otherwise Adam would turn rounding errors of small gradients into steps, and later gradients would differ."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer, first = torch.optim.SGD([weight], lr=1.0), selftest_file.Trial()
+    second = selftest_file.Trial(first)
+    for trial, gradient in ((first, [1.0, 2.0]), (second, [1.0, 2.1]), (second, [3.0, 4.0])):
+        trial.trained, weight.grad = {"policy": (None, optimizer)}, torch.tensor(gradient)
+        trial.before_update(optimizer)
+        assert trial.updates["policy"][-1][1][0].tolist() == pytest.approx(gradient)
+        assert weight.grad.tolist() == ([1.0, 2.0] if gradient[1] < 3 else [3.0, 4.0])  # one update more has its own
+
+
 def test_what_cannot_be_compared_fails(world):
     compare = lambda one, several: selftest_file.compare(one, several, world)[1]
     gradient, other = [torch.ones(2)], [torch.tensor([1.0, 1.0002])]
