@@ -1,6 +1,7 @@
 """Compute a saved step of a run again, from its rollout file and the checkpoint before it, and compare.
 
     python scripts/replay.py runs/grpo --step 2                 (the run had --save-every 1 --rollouts-every 1)
+    python scripts/replay.py runs/mine --step 2 --file mine.py       (the run of a file that is not in algos/)
 
 The algorithm's own main runs, with an engine that answers from the file. Rewards are graded again, so their code and
 the services and weights files that they use must be as they were. A response that could not be graded stays ungraded.
@@ -42,6 +43,7 @@ class Args:
     run_dir: tyro.conf.Positional[Path]
     step: int
     tolerance: float = 1e-6
+    file: Path | None = None  # The algorithm's file, if it is not in algos/. Its code runs: name one that you trust.
 
 
 class Finished(Exception):
@@ -151,21 +153,30 @@ def rebuild(kind, value) -> Any:
     return value
 
 
-def load_run(run_dir: Path, step: int) -> tuple[Any, dict, dict]:
-    """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput."""
-    for file in ("run.json", "metrics.jsonl"):
-        if not (run_dir / file).is_file():
-            raise errors.BadInput(f"{run_dir}: no {file}; is this the directory of a run?")
+def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, dict, dict]:
+    """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput.
+
+    file: the algorithm's file. None: the one in algos/ that run.json names. A path that only run.json says is not run.
+    """
+    for name in ("run.json", "metrics.jsonl"):
+        if not (run_dir / name).is_file():
+            raise errors.BadInput(f"{run_dir}: no {name}; is this the directory of a run?")
     described = run.described(run_dir / "run.json")
     argv = described.get("argv")
     script = str(argv[0]) if isinstance(argv, list) and argv else "an unknown script"
-    name = Path(script).stem
-    if not (ALGORITHMS / f"{name}.py").is_file():
-        raise errors.BadInput(f"{run_dir / 'run.json'}: the run was made by {script}, not in algos/")
+    known = ALGORITHMS / f"{Path(script).stem}.py"  # in runs of older versions, which have no "file"
+    if "file" in described:
+        script, known = str(described["file"]), ALGORITHMS.parent / str(described["file"])
+    if file is None and not (known.is_file() and known.parent == ALGORITHMS):
+        raise errors.BadInput(
+            f"{run_dir / 'run.json'}: the run was made by {script}, not in algos/; --file {script} runs that file, if "
+            "you trust it"
+        )
     metrics = next((row for row in run.read_metrics(run_dir) if row["step"] == step), None)
     if metrics is None:
         raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
-    return importlib.import_module(f"algos.{name}"), described["args"], metrics
+    algorithm = run.import_algorithm(file) if file else importlib.import_module(f"algos.{known.stem}")
+    return algorithm, described["args"], metrics
 
 
 def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
@@ -183,9 +194,9 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
     )
 
 
-def replay(run_dir: Path, step: int) -> list[tuple[str, float, float, float]]:
+def replay(run_dir: Path, step: int, file: Path | None = None) -> list[tuple[str, float, float, float]]:
     """(name, recorded, recomputed, difference) of each figure, on rank 0. Collective. Raises BadInput, RunFailed."""
-    algorithm, flags, metrics = load_run(run_dir, step)
+    algorithm, flags, metrics = load_run(run_dir, step, file)
     rows = traces.read(traces.find(run_dir, step))
     with tempfile.TemporaryDirectory() as scratch:
         flags = {
@@ -269,7 +280,7 @@ def mean(values: list[float]) -> float:
 def main(args: Args) -> None:
     if args.step < 1:
         raise errors.BadInput(f"--step {args.step}: steps count from 1")
-    table = replay(args.run_dir, args.step)
+    table = replay(args.run_dir, args.step, args.file)
     errors.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
     for name, before, now, difference in table:
         mark = "  differs" if difference > args.tolerance else ""

@@ -5,10 +5,17 @@
 
 Each row says what was measured and whether it holds. Nothing is trained, and nothing is left behind: checkpoints are
 tried in a temporary folder in --folder. Exits with 3 and one line that names the rows that fail.
+
+After you have changed an algorithm, put this script before its file, which may be anywhere, and the file's own flags:
+
+    python scripts/selftest.py algos/grpo.py             (or with flags, as in: my_fork.py --kl-coef 0.1)
+
+This tries the file alone: are its gradients the same in one and in several micro-batches (scripts/selftest_file.py)?
 """
 
 import dataclasses
 import io
+import sys
 import tempfile
 import time
 from contextlib import nullcontext, redirect_stdout
@@ -18,7 +25,8 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from torch.distributed.tensor import DTensor
+from selftest_file import launch as launch_file
+from selftest_file import shard, squares
 from transformers import AutoModelForCausalLM
 
 from common import errors, placement, rewards, weight_sync
@@ -56,6 +64,7 @@ class Args:
     offload: Literal["none", "all"] = "none"  # "all" keeps the policy in host memory while it is not used.
     max_logprob_gap: float = 0.05  # In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats.
     folder: str = "."  # A checkpoint is tried in a temporary folder in this one, which all ranks must see.
+    file: tyro.conf.Positional[str] = ""  # An algorithm's file. It comes first; the flags behind it are its own.
 
 
 def rows_without_disk(probe: Probe, dtype: torch.dtype, bound: Bound) -> list[Row]:
@@ -96,9 +105,8 @@ def gradient_row(probe: Probe, batch: Rollout, bound: float) -> Row:
         gradients.append([shard(p.grad).to("cpu", copy=True) for p in probe.policy.parameters() if p.grad is not None])
         forwards.append(len(micro_batches))
         probe.policy.zero_grad()
-    squares = lambda tensors: probe.world.sum(sum(tensor.double().square().sum() for tensor in tensors))
-    length = squares(gradients[0])
-    difference = (squares(a - b for a, b in zip(*gradients)) / max(length, 1e-300)) ** 0.5
+    length = squares(gradients[0], probe.world)
+    difference = (squares([a - b for a, b in zip(*gradients)], probe.world) / max(length, 1e-300)) ** 0.5
     measured = f"{difference:.1e} (<= {bound:g}) between {forwards[0]} and {forwards[1]} forwards"
     return ("gradient", measured, difference <= bound and length > 0)
 
@@ -171,12 +179,6 @@ def perturb(trained: torch.nn.Module, world: World, share: float) -> None:
         values.add_(torch.randn(values.shape, generator=generator).to(values.device) * share * (size or 1.0))
 
 
-@torch.no_grad()
-def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this rank holds: the memory itself, not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def checksums(policy: torch.nn.Module, states: dict) -> dict[str, int]:
     """Checksums of this rank's shards of the weights and of the optimizer's states."""
     model.reshard(policy)
@@ -192,6 +194,8 @@ def count_different(one: dict[str, int], other: dict[str, int], world: World) ->
 
 
 def main(args: Args) -> None:
+    if args.file:
+        raise errors.BadInput(f"{args.file}: an algorithm's file comes before all flags, which are then its own")
     began = time.perf_counter()
     ranges.check(args)
     size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
@@ -231,4 +235,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        errors.launch(launch_file, sys.argv.pop(1))
+    else:
+        errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -131,8 +131,10 @@ def test_files_that_no_run_has_named_are_no_steps(tmp_path):
 @pytest.mark.parametrize("argv", [["/tmp/evil.py"], ["../algos/../evil.py"], ["algos/grpo/../x.py"], "grpo", [], [3]])
 def test_a_replay_runs_the_files_of_algos_alone(tmp_path, argv):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "run.json").write_text(json.dumps({"argv": argv, "args": {}}))
-    assert_one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
+    file = argv[0] if argv else None
+    for named in ({"argv": argv}, {"argv": ["algos/grpo.py"], "file": file}):
+        (tmp_path / "run.json").write_text(json.dumps({**named, "args": {}}))
+        assert_one_line(lambda: replay.load_run(tmp_path, 1), "run.json: the run was made by", "not in algos/")
 
 
 STATES = [

@@ -3,21 +3,22 @@
 import copy
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, launch
 from test_readme import load
 
-from common import placement, weight_sync
+from common import errors, placement, weight_sync
 from common.data import arithmetic, prompts
 from common.errors import RunFailed
 from common.rollout import engines
 from common.rollout.hf_engine import HFEngine
-from common.run import checkpoint, diagnosis, guards
+from common.run import checkpoint, diagnosis, directory, guards
 from common.trainer import batching, model
 
-selftest = load("scripts/selftest.py")
+selftest, selftest_file = load("scripts/selftest.py"), load("scripts/selftest_file.py")
 ROWS = ["rollout", "log-probs, as loaded", "gradient", "weight sync", "weights restored", "checkpoint"]
 ROWS.append("Hugging Face export")
 
@@ -270,3 +271,166 @@ def test_a_run_asks_why_only_where_it_stops(gap, staleness, stops):
         assert str(failed.value).startswith(f"step 3: trainer and engine disagree by {gap} per token, over --max-log")
         assert str(failed.value).endswith("; it is so")
     assert asked == [0.05] * stops
+
+
+# An algorithm's file
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """Writes a changed copy of an algorithm's file to a folder outside the repository."""
+
+    def fork(name: str, *changes: tuple[str, str]) -> Path:
+        text = (ROOT / f"algos/{name}.py").read_text()
+        for before, after in changes:
+            assert text.count(before) == 1, before
+            text = text.replace(before, after)
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        return file
+
+    return fork
+
+
+@pytest.fixture
+def holds(world, problems, monkeypatch, tmp_path, capsys):
+    """Tries a file; returns which model's loss holds, and the lines about those that do not. No file may be left."""
+    monkeypatch.setattr(placement, "init", lambda *given, **named: world)
+    monkeypatch.setattr(placement, "finish", lambda *given: None)  # the group is for all tests
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(selftest_file, "ROWS_PER_UPDATE", 12)
+    monkeypatch.setattr(selftest_file.tempfile, "tempdir", str(tmp_path / "temporary"))
+
+    def holds(file: Path, **flags) -> tuple[dict[str, bool], str]:
+        algorithm, code = directory.import_algorithm(file), 0
+        given = {"dataset": (problems,), "mini_batches": 2, "max_response_tokens": 8, **flags}
+        try:
+            selftest_file.main(algorithm, algorithm.Args(**{**algorithm.EMBEDDED, **given}))
+        except SystemExit as left:
+            code = left.code
+        lines = capsys.readouterr().out.splitlines()
+        table = [line for line in lines if line.endswith(("  holds", "  FAILS"))]
+        rows = {re.match("loss of (.*?)  ", line)[1]: line.endswith("holds") for line in table}
+        assert lines[len(table)].startswith(f"selftest: {sum(rows.values())} of {len(rows)} hold, ")
+        assert code == (0 if all(rows.values()) else 1) and not list((tmp_path / "temporary").iterdir())
+        return rows, "\n".join(lines[len(table) + 1 :])
+
+    return holds
+
+
+@pytest.mark.parametrize(
+    "name, flags, models",
+    [
+        ("grpo", {"kl_coef": 0.1, "epochs": 2, "tis_cap": 2.0}, ["policy"]),
+        ("dr_grpo", {"mini_batches": 1}, ["policy"]),
+        ("rloo", {}, ["policy"]),
+        ("remax", {}, ["policy"]),
+        ("dapo", {"overlong_cache": 4}, ["policy"]),
+        ("ppo", {"critic_warmup_steps": 1}, ["policy", "critic"]),
+        ("prime", {}, ["policy", "prm"]),
+    ],
+)
+def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):
+    assert holds(ROOT / f"algos/{name}.py", **flags) == (dict.fromkeys(models, True), "")
+
+
+def test_the_loss_of_a_right_fork_holds(holds, fork):
+    """It takes its rows in another order in each step."""
+    file = fork("grpo", ("torch.arange(len(batch), device=world.device).chunk", "torch.randperm(len(batch)).chunk"))
+    assert holds(file) == ({"policy": True}, "")
+
+
+MEAN_OF_ROWS = (".sum(1) / lengths.clamp(min=1)).sum() / denominator", ".sum(1) / lengths.clamp(min=1)).mean()")
+ADVANTAGES = "advantages = advantages[:, None]  # (n, 1)\n    per_token"
+CENTRED = "advantages = (advantages - advantages.mean())[:, None]\n    per_token"
+WHITENED = "advantages = ((advantages - advantages.mean()) / advantages.std())[:, None]\n    per_token"
+BEFORE_UPDATE = 16 * " " + "if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.\n"
+DIFFERS = (
+    r"policy: the gradient in \d+ micro-batches differs by [\d.]+ % from that in one: is something divided by a number"
+)
+BUGS = {  # what is wrong -> (file, changes, what is said)
+    "divided by the rows of the micro-batch": (
+        "grpo", [("denominator=denominator, weights", "denominator=len(micro.rows), weights")], DIFFERS,
+    ),
+    "divided by the tokens of the micro-batch": (
+        "rloo", [("denominator=denominator, weights", "denominator=mask.sum(), weights")], DIFFERS,
+    ),
+    "the mean of means over rows": (
+        "grpo", [MEAN_OF_ROWS, ("(loss * world.size)", "(loss / len(micro_batches))")], DIFFERS,
+    ),
+    "divided by the longest response": (
+        "grpo", [("/ lengths.clamp(min=1)", "/ lengths.max()")], DIFFERS,
+    ),
+    "advantages centred": ("grpo", [(ADVANTAGES, CENTRED)], DIFFERS),
+    "advantages whitened, one row alone": (
+        "grpo", [(ADVANTAGES, WHITENED)], "all models: with its rows in several .* fails: step 1: train/grad_norm is",
+    ),
+    "an optimizer step for each micro-batch": (
+        "grpo", [(BEFORE_UPDATE, "")], r"policy: 2 optimizer steps with one micro-batch each, and \d+ with several",
+    ),
+    "the critic's loss": (
+        "ppo", [("value_clip, denominator=denominator", "value_clip, denominator=len(micro.rows)")],
+        DIFFERS.replace("policy", "critic"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_loss_that_depends_on_the_micro_batch_is_found(holds, fork, bug):
+    name, changes, said = BUGS[bug]
+    rows, lines = holds(fork(name, *changes))
+    assert [model for model, right in rows.items() if not right] == [said.partition(":")[0]]
+    assert re.match(f"loss of {said}", lines) and "\n" not in lines, lines
+
+
+def test_the_second_run_goes_on_with_the_gradients_of_the_first():
+    """Otherwise Adam would turn rounding errors of small gradients into steps, and later gradients would differ."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer, first = torch.optim.SGD([weight], lr=1.0), selftest_file.Trial()
+    second = selftest_file.Trial(first)
+    for trial, gradient in ((first, [1.0, 2.0]), (second, [1.0, 2.1]), (second, [3.0, 4.0])):
+        trial.trained, weight.grad = {"policy": (None, optimizer)}, torch.tensor(gradient)
+        trial.before_update(optimizer)
+        assert trial.updates["policy"][-1][1][0].tolist() == pytest.approx(gradient)
+        assert weight.grad.tolist() == ([1.0, 2.0] if gradient[1] < 3 else [3.0, 4.0])  # one update more has its own
+
+
+def test_what_cannot_be_compared_fails(world):
+    compare = lambda one, several: selftest_file.compare(one, several, world)[1]
+    gradient, other = [torch.ones(2)], [torch.tensor([1.0, 1.0002])]
+    assert compare([(1, gradient)], [(3, gradient)]) == ""
+    assert "differs by 0.014 % from" in compare([(1, gradient)], [(3, other)])
+    assert "it was not updated in 10 steps" in compare([], [])
+    assert "never cut into micro-batches" in compare([(1, gradient)], [(1, gradient)])
+    for nothing in ([torch.zeros(2)], [torch.full((2,), torch.nan)], []):
+        assert "all its gradients are 0 or NaN" in compare([(1, nothing)], [(3, nothing)])
+    assert "differs by inf %" in compare([(1, gradient)], [(3, [])])
+    assert "differs by inf %" in compare([(1, gradient)], [(3, [torch.full((2,), torch.nan)])])
+    rounding = [(1, [torch.full((2,), 1e-7)]), (1, gradient)], [(3, [torch.full((2,), 2e-7)]), (3, gradient)]
+    assert compare(*rounding) == ""
+
+
+@pytest.mark.parametrize(
+    "text, said", [(None, "expected the file of an algorithm"), ("", "has no dataclass Args and no function main"),
+                   ("sft", "its Args does not extend job.Flags")],
+)  # fmt: skip
+def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text((ROOT / "algos/sft.py").read_text() if text else text)
+    with pytest.raises(errors.BadInput, match=said):
+        selftest_file.launch(str(file))
+    with pytest.raises(errors.BadInput, match="mine.py: an algorithm's file comes before all flags"):
+        selftest.main(selftest.Args(file=str(file)))
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_a_file_from_anywhere(fork, problems, tmp_path):
+    """It imports a neighbour, and is started from its own folder. Its flags are those of the file."""
+    (tmp_path / "neighbour.py").write_text("def local(rows):\n    return len(rows)\n")
+    imported = ("import torch\n\n", "import torch\nfrom neighbour import local\n\n")
+    fork("grpo", imported, ("denominator=denominator, weights", "denominator=local(micro.rows), weights"))
+    flags = ["--dataset", problems, "--max-response-tokens", 10, "--mini-batches", 2, "--clip-low", 0.1]
+    result = launch(ROOT / "scripts/selftest.py", "mine.py", *flags, cwd=tmp_path, check=False)
+    assert result.returncode == 1 and re.search(f"^loss of {DIFFERS}", result.stdout, re.MULTILINE), result.stderr
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"mine.py", "neighbour.py"}

@@ -204,7 +204,7 @@ ALGORITHMS = ("grpo", "dr_grpo", "rloo", "remax", "ppo", "dapo", "prime")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ALGORITHMS, "2 ranks", "2 ranks on 1"])
+@pytest.mark.parametrize("name", [*ALGORITHMS, "fork", "2 ranks", "2 ranks on 1"])
 def test_a_replayed_step_is_the_step(replays, name):
     table = {row[0].split(",")[0]: row[1:] for row in replays[1][name]}
     assert {"loss/policy", "train/grad_norm", "score", "advantage", "old_logprobs"} <= set(table)
@@ -224,6 +224,18 @@ def test_a_replayed_step_is_the_step(replays, name):
 )
 def test_a_changed_file_is_noticed(replays, damage, seen):
     assert {row[0].split(",")[0] for row in replays[1][damage] if not row[-1] <= 1e-6} == seen
+
+
+@pytest.mark.slow
+def test_a_file_outside_algos_is_run_only_if_it_is_named(replays):
+    """The fork has the name of a file in algos/, which is not what made the run."""
+    run, file = replays[0] / "fork", replays[0] / "elsewhere/rloo.py"
+    assert json.loads((run / "run.json").read_text())["file"] == str(file)
+    assert json.loads((run.parent / "ppo/run.json").read_text())["file"] == "algos/ppo.py"
+    with pytest.raises(errors.BadInput, match=f"made by {file}, not in algos/; --file {file} runs that file"):
+        replay.replay(run, 2)
+    table = {row[0].split(",")[0]: row[1:] for row in replays[1]["another file"]}
+    assert table["advantage"][-1] > 0.1 and table["score"][-1] == 0  # advantages are twice as large as they were
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -10,6 +12,7 @@ import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -18,6 +21,7 @@ from common.errors import BadInput, redacted, say
 from common.placement import World
 from common.run import folders, trackers
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = "lays out the work: metrics differ by rounding, and by which rank samples which response"
 MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all other flags must stay
     "steps": "the last step; must stay with --schedule linear, where the learning rate of each step depends on it",
@@ -163,9 +167,12 @@ def described(file: Path) -> dict:
 
 
 def describe(args, name: str, world: World) -> dict:
-    """The contents of run.json, with which a run can be repeated: algorithm, flags, versions, commit, hardware."""
-    root = Path(__file__).parents[2]
-    git = ["git", "-C", str(root)]
+    """The contents of run.json, with which a run can be repeated: algorithm, flags, versions, commit, hardware.
+
+    "file" is the algorithm's file: its path in this repository, or an absolute one if it is elsewhere.
+    """
+    git = ["git", "-C", str(ROOT)]
+    file = Path(inspect.getfile(type(args))).resolve()
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
     changed = subprocess.run(
         [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
@@ -177,6 +184,7 @@ def describe(args, name: str, world: World) -> dict:
     cuda = world.device.type == "cuda"
     return {
         "algorithm": name,
+        "file": (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).as_posix(),
         "argv": sys.argv,
         "args": dataclasses.asdict(args),
         "seed": args.seed,
@@ -190,6 +198,21 @@ def describe(args, name: str, world: World) -> dict:
             "threads_per_rank": torch.get_num_threads(),
         },
     }
+
+
+def import_algorithm(path: Path) -> ModuleType:
+    """The module of an algorithm's file, which may be anywhere. Raises BadInput, and what importing the file raises."""
+    if path.suffix != ".py" or not path.is_file():
+        raise BadInput(f"{path}: expected the file of an algorithm, such as algos/grpo.py")
+    path = path.resolve()
+    sys.path.append(str(path.parent))  # at the end: the file may import its neighbours, but they hide nothing
+    spec = importlib.util.spec_from_file_location(f"algorithm_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    if not (dataclasses.is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "main", None))):
+        raise BadInput(f"{path}: has no dataclass Args and no function main(args), which each file in algos/ has")
+    return module
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

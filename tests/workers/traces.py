@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common import placement
 from common.data import arithmetic as embedded
 from common.data import prompts as data
-from common.run import checkpoint, report
+from common.run import checkpoint, directory, report
 from common.trainer.batching import Compute
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,17 @@ FLAGS = {
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "rloo": {"kl_coef": 0.1}, "remax": {},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
+    "fork": {},
 }  # fmt: skip
+
+
+def fork(runs: Path) -> Path:
+    """An algorithm's file outside algos/, whose advantages are half of GRPO's. It has the name of another one."""
+    text = (ROOT / "algos/grpo.py").read_text()
+    file = runs / "elsewhere/rloo.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text.replace("advantages = centred / (", "advantages = centred / 2 / ("))
+    return file
 
 
 def damage(run: Path, change) -> None:
@@ -61,8 +71,9 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
     problems = embedded.problems("train")[:40]  # all of them would take a second to tokenize, twice a run
     (runs / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     for name in names:
-        algorithm = importlib.import_module(f"algos.{name}")
-        sys.argv[0] = algorithm.__file__  # as if it had been started itself: replay reads it in run.json
+        algorithm = (
+            directory.import_algorithm(fork(runs)) if name == "fork" else importlib.import_module(f"algos.{name}")
+        )
         flags = {
             **algorithm.EMBEDDED,
             **FLAGS,
@@ -87,7 +98,8 @@ def main(runs: Path) -> None:
         tables = {"2 ranks": replay.replay(runs / "ranks/dapo", 2)}
     else:
         train(runs, list(OWN), compute)
-        tables = {name: replay.replay(runs / name, 2) for name in OWN}
+        tables = {name: replay.replay(runs / name, 2, fork(runs) if name == "fork" else None) for name in OWN}
+        tables["another file"] = replay.replay(runs / "fork", 2, ROOT / "algos/grpo.py")
         tables["2 ranks on 1"] = replay.replay(runs / "ranks/dapo", 2)
         for name, change in (("grpo", other_token), ("ppo", other_advantage), ("remax", no_baselines)):
             damage(runs / name, change)
