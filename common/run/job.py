@@ -123,7 +123,6 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     check_numbers(args, size)
     reward = rewards.load(args.reward)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
-    directory.leave_if_done(args, resume)
     args.model = arithmetic.warm_start() if args.model == "embedded" else tokenizers.resolve_model(args.model)
     tokenizer, stop_token_ids = tokenizers.load_tokenizer(args.model)
     prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
@@ -141,6 +140,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
         offload=args.offload,
     )  # fmt: skip
     directory.check_configuration(args, name)
+    directory.leave_if_done(args, resume)
     if args.saving.dry_run:
         show_plan(args, size, prompts, held_out, tokenizer, resume)
     return Plan(args, name, size, tokenizer, stop_token_ids, prompts, held_out, reward, resume, dtype, max_model_len)

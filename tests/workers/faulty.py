@@ -31,6 +31,7 @@ from common.trainer import model
 SMALL = grpo.Args(**{
     **grpo.EMBEDDED, "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "temperature": 1.3,
     "max_response_tokens": 40, "steps": 4, "rollouts_every": 1, "rollout_backend": "hf", "max_logprob_gap": 1e-3,
+    "schedule": "constant",
     "source": data.TrainSource(eval_prompts=0),
 })  # fmt: skip
 UNEVEN = (f"{Path(__file__).with_name('rewards.py')}:uneven",)  # every step trains on all rows
@@ -181,7 +182,7 @@ def nothing(folder: Path) -> dict:
 def resumed(folder: Path, damage, **changed) -> dict:
     """--resume auto, after some damage to a copy of what nothing() left."""
     shutil.copytree(folder.parent / "nothing/run", folder / "run")
-    given = {"dataset": dataset(folder), "saving": checkpoint.Saving(save_every=2, resume="auto")}
+    given = {"dataset": dataset(folder), "saving": checkpoint.Saving(save_every=2, resume="auto"), "steps": 6}
     damage(folder)
     return {**given, **changed}
 
