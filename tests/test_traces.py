@@ -209,7 +209,8 @@ def test_a_replayed_step_is_the_step(replays, name):
     table = {row[0].split(",")[0]: row[1:] for row in replays[1][name]}
     assert {"loss/policy", "train/grad_norm", "score", "advantage", "old_logprobs"} <= set(table)
     assert table["train/grad_norm"][0] > 1e-3  # there was something to compute
-    assert max(difference for *_, difference in table.values()) <= 1e-6
+    rounding = 5e-6 if name == "2 ranks on 1" else 1e-6  # the sum of two ranks' gradients, in float32
+    assert max(difference for *_, difference in table.values()) <= rounding
     assert "values" in table or name != "ppo"
 
 
