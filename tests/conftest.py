@@ -36,19 +36,15 @@ def pytest_configure(config) -> None:
         os.sched_setaffinity(0, sorted(CORES)[mine::WORKERS])
 
 
+# Files that take longest, in the order in which two workers take them. Launches of several ranks wait for each other
+# (see launch), so that a file with many of them has one without beside it, and all others, which are short, come last.
+LONGEST = ("test_split", "test_siblings", "test_distributed", "test_learns", "test_journeys", "test_launch",
+           "test_resume", "test_faults", "test_bad_input", "test_selftest", "test_reward_service")  # fmt: skip
+
+
 def pytest_collection_modifyitems(items) -> None:
-    """Files whose launches wait for each other (see launch) are spread: one of them first, the others last."""
-    alone = (
-        "test_learns",
-        "test_faults",
-        "test_distributed",
-        "test_siblings",
-        "test_launch",
-        "test_resume",
-        "test_traces",
-    )
-    place = {"test_split": 0} | {name: 2 for name in alone}
-    items.sort(key=lambda item: place.get(Path(item.fspath).stem, 1))
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(Path(item.fspath).stem, len(LONGEST)))
 
 
 def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
