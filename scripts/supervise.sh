@@ -13,13 +13,14 @@ case " $* " in *" --run-dir "* | *" --run-dir="*) ;; *)
   exit 2
   ;;
 esac
-asked=
-trap 'asked=yes; kill -TERM "$child" 2> /dev/null' INT TERM
+asked= child=
+trap 'asked=yes; [ -z "$child" ] || kill -TERM "$child" 2> /dev/null' INT TERM
 crashes=0
 while :; do
-  began=$SECONDS
+  began=$SECONDS child=
   "$@" --resume auto &
   child=$!
+  [ -z "$asked" ] || kill -TERM "$child" 2> /dev/null # it was asked before the shell knew the child
   wait "$child"
   code=$?
   while kill -0 "$child" 2> /dev/null; do # a signal ended the wait, not the command
