@@ -308,3 +308,16 @@ def test_easy_math_is_fast():
     assert all(result.acc == 1 for result in grade(reward, pairs))
     reward.pool.close()
     assert time.monotonic() - start < 30
+
+
+def test_the_first_late_answer_is_reported_at_once_and_once(mine, capsys):
+    reward = UserReward(mine, "each", workers=1, item_seconds=0.5)
+    try:
+        items = [Item(f"p{i}", text, "5") for i, text in enumerate(("fine", "loop", "loop", "fine"))]
+        results = reward(items, [1] * 4, [False] * 4)
+    finally:
+        reward.pool.close()
+    assert [result.score for result in results] == [1, None, None, 1]
+    first = "no answer within 0.5 s to 1 responses, prompt 'p1', response 'loop'"
+    said = capsys.readouterr().err.splitlines()
+    assert [first in line for line in said] == [True, False] and "took too long on 2 of 4 responses" in said[1]
