@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import SupportsFloat
 
 from common.rewards.grading import Item, Result
@@ -76,12 +76,17 @@ def load_model(path: str) -> Callable:
 
 def load_function(path: str, name: str) -> Callable | None:
     """A function of a user's file, or None if it has none of that name. Raises what importing the file raises."""
-    sys.path.append(str(Path(path).parent))  # at the end: the file may import its neighbours, but they hide nothing
-    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    return getattr(import_file(Path(path), "reward"), name, None)
+
+
+def import_file(path: Path, kind: str) -> ModuleType:
+    """The module of a file that may be anywhere, under the name KIND_FILE. Raises what importing the file raises."""
+    sys.path.append(str(path.parent))  # at the end: the file may import its neighbours, but they hide nothing
+    spec = importlib.util.spec_from_file_location(f"{kind}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
-    return getattr(module, name, None)
+    return module
 
 
 def refused_arguments(grade: Callable) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import json
 import os
@@ -204,12 +203,9 @@ def import_algorithm(path: Path) -> ModuleType:
     """The module of an algorithm's file, which may be anywhere. Raises BadInput, and what importing the file raises."""
     if path.suffix != ".py" or not path.is_file():
         raise BadInput(f"{path}: expected the file of an algorithm, such as algos/grpo.py")
-    path = path.resolve()
-    sys.path.append(str(path.parent))  # at the end: the file may import its neighbours, but they hide nothing
-    spec = importlib.util.spec_from_file_location(f"algorithm_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    from common.rewards.worker_main import import_file  # scripts need it, a run does not
+
+    module = import_file(path.resolve(), "algorithm")
     if not (dataclasses.is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "main", None))):
         raise BadInput(f"{path}: has no dataclass Args and no function main(args), which each file in algos/ has")
     return module
