@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import tyro
 from tyro.conf import OmitArgPrefixes
 
@@ -255,7 +256,7 @@ class Run:
         if self.world.min(finite):
             self.saver.rescue(step, position)
         self.tracker.close()
-        self.world.min(0)  # A rank that ended now would end rank 0, which writes the report.
+        dist.barrier()  # A rank that ended now would end rank 0, which writes the report.
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""
