@@ -24,7 +24,7 @@ from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, ranges
+from common.run import checkpoint, checks, precision, ranges
 from common.trainer import batching, model
 
 
@@ -74,7 +74,7 @@ def main(args: Args) -> None:
         checks.check_model(args.model, tokenizer, prompts)
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
-    dtype = placement.compute_dtype(args.dtype, start)
+    dtype = precision.choose(args.dtype, start)
     args.compute = batching.plan(args.compute, start, dtype)
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(

@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
-from transformers import AutoConfig
 
 from common.errors import BadInput
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
-NARROW_HIDDEN_SIZE = 512  # --dtype auto computes narrower models in float32
 EXIT_PAUSE_SECONDS = 0.2
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # option numbers of mallopt, from malloc.h
 # Environment variables that a process started by torchrun must not hand on to a process that is no rank.
@@ -239,22 +237,3 @@ def rounded_products(rounded: bool = True) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def compute_dtype(name: str, model_path: str) -> torch.dtype:
-    """The dtype that --dtype names. "auto" is native_dtype(), but float32 for models under NARROW_HIDDEN_SIZE.
-
-    Narrow models gain little by bfloat16, and what the embedded job reaches must not depend on the machine.
-    """
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE
-    return torch.float32 if narrow else native_dtype()
-
-
-def native_dtype() -> torch.dtype:
-    """bfloat16 where the hardware multiplies it natively, float32 elsewhere."""
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32

@@ -19,7 +19,7 @@ from common import errors, placement, rewards
 from common.data.prompts import Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
-from common.run import checks, evaluation, ranges
+from common.run import checks, evaluation, precision, ranges
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ def main(args: Args) -> None:
     checks.check_model(args.model, tokenizer, prompts)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 
-    world, dtype = placement.init(args.seed, args.rollout_tp), placement.compute_dtype(args.dtype, args.model)
+    world, dtype = placement.init(args.seed, args.rollout_tp), precision.choose(args.dtype, args.model)
     engine = engines.start(
         args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
         sequences=256, layout=placement.Layout(rollout_memory=0.9),

@@ -35,7 +35,7 @@ from common.data.tokenizer import load_tokenizer, total_tokens
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import ranges
+from common.run import precision, ranges
 from common.run.checkpoint import Saver, Saving
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
 from common.trainer import batching, model
@@ -203,7 +203,7 @@ def main(args: Args) -> None:
     tokenizer, stop_token_ids = load_tokenizer(path)
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     max_model_len = total_tokens(path, asked, args.max_response_tokens)
-    dtype = placement.compute_dtype(args.dtype, path)
+    dtype = precision.choose(args.dtype, path)
     compute = batching.plan(args.compute, path, dtype)
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")

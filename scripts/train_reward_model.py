@@ -37,7 +37,7 @@ from common.data import arithmetic, sources
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards.model import conversation
 from common.rollout import rollout
-from common.run import ranges
+from common.run import precision, ranges
 from common.trainer import batching, model
 
 
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
     args.model = resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
     random.Random(args.seed).shuffle(pairs)
-    world, dtype = placement.init(args.seed), placement.compute_dtype(args.dtype, args.model)
+    world, dtype = placement.init(args.seed), precision.choose(args.dtype, args.model)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)
     reward_model = model.load(args.model, world, dtype, compute, value_head=True)
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -66,6 +66,18 @@ def test_engine_follows_the_trainer(models, kind, ranks, tp):
 
 
 @pytest.mark.slow
+def test_the_responses_to_a_prompt_compute_it_once(models):
+    """Of prompts of 41, 33, 44 and 100 tokens, the six responses share all but the last token or, where the tail after
+    whole blocks of 32 is shorter than 8, the last 4. So do responses that are cut into several forwards, that wait for
+    others, and that lose their blocks. Their log-probs are the trainer's.
+    """
+    result = launch(WORKERS / "tails.py", models["untied"])
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 4 and all(row["prefill"] == 41 + 33 + 44 + 100 + 5 * (1 + 1 + 1 + 4) for row in rows), rows
+    assert all(row["gap"] <= 1e-5 for row in rows), rows
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_engine_follows_the_trainer_in_bfloat16(models, kind):
     """Both sides compute logits in float32. A head that kept old weights would be off by 0.1 or more."""

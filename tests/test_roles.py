@@ -5,20 +5,22 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
-from common import placement
 from common.data import arithmetic
-from common.errors import BadInput
+from common.errors import BadInput, RunFailed
 from common.placement import Layout
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
 from common.rollout import hf_engine
-from common.run import plan
+from common.run import plan, precision
+from common.trainer import model
 
 
 @pytest.fixture
@@ -97,12 +99,41 @@ placement.finish(world)
     assert int(result.stdout.partition("pages: ")[2]) < 40 * 2**26 / resource.getpagesize() / 2
 
 
-def test_narrow_models_compute_in_float32_on_every_machine(models, monkeypatch, tmp_path):
-    monkeypatch.setattr(placement, "native_dtype", lambda: torch.bfloat16)
+def wide_model(folder) -> str:
+    """A config of 512, the width from which --dtype auto is open."""
     wide = arithmetic.config()
     wide.hidden_size = 512
-    wide.save_pretrained(tmp_path)
-    assert placement.compute_dtype("auto", models["tied"]) == torch.float32
-    assert placement.compute_dtype("auto", str(tmp_path)) == torch.bfloat16
-    assert placement.compute_dtype("bfloat16", models["tied"]) == torch.bfloat16
-    assert placement.compute_dtype("float32", str(tmp_path)) == torch.float32
+    wide.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's dtype is not measured")
+def test_auto_is_the_dtype_that_this_cpu_is_clearly_faster_with(models, monkeypatch, tmp_path, capsys):
+    wide = wide_model(tmp_path / "wide")
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: True)
+    for speed, dtype in ((2.0, torch.bfloat16), (1.1, torch.float32), (0.5, torch.float32)):
+        monkeypatch.setattr(precision, "speed_of_bfloat16", lambda speed=speed: speed)
+        assert precision.choose("auto", wide) == dtype
+        said = f"dtype: {str(dtype)[6:]}, because products in bfloat16 take {1 / speed:.2f} times"
+        assert said in capsys.readouterr().out
+    monkeypatch.setattr(precision, "speed_of_bfloat16", lambda: pytest.fail("measured in vain"))
+    assert precision.choose("auto", models["tied"]) == torch.float32, "narrow models are the same on every machine"
+    assert [precision.choose(name, wide) for name in ("bfloat16", "float32")] == [torch.bfloat16, torch.float32]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    for name in ("bfloat16", "float32"):
+        (tmp_path / "run" / "run.json").write_text(f'{{"args": {{"dtype": "{name}"}}}}')
+        assert precision.choose("auto", wide, checkpoint) == getattr(torch, name), "a resumed run keeps its dtype"
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: False)
+    assert precision.choose("auto", wide) == torch.float32
+
+
+def test_ranks_that_measured_different_dtypes_do_not_start(models):
+    differ = SimpleNamespace(min=lambda value: 2.0, max=lambda value: 4.0)
+    with pytest.raises(RunFailed, match="--dtype"):
+        model.load(models["tied"], differ, torch.bfloat16)
+
+
+def test_the_measurement_takes_less_than_a_second():
+    begin = time.perf_counter()
+    assert precision.speed_of_bfloat16() > 0 and time.perf_counter() - begin < 10  # 0.2 s here, with units for it

@@ -31,8 +31,13 @@ def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout
     if cuda:
         settings["hf_overrides"] = {"head_dtype": "float32"}  # logits as the trainer's; on a CPU: Float32Head
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
-    elif limits["max_model_len"] > 128:
-        settings["block_size"] = 32  # tokens, not 128: responses to one prompt share its keys in whole blocks only
+    else:
+        settings["block_size"] = 32  # tokens, the fewest: responses to one prompt share its whole blocks,
+        if not layout.split:  # and its last one as well
+            settings["kv_transfer_config"] = {
+                "kv_connector": "PromptTails", "kv_connector_module_path": "common.rollout.vllm_tails",
+                "kv_role": "kv_both",
+            }  # fmt: skip
     return settings
 
 

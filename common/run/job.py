@@ -29,7 +29,7 @@ from common.data import prompts as data
 from common.data import tokenizer as tokenizers
 from common.errors import BadInput
 from common.placement import World
-from common.run import checkpoint, checks, diagnosis, directory, evaluation, guards, ranges, sampling
+from common.run import checkpoint, checks, diagnosis, directory, evaluation, guards, precision, ranges, sampling
 from common.run.plan import show as show_plan
 from common.run.plan import show_roles
 from common.run.sampling import Batch, Sample
@@ -60,7 +60,8 @@ class Flags:
     rollout_tp: int = 1  # Number of ranks that share one engine by tensor parallelism.
     layout: Annotated[placement.Layout, OmitArgPrefixes] = placement.Layout()
     # computing
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Forward and backward use it. Master weights are float32.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of forward and backward; masters are float32. auto: bfloat16 on a GPU, on a CPU where it is faster."""
     compute: Annotated[batching.Compute, OmitArgPrefixes] = batching.Compute()
     offload: Literal["none", "others", "all"] = "none"
     """Keep weights in host memory while they are not used: none, others (all but the policy), or all."""
@@ -115,8 +116,8 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     """Check the whole input before a model is loaded. Raises BadInput.
 
     models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
-    Replaces args.model by a folder, and fills in what was left open: args.max_logprob_gap and the token budget of
-    args.compute. Prints the layout of ranks and models, and with --dry-run the whole plan.
+    Replaces args.model by a folder, and fills in what was left open: args.dtype, args.max_logprob_gap and the token
+    budget of args.compute. Prints the layout of ranks and models, and with --dry-run the whole plan.
     """
     ranges.check(args)
     name = Path(inspect.getfile(type(args))).stem
@@ -132,7 +133,8 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     checks.try_rewards(reward, prompts, tokenizer)
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out)
-    dtype = placement.compute_dtype(args.dtype, args.model)
+    dtype = precision.choose(args.dtype, args.model, resume)
+    args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
     args.compute = batching.plan(args.compute, args.model, dtype)
     show_roles(

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.data.prompts import Prompt
 from common.errors import BadInput, say
-from common.placement import Layout, compute_dtype
+from common.placement import Layout
 from common.run import folders
 from common.trainer.batching import rank_memory
 
@@ -150,7 +150,7 @@ def show(args, size: int, prompts: list[Prompt], held_out: list[Prompt], tokeniz
 
 def model_rows(flags: dict, size: int) -> list[tuple[str, str]]:
     config, count = AutoConfig.from_pretrained(flags["model"]), count_parameters(flags["model"])
-    dtype = compute_dtype(flags["dtype"], flags["model"])
+    dtype = getattr(torch, flags["dtype"])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     checkpoint = folders.size((12 + dtype.itemsize) * count)
     every = flags["saving"]["save_every"]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
+PADDING_PER_CALL = 256  # tokens
 WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
 
 
@@ -141,11 +142,16 @@ def real_tokens(run: list[Sequence], device: torch.device) -> torch.Tensor:
 
 
 def similar_lengths(sequences: list[Sequence], max_padding: float = 0.15) -> list[list[Sequence]]:
-    """Cut a list of sequences into runs, whose padding to the longest adds at most this share of their tokens."""
+    """Cut a list of sequences into runs, whose padding to the longest adds at most this share of their tokens.
+
+    Responses to a shared prompt may be padded by PADDING_PER_CALL tokens more, which is less work than another call.
+    """
     runs: list[list[Sequence]] = []
+    allowed = PADDING_PER_CALL if sequences[0].context else 0
     for sequence in sequences:
         run = [*runs[-1], sequence] if runs else []
-        if runs and max(s.length for s in run) * len(run) <= (1 + max_padding) * sum(s.length for s in run):
+        tokens = sum(s.length for s in run)
+        if runs and max(s.length for s in run) * len(run) <= (1 + max_padding) * tokens + allowed:
             runs[-1] = run
         else:
             runs.append([sequence])

@@ -23,6 +23,7 @@ from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rewards import grading
 from common.rollout import engines
 from common.rollout.rollout import Rollout
+from common.run import precision
 from common.trainer import batching, model
 
 GROUP, LONGEST = 8, 192
@@ -87,7 +88,7 @@ def main(args: Args) -> None:
     args.model = resolve_model(args.model)
     tokenizer, stops = load_tokenizer(args.model)
     prompts = data.load((args.gsm8k,), data.TrainSource(), "train", tokenizer, 256)
-    native = placement.native_dtype() == torch.bfloat16
+    native = precision.has_bfloat16()
     dtypes = [torch.float32, *([torch.bfloat16] if native else [])]
     longest = total_tokens(args.model, prompts, LONGEST)
     limits = {"max_model_len": longest, "sequences": args.prompts * GROUP}

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common import errors, placement
 from common.rollout import rollout
+from common.run import precision
 from common.trainer import batching, model
 from common.trainer.kernels import Kernels
 
@@ -89,7 +90,7 @@ def main(args: Args) -> None:
     rows = torch.arange(len(batch))
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        dtype = placement.compute_dtype(args.dtype, folder)
+        dtype = precision.choose(args.dtype, folder)
         policies = {kind: model.load(folder, world, dtype, batching.Compute(kernels=kind)) for kind in args.kernels}
     optimizers = {
         kind: torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True) for kind, policy in policies.items()
@@ -109,7 +110,8 @@ def main(args: Args) -> None:
         return sum(micro.input_ids.numel() for micro in micro_batches)
 
     # Only precisions that matter here: without bfloat16 units one bfloat16 product may take a minute.
-    peaks = {other: [] for other in dict.fromkeys((torch.float32, dtype, placement.native_dtype()))}
+    fastest = torch.bfloat16 if precision.has_bfloat16() else torch.float32
+    peaks = {other: [] for other in dict.fromkeys((torch.float32, dtype, fastest))}
     cases = {case: [] for case in product(args.kernels, args.memory, (False, True), args.budgets)}
     for step in range(args.steps + 1):
         for (kind, memory, share, budget), results in cases.items():

@@ -22,8 +22,9 @@ from typing import Literal
 import torch
 import tyro
 
-from common import errors, placement
+from common import errors
 from common.data import arithmetic as embedded
+from common.run import precision
 
 FILE = Path(__file__)
 TRL = "trl==1.16.0"
@@ -57,7 +58,7 @@ def jobs(args: Args, warm_start: str, scratch: str) -> dict[str, dict]:
     }
     chosen = {name: every[name] | {"run_dir": f"{scratch}/{i}-"} for i, name in enumerate(args.jobs)}
     for job in chosen.values():
-        job["dtype"] = str(placement.compute_dtype(args.dtype, job["model"])).removeprefix("torch.")
+        job["dtype"] = str(precision.choose(args.dtype, job["model"])).removeprefix("torch.")
     return chosen
 
 

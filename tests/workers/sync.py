@@ -20,13 +20,15 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
         layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
     world = placement.init(0, tp)
     policy = model.load(model_path, world, dtype)
-    sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}  # longer than 128: blocks of 32 tokens on a CPU
+    sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}
     engine = engines.start(backend, model_path, [1], world, dtype, **sizes)
     if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
         heads = engine.llm.apply_model(lambda served: type(served.lm_head.quant_method).__name__)
         assert heads == ["Float32Head"], heads
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # different ones on each rank, which TP must sort out
-    prompts[0] *= 10  # longer than a block of the prefix cache, which must not outlive the weights it was computed with
+    prompts[0] *= (
+        11  # a whole block and a tail (vllm_tails.py): neither may outlive the weights it came from
+    )
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
     for update in range(6):
         told = {}  # what the engine reports while it still samples

@@ -1,0 +1,65 @@
+"""The data type of forward and backward: the one that --dtype names, or the one this machine is faster with."""
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from common import placement
+from common.errors import say
+
+NARROW_HIDDEN_SIZE = 512  # "auto" computes narrower models in float32
+WORTH_IT = 1.2  # On a CPU, bfloat16 products have to be this many times as fast as float32 ones.
+PRODUCT = (512, 1024, 1024)  # sizes of the measured product: tokens, and the width before and after a layer
+REPEATS = 9
+
+
+def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtype:
+    """The dtype that --dtype names. A GPU's "auto" is bfloat16 if the GPU has it, and a CPU's is measured.
+
+    The embedded model and others under NARROW_HIDDEN_SIZE stay in float32: they gain little by bfloat16, and what they
+    reach must not depend on the machine. resume: a checkpoint; its run goes on in the dtype that it began with.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    if AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE:
+        return torch.float32
+    if torch.cuda.is_available() or not has_bfloat16():
+        return torch.bfloat16 if has_bfloat16() else torch.float32
+    began = resume.parents[1] / "run.json" if resume else Path()
+    if began.is_file() and (dtype := json.loads(began.read_text())["args"]["dtype"]) != "auto":
+        return getattr(torch, dtype)
+    ratio = speed_of_bfloat16()
+    dtype = torch.bfloat16 if ratio >= WORTH_IT else torch.float32
+    say(
+        f"dtype: {str(dtype).removeprefix('torch.')}, because bfloat16 products take {1 / ratio:.2f} times as long here"
+    )
+    return dtype
+
+
+def has_bfloat16() -> bool:
+    """True if this GPU or CPU has instructions for bfloat16. A CPU's may be slower than those for float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def speed_of_bfloat16() -> float:
+    """How many times as many products this CPU computes in bfloat16 as in float32: the median of measured pairs."""
+    placement.use_cores()
+    rows, before, after = PRODUCT
+    pairs = [
+        (torch.ones(rows, before, dtype=dtype), torch.ones(before, after, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+
+    def seconds(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+        begin = time.perf_counter()
+        torch.mm(*pair)
+        return time.perf_counter() - begin
+
+    ratios = [seconds(pairs[0]) / seconds(pairs[1]) for _ in range(REPEATS + 1)]
+    return statistics.median(ratios[1:])  # The first of each allocates and chooses kernels.

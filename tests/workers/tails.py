@@ -1,0 +1,80 @@
+"""Prints, for engines of several sizes, how many tokens 6 responses to each of 4 prompts took, as JSON: one line each.
+
+tails.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy of a tail is left over.
+"""
+
+import json
+import sys
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from common import placement
+from common.rollout import engines, vllm_engine
+from common.trainer import batching, model
+
+LENGTHS = [41, 33, 44, 100]  # tails of 8, 0, 11 and 3 tokens before each prompt's last one
+own_settings = vllm_engine.engine_settings
+
+
+def computed_tokens(engine, prompts, **sampling):
+    """The responses, and the number of tokens that all forwards together computed for them."""
+    scheduler, tokens = engine.llm.llm_engine.engine_core.engine_core.scheduler, 0
+    schedule = scheduler.schedule
+
+    def counted(*args, **kwargs):
+        nonlocal tokens
+        output = schedule(*args, **kwargs)
+        tokens += output.total_num_scheduled_tokens
+        return output
+
+    scheduler.schedule = counted
+    batch = engine.generate(prompts, **sampling)
+    scheduler.schedule = schedule
+    connector = scheduler.connector
+    assert not (connector.waiting or connector.first or connector.kept), "the scheduler's side still expects a request"
+    assert not get_kv_transfer_group().copies, "a copy is left over"
+    return batch, tokens
+
+
+def cancel_the_first(llm, prompt: list[int]) -> None:
+    """Of two requests with one prompt, the first is cancelled between its forwards. The other must not wait for it."""
+    sampling = SamplingParams(max_tokens=1, detokenize=False)
+    first, _ = (llm.add_request(name, {"prompt_token_ids": prompt}, sampling) for name in "ab")
+    llm.engine_core.engine_core.scheduler.reset_prefix_cache()
+    llm.step()
+    assert llm.engine_core.engine_core.scheduler.connector.first, "the first forward has computed the whole prompt"
+    llm.abort_request([first], internal=True)
+    steps = 0
+    while llm.has_unfinished_requests():
+        llm.step()
+        steps += 1
+        assert steps < 10, "the second request still waits"
+
+
+def main(model_path: str) -> None:
+    world = placement.init(0)
+    policy = model.load(model_path, world, torch.float32)
+    prompts = [[3 + (i * place + i) % 40 for place in range(n)] for i, n in enumerate(LENGTHS)]
+    for limits in (
+        {},  # everything fits
+        {"max_num_batched_tokens": 32, "max_num_seqs": 24},  # a prompt takes several forwards
+        {"max_num_seqs": 4},  # most responses wait until others have ended, the first one among them
+        {"num_gpu_blocks_override": 14},  # requests lose their blocks and begin again
+    ):
+        vllm_engine.engine_settings = lambda *args, limits=limits, **own: own_settings(*args, **own) | limits
+        engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
+        _, prefill = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=1, seed=0)
+        engine.llm.reset_prefix_cache()
+        batch, _ = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
+        trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
+        gap = (trainer - batch.rollout_logprobs)[batch.response_mask].abs().max().item()
+        print(json.dumps({"limits": limits, "prefill": prefill, "gap": gap}), flush=True)
+        if "max_num_batched_tokens" in limits:
+            cancel_the_first(engine.llm.llm_engine, prompts[2])
+        engine.shutdown()
+
+
+main(sys.argv[1])
