@@ -1,6 +1,8 @@
 """Where rows come from: files, --columns, and the two hubs, whose clients are replaced by fakes."""
 
 import json
+import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from common.data import arithmetic
+from common.data import arithmetic, sources, tasks
 from common.data.prompts import INSTRUCTIONS, Prompt, Source, TrainSource, load_eval
 from common.data.prompts import load as load_prompts
 from common.data.tokenizer import load_tokenizer, resolve_model
@@ -275,3 +277,22 @@ def test_modelscope_is_named_where_it_is_not_installed(monkeypatch):
         resolve_model("modelscope:a/b")
     with pytest.raises(BadInput, match="^--dataset modelscope:AI-ModelScope/gsm8k: modelscope is not installed; pip"):
         load("modelscope:gsm8k")
+
+
+def test_a_task_lists_each_problem_once_and_holds_some_out():
+    right = {
+        "sums": lambda x, operator, y: int(x) + int(y) if operator == "+" else int(x) - int(y),
+        "gcd": lambda x, word, y: math.gcd(int(x), int(y)),
+    }
+    for name, count in (("sums", 9900), ("gcd", 1770)):
+        test, train = (tasks.problems(name, split) for split in ("test", "train"))
+        assert len(test) == tasks.HELD_OUT and len(test) + len(train) == count
+        seen = set()
+        for row in test + train:
+            x, between, y = re.search(r"(\d+) (\+|-|and) (\d+)", row["question"]).groups()
+            assert int(row["answer"]) == right[name](x, between, y) >= 0
+            seen.add((between, *sorted((int(x), int(y)))))
+        assert len(seen) == count, "a problem and its mirror image may be in different splits"
+        assert tasks.problems(name, "test") == test
+    assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
+    assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")

@@ -18,9 +18,10 @@ from common.errors import BadInput, refuse_all, say
 from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
-WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math")
+GENERATED = ("sums", "gcd")  # tasks.py has their problems
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
-FORMS = f"arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, a {', '.join(FILES)} file or a folder of them, "
+FORMS = f"arithmetic, sums, gcd, gsm8k, gsm8k:FOLDER, math, dapo, a {', '.join(FILES)} file or a folder of them, "
 FORMS += "or owner/name[:CONFIG][@SPLIT]"
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
 ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
@@ -35,7 +36,7 @@ COLUMNS = {"math": {"prompt": "problem"}, "dapo": {"answer": "reward_model.groun
 
 def kind(spec: str) -> str:
     """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
-    if spec == "arithmetic" or spec.startswith("gsm8k:"):
+    if spec in ("arithmetic", *GENERATED) or spec.startswith("gsm8k:"):
         return spec.partition(":")[0]
     name = spec.removeprefix(MODELSCOPE)
     return name if (name, "train") in ON_HUB else ""
@@ -56,6 +57,10 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     """All rows of a SPEC (see FORMS; a name on a hub may have the prefix modelscope:). Raises BadInput."""
     if spec == "arithmetic":
         return [(f"arithmetic/{split}:{i}", row) for i, row in enumerate(arithmetic.problems(split))]
+    if spec in GENERATED:
+        from common.data import tasks  # the embedded job does without it
+
+        return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(tasks.problems(spec, split))]
     if not kind(spec) and (spec.endswith(FILES) or os.path.exists(spec)):
         return read_file(Path(spec), split)
     in_folder, folder = spec.startswith("gsm8k:"), Path(spec.removeprefix("gsm8k:"))

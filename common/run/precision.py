@@ -34,9 +34,8 @@ def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtyp
         return getattr(torch, dtype)
     ratio = speed_of_bfloat16()
     dtype = torch.bfloat16 if ratio >= WORTH_IT else torch.float32
-    say(
-        f"dtype: {str(dtype).removeprefix('torch.')}, because bfloat16 products take {1 / ratio:.2f} times as long here"
-    )
+    name = str(dtype).removeprefix("torch.")
+    say(f"dtype: {name}, because products in bfloat16 take {1 / ratio:.2f} times as long as in float32 here")
     return dtype
 
 
