@@ -67,7 +67,7 @@ def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spec in ("math:folder", "dapo@test", "a/b/c", "rows.xls", "gsm8k=x", "modelscope:arithmetic", "r.jsonl.gz"):
         with pytest.raises(
-            BadInput, match=f'^--dataset "{spec}": expected arithmetic, gsm8k, gsm8k:FOLDER, math, dapo, '
+            BadInput, match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, gsm8k, gsm8k:FOLDER, math, dapo, '
         ):
             load(spec)
     with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):
