@@ -1,9 +1,13 @@
-"""The committed baselines on the embedded task: train three seeds, print their table, draw their curves.
+"""The committed baselines: train them, print their tables, draw their curves.
 
-python scripts/baselines.py                             # prints the table of the committed CSVs
-python scripts/baselines.py --rebuild                   # writes it into both READMEs, and curves.svg
-python scripts/baselines.py --run grpo ppo              # trains seeds 0, 1, 2 again (minutes each), then rebuilds
-taskset -c 0 python scripts/baselines.py --run grpo --seeds 0     # one seed, on one core
+    python scripts/baselines.py                                     prints the tables of the committed CSVs
+    python scripts/baselines.py --rebuild                           writes them into the READMEs, and the curves
+    python scripts/baselines.py --run grpo ppo --seeds 0 1 2        trains on the embedded task again, then rebuilds
+    python scripts/baselines.py --task sums --run grpo --seeds 0    trains SmolLM2-135M (scripts/smollm2_from_pypi.py)
+    python scripts/baselines.py --add runs/FOLDER                   takes a run with --save-every that was made by hand
+
+A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS). Its CSV has the curve. Its JSON is the
+run.json, without this machine's folders, and for pretrained models what scripts/evaluate.py says of the trained model.
 """
 
 import csv
@@ -13,124 +17,186 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from common.run import report
+from common.run import folders, report
 from common.run.directory import flat
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
-BEGIN, END = "<!-- baselines -->", "<!-- /baselines -->"  # the table between them is generated
+BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table between them is generated
 COLUMNS = (
-    "step", "reward/mean", "eval/accuracy", "response/length_mean", "mismatch/logprob_abs_max", "time/step",
-    "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
+    "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
+    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
 )  # fmt: skip
+SMOLLM2 = "models/SmolLM2-135M-Instruct"
+PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 60 "
+PRETRAINED += "--learning-rate 5e-5 --warmup-steps 4 --schedule linear --eval-every 5"
+RECIPES = {  # task: flags of all its runs
+    "arithmetic": "--eval-every 5",
+    "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
+    "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 64",
+}
+RUNS = {  # (task, run): further flags; without an entry the run is the algorithm's file with the task's recipe
+    ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score",
+    ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
+}
+SAMPLES = 8  # responses to each held-out problem of pretrained models, after training
 
 
 @dataclasses.dataclass
 class Args:
-    run: tuple[str, ...] = ()  # Algorithms to train again.
+    task: str = "arithmetic"  # Task of --run: arithmetic, sums or gcd.
+    run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS).
     seeds: tuple[int, ...] = (0, 1, 2)
+    add: tuple[str, ...] = ()  # Folders of runs to take as baselines.
     rebuild: bool = False  # Write tables and curves.
+    command: str = ""  # Name of a run whose flags are printed.
 
 
-def train(algorithm: str, seed: int) -> None:
-    """Run python algos/X.py --seed S --eval-every 5, and keep its curve and run.json."""
-    folder = BASELINES / algorithm
-    folder.mkdir(parents=True, exist_ok=True)
+def flags(task: str, run: str) -> str:
+    """The flags of a baseline, without its seed."""
+    return f"{RECIPES[task]} {RUNS.get((task, run), '')}".strip()
+
+
+def command(task: str, run: str, seed: int) -> list[str]:
+    """The words of a baseline's command, after python."""
+    return [f"algos/{run.partition('-')[0]}.py", *flags(task, run).split(), "--seed", str(seed)]
+
+
+def train(task: str, run: str, seed: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
-        flags = ["--seed", str(seed), "--eval-every", "5", "--run-dir", str(run_dir)]
-        subprocess.run([sys.executable, str(ROOT / f"algos/{algorithm}.py"), *flags], check=True)
-        with open(folder / f"seed{seed}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(
-                {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-                for row in report.read_metrics(run_dir)
-            )
-        run = json.loads((run_dir / "run.json").read_text())
-    run["argv"] = [f"algos/{algorithm}.py", "--seed", str(seed), "--eval-every", "5"]  # without this machine's folders
-    run["args"].update(model="embedded", run_dir="")
-    (folder / f"seed{seed}.json").write_text(json.dumps(run, indent=2) + "\n")
+        subprocess.run([sys.executable, *command(task, run, seed), "--run-dir", str(run_dir)], check=True, cwd=ROOT)
+        add(run_dir, task, run)
 
 
-def read(path: Path) -> list[dict[str, float]]:
-    with open(path, newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def curves() -> dict[str, list[list[dict]]]:
-    """{algorithm: a list of rows for each seed}, from the committed CSVs."""
-    folders = [folder for folder in sorted(BASELINES.iterdir()) if list(folder.glob("seed*.csv"))]
-    return {folder.name: [read(path) for path in sorted(folder.glob("seed*.csv"))] for folder in folders}
-
-
-def check_same(algorithm: str) -> None:
-    """Seeds of one algorithm must be one experiment: flags that all of them have are the same, except for the seed."""
-    runs = [json.loads(path.read_text())["args"] for path in sorted((BASELINES / algorithm).glob("seed*.json"))]
-    runs = [flat(args) for args in runs]
-    shared = set.intersection(*(set(args) for args in runs)) - {"seed"}
-    if any(args[name] != runs[0][name] for args in runs for name in shared):
-        sys.exit(f"error: the seeds in baselines/{algorithm} were run with different flags; run them again")
-
-
-def table(curves: dict[str, list[list[dict]]]) -> str:
-    """One line for each algorithm: greedy accuracy before, after (each seed and mean), steps, responses, seconds."""
-    lines = [
-        "| algorithm | seeds | greedy accuracy before | after, each seed | after, mean | steps | responses | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for algorithm, seeds in curves.items():
-        check_same(algorithm)
-        accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
-        args = json.loads((BASELINES / algorithm / "seed0.json").read_text())["args"]
-        steps = [int(rows[-1]["step"]) for rows in seeds]
-        drawn = [row.get("sampling/prompts_generated", args["prompts_per_step"]) for row in seeds[0] if row["step"]]
-        responses = int(sum(drawn)) * args["group_size"]
-        seconds = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds)
-        after = [values[-1] for values in accuracies]
-        lines.append(
-            f"| `{algorithm}.py` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
-            f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} "
-            f"| {steps[0]} | {responses:,} | {seconds:.0f} |"
+def add(run_dir: Path, task: str, name: str) -> None:
+    """Keep the curve and run.json of a run, and evaluate its last checkpoint if its model was a pretrained one."""
+    run = json.loads((run_dir / "run.json").read_text())
+    folder = BASELINES / task / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"seed{run['seed']}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
+            for row in report.read_metrics(run_dir)
         )
-    return "\n".join(lines)
+    run["argv"] = command(task, name, run["seed"])
+    if task == "arithmetic":
+        run["args"]["model"] = "embedded"
+    else:
+        run["evaluation"] = evaluate(task, folders.complete(run_dir)[-1] / "model", run["args"]["max_response_tokens"])
+        run["args"]["model"] = SMOLLM2
+    run["args"]["run_dir"] = ""
+    (folder / f"seed{run['seed']}.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
-def draw(curves: dict[str, list[list[dict]]]) -> None:
-    """Draw curves.svg: accuracy and reward over the steps. Lines are means, bands go from worst to best seed."""
+def evaluate(task: str, model: Path | str, max_tokens: int) -> dict[str, float]:
+    """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems."""
+    flags = f"--model {model} --dataset {task} --max-response-tokens {max_tokens} --n {SAMPLES} --dtype float32"
+    said = subprocess.run(
+        [sys.executable, "scripts/evaluate.py", *flags.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    result = json.loads(said.stdout.splitlines()[-1])
+    return {name: round(value, 4) for name, value in result.items() if isinstance(value, float)}
+
+
+def curves(task: str) -> dict[str, list[list[dict]]]:
+    """{run: a list of rows for each seed}, from a task's committed CSVs."""
+    runs = [folder for folder in sorted((BASELINES / task).iterdir()) if list(folder.glob("seed*.csv"))]
+    return {folder.name: [report.read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
+
+
+def described(task: str, run: str) -> list[dict]:
+    """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed."""
+    found = [json.loads(path.read_text()) for path in sorted((BASELINES / task / run).glob("seed*.json"))]
+    args = [flat(each["args"]) for each in found]
+    shared = set.intersection(*map(set, args)) - {"seed"}
+    if any(each[name] != args[0][name] for each in args for name in shared):
+        sys.exit(f"error: the seeds in baselines/{task}/{run} were run with different flags; run them again")
+    return found
+
+
+def sampled(task: str, run: str, rows: list[dict]) -> list[int]:
+    """How many responses each step's rows had behind them, those of dropped prompts included."""
+    args = described(task, run)[0]["args"]
+    drawn = [row.get("sampling/prompts_generated", args["prompts_per_step"]) * (row["step"] > 0) for row in rows]
+    return [int(prompts) * args["group_size"] for prompts in accumulate(drawn)]
+
+
+def table(task: str) -> str:
+    """A line for each run: greedy accuracy before and after, for pretrained models samples as well, steps, time."""
+    return "\n".join(table_lines(task))
+
+
+def table_lines(task: str) -> Iterator[str]:
+    pretrained = task != "arithmetic"
+    more = " sampled, mean@8 | pass@8 |" if pretrained else ""
+    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
+    yield "|---|---|---|---|---|---|---|---|" + "---|---|" * pretrained
+    for run, seeds in curves(task).items():
+        accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
+        after = [values[-1] for values in accuracies]
+        minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
+        more = ""
+        if pretrained:
+            known = [each["evaluation"] for each in described(task, run)]
+            more = "".join(
+                f" {statistics.mean(each[k] for each in known):.1%} |" for k in ("sampled", f"pass@{SAMPLES}")
+            )
+        yield (
+            f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
+            f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
+            f"{int(seeds[0][-1]['step'])} | {sampled(task, run, seeds[0])[-1]:,} | {minutes:.1f} |"
+        )
+
+
+def draw(task: str) -> None:
+    """Draw TASK/curves.svg: accuracy and reward over the responses. Lines are means, bands go from worst to best."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, key, title in zip(
         figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
     ):
-        for algorithm, seeds in curves.items():
-            steps = min(([row["step"] for row in rows if key in row] for rows in seeds), key=len)
-            values = list(zip(*[[row[key] for row in rows if key in row] for rows in seeds]))
-            axis.plot(steps, [statistics.mean(v) for v in values], label=algorithm)
-            axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2)
-        axis.set(title=title, xlabel="step", ylim=(0, 1))
+        for run, seeds in curves(task).items():
+            known = [[(x, row[key]) for x, row in zip(sampled(task, run, rows), rows) if key in row] for rows in seeds]
+            length = min(map(len, known))
+            values = list(zip(*[[value for _, value in pairs[:length]] for pairs in known]))
+            responses = [x for x, _ in known[0][:length]]
+            axis.plot(responses, [statistics.mean(v) for v in values], label=run)
+            axis.fill_between(responses, [min(v) for v in values], [max(v) for v in values], alpha=0.2)
+        axis.set(title=title, xlabel="responses sampled", ylim=(0, 1))
         axis.legend()
     with matplotlib.rc_context({"svg.hashsalt": "0"}):
-        figure.savefig(BASELINES / "curves.svg", metadata={"Date": None})
+        figure.savefig(BASELINES / task / "curves.svg", metadata={"Date": None})
 
 
 def main(args: Args) -> None:
-    for algorithm in args.run:
+    if args.command:
+        print(flags(args.task, args.command))
+        return
+    for run in args.run:
         for seed in args.seeds:
-            train(algorithm, seed)
-    drawn = curves()
-    print(table(drawn))
-    if args.run or args.rebuild:
-        draw(drawn)
-        block = f"{BEGIN}\n{table(drawn)}\n{END}"
-        for page in (BASELINES / "README.md", ROOT / "README.md"):
-            before, rest = page.read_text().split(BEGIN)
-            page.write_text(before + block + rest.split(END)[1])
+            train(args.task, run, seed)
+    for folder in args.add:
+        run = json.loads((Path(folder) / "run.json").read_text())
+        add(Path(folder), run["args"]["dataset"][0], run["algorithm"])
+    for task in RECIPES:
+        if (BASELINES / task).is_dir():
+            print(f"{task}\n{table(task)}")
+            if args.run or args.add or args.rebuild:
+                draw(task)
+                for page in (BASELINES / "README.md", ROOT / "README.md"):
+                    before, rest = page.read_text().split(BEGIN.format(task))
+                    block = f"{BEGIN.format(task)}\n{table(task)}\n{END.format(task)}"
+                    page.write_text(before + block + rest.split(END.format(task))[1])
 
 
 if __name__ == "__main__":

