@@ -67,7 +67,8 @@ def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spec in ("math:folder", "dapo@test", "a/b/c", "rows.xls", "gsm8k=x", "modelscope:arithmetic", "r.jsonl.gz"):
         with pytest.raises(
-            BadInput, match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, gsm8k, gsm8k:FOLDER, math, dapo, '
+            BadInput,
+            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, gsm8k, ',
         ):
             load(spec)
     with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):
@@ -294,5 +295,8 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
             seen.add((between, *sorted((int(x), int(y)))))
         assert len(seen) == count, "a problem and its mirror image may be in different splits"
         assert tasks.problems(name, "test") == test
+    reversed_texts = tasks.problems("reverse", "test") + tasks.problems("reverse", "train")
+    assert len({row["question"] for row in reversed_texts}) == tasks.REVERSED
+    assert all(f'"{row["answer"][::-1]}"' in row["question"] for row in reversed_texts)
     assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
     assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")

@@ -1,8 +1,11 @@
-"""Generated tasks for small pretrained models: short answers, graded by the last number (--reward gsm8k).
+"""Generated tasks for small pretrained models, with short answers.
 
-SmolLM2-135M solves each of them sometimes, so that reinforcement learning has something to reinforce
-(baselines/README.md has the curves). A task lists all its problems once. Two problems that differ only in the order of
-their numbers are one, so none of the held-out problems is trained on in another form.
+SmolLM2-135M solves `sums` and `gcd` sometimes, so that reinforcement learning has something to reinforce
+(baselines/README.md has the curves). The default reward, gsm8k, compares the last number. It never solves `reverse`:
+that one wants some steps of algos/sft.py first, and a reward for answers that are nearly right.
+
+Each task lists all its problems once. Two problems that differ only in the order of their numbers are one, so none of
+the held-out problems is trained on in another form.
 """
 
 import math
@@ -10,7 +13,12 @@ import random
 from collections.abc import Iterator
 
 HELD_OUT = 256  # problems of each task
-Row = dict[str, str]  # "question" and "answer"
+REVERSED = 8192  # problems of `reverse`, of which there could be more
+Row = dict[str, str]  # "question", "answer", and "solution" for algos/sft.py
+
+
+def row(question: str, answer: int | str) -> Row:
+    return {"question": question, "answer": str(answer), "solution": str(answer)}
 
 
 def sums(draw: random.Random) -> Iterator[Row]:
@@ -18,8 +26,8 @@ def sums(draw: random.Random) -> Iterator[Row]:
     for a in range(1, 100):
         for b in range(1, a + 1):
             x, y = draw.sample((a, b), 2)
-            for text, result in ((f"{x} + {y}", a + b), (f"{a} - {b}", a - b)):
-                yield {"question": f"Compute {text}. Reply with the number only.", "answer": str(result)}
+            yield row(f"Compute {x} + {y}. Reply with the number only.", a + b)
+            yield row(f"Compute {a} - {b}. Reply with the number only.", a - b)
 
 
 def gcd(draw: random.Random) -> Iterator[Row]:
@@ -27,11 +35,21 @@ def gcd(draw: random.Random) -> Iterator[Row]:
     for a in range(2, 61):
         for b in range(2, a + 1):
             x, y = draw.sample((a, b), 2)
-            question = f"Find the greatest common divisor of {x} and {y}. End with the number."
-            yield {"question": question, "answer": str(math.gcd(a, b))}
+            yield row(f"Find the greatest common divisor of {x} and {y}. End with the number.", math.gcd(a, b))
 
 
-TASKS = {"sums": sums, "gcd": gcd}
+def reverse(draw: random.Random) -> Iterator[Row]:
+    """REVERSED problems: two or three invented words, such as "lomi tarune", written backwards."""
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    texts: dict[str, None] = {}  # in the order in which they are drawn
+    while len(texts) < REVERSED:
+        words = ["".join(draw.choices(syllables, k=draw.randint(2, 3))) for _ in range(draw.randint(2, 3))]
+        texts[" ".join(words)] = None
+    for text in texts:
+        yield row(f'Write "{text}" backwards, letter by letter. Reply with the reversed text only.', text[::-1])
+
+
+TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse}
 
 
 def problems(name: str, split: str) -> list[Row]:

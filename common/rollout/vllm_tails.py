@@ -21,7 +21,7 @@ Ids = tuple[int, ...]  # token ids of a prompt
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What the worker does in one forward. A place is the number of a block in the KV cache."""
+    """Copies that the worker makes around one forward. A place is the number of a block in the KV cache."""
 
     give: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the prompt's copy there
     drop: list[Ids] = field(default_factory=list)  # then: free these copies
