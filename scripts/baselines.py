@@ -4,10 +4,12 @@
     python scripts/baselines.py --rebuild                           writes them into the READMEs, and the curves
     python scripts/baselines.py --run grpo ppo --seeds 0 1 2        trains on the embedded task again, then rebuilds
     python scripts/baselines.py --task sums --run grpo --seeds 0    trains SmolLM2-135M (scripts/smollm2_from_pypi.py)
-    python scripts/baselines.py --add runs/FOLDER                   takes a run with --save-every that was made by hand
+    python scripts/baselines.py --task sums --run start             evaluates it untrained, in three wordings
+    python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline
 
-A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS). Its CSV has the curve. Its JSON is the
-run.json, without this machine's folders, and for pretrained models what scripts/evaluate.py says of the trained model.
+A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Its CSV has
+the curve. Its JSON is the run.json, without this machine's folders, and for pretrained models what scripts/evaluate.py
+says of the trained model.
 """
 
 import csv
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +28,7 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
+from common.data import tasks
 from common.run import folders, report
 from common.run.directory import flat
 
@@ -36,8 +40,8 @@ COLUMNS = (
     "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
-PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 60 "
-PRETRAINED += "--learning-rate 5e-5 --warmup-steps 4 --schedule linear --eval-every 5"
+PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
+PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-every 5"
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
@@ -47,17 +51,33 @@ RUNS = {  # (task, run): further flags; without an entry the run is the algorith
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score",
     ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
 }
-SAMPLES = 8  # responses to each held-out problem of pretrained models, after training
+SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps 100 --output {{folder}}/model"
+CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
+    ("sums", "sft"): [f"{SFT} --dataset sums"],
+    ("sums", "rejection"): [
+        f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --prompts 2560 --n 4 --dtype float32 "
+        "--max-response-tokens 24 --save-right {folder}/right.jsonl",
+        f"{SFT} --dataset {{folder}}/right.jsonl",
+    ],
+}
+WORDINGS = {  # task: how its problems are asked, and other ways to ask them
+    "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
+    "gcd": (
+        "Find the greatest common divisor of {}. End with the number.", "What is the greatest common divisor of {}?",
+        "Compute the gcd of {}. Reply with the number only.",
+    ),
+}  # fmt: skip
+SAMPLES = 8  # responses to each held-out problem of pretrained models
 
 
 @dataclasses.dataclass
 class Args:
-    task: str = "arithmetic"  # Task of --run: arithmetic, sums or gcd.
-    run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS).
+    task: str = "arithmetic"  # Task of --run and --flags: arithmetic, sums or gcd.
+    run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS, CONTROLS, start).
     seeds: tuple[int, ...] = (0, 1, 2)
     add: tuple[str, ...] = ()  # Folders of runs to take as baselines.
     rebuild: bool = False  # Write tables and curves.
-    command: str = ""  # Name of a run whose flags are printed.
+    flags: str = ""  # Name of a run whose flags are printed.
 
 
 def flags(task: str, run: str) -> str:
@@ -72,6 +92,8 @@ def command(task: str, run: str, seed: int) -> list[str]:
 
 def train(task: str, run: str, seed: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
+        if (task, run) in CONTROLS:
+            return control(task, run, seed, scratch)
         run_dir = Path(scratch) / "run"
         subprocess.run([sys.executable, *command(task, run, seed), "--run-dir", str(run_dir)], check=True, cwd=ROOT)
         add(run_dir, task, run)
@@ -80,33 +102,68 @@ def train(task: str, run: str, seed: int) -> None:
 def add(run_dir: Path, task: str, name: str) -> None:
     """Keep the curve and run.json of a run, and evaluate its last checkpoint if its model was a pretrained one."""
     run = json.loads((run_dir / "run.json").read_text())
+    run["argv"] = command(task, name, run["seed"])
+    if task == "arithmetic":
+        run["args"]["model"] = "embedded"
+    else:
+        run["evaluation"] = evaluate(task, folders.complete(run_dir)[-1] / "model")
+        run["args"]["model"] = SMOLLM2
+    run["args"]["run_dir"] = ""
+    keep(task, name, run, report.read_metrics(run_dir))
+
+
+def control(task: str, name: str, seed: int, folder: str) -> None:
+    """Run a control's commands, evaluate its model, and keep both ends of its curve."""
+    began, commands = time.perf_counter(), [f"{words} --seed {seed}" for words in CONTROLS[task, name]]
+    for words in commands:
+        subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
+    seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
+    untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
+    responses = {"sft": 0, "rejection": 2560 * 4}[name]
+    run = {"seed": seed, "argv": commands, "responses": responses, "evaluation": measured, "args": {}}
+    keep(task, name, run, [
+        {"step": 0, "eval/accuracy": untrained["greedy"]},
+        {"step": 100, "eval/accuracy": measured["greedy"], "time/step": seconds},
+    ])  # fmt: skip
+
+
+def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
+    """Write the CSV and the JSON of a baseline."""
     folder = BASELINES / task / name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"seed{run['seed']}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(
-            {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-            for row in report.read_metrics(run_dir)
+            {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows
         )
-    run["argv"] = command(task, name, run["seed"])
-    if task == "arithmetic":
-        run["args"]["model"] = "embedded"
-    else:
-        run["evaluation"] = evaluate(task, folders.complete(run_dir)[-1] / "model", run["args"]["max_response_tokens"])
-        run["args"]["model"] = SMOLLM2
-    run["args"]["run_dir"] = ""
     (folder / f"seed{run['seed']}.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
-def evaluate(task: str, model: Path | str, max_tokens: int) -> dict[str, float]:
+def evaluate(task: str, model: Path | str, dataset: str = "") -> dict[str, float]:
     """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems."""
-    flags = f"--model {model} --dataset {task} --max-response-tokens {max_tokens} --n {SAMPLES} --dtype float32"
+    limit = RECIPES[task].partition("--max-response-tokens ")[2].split()[0]
+    words = f"--model {model} --dataset {dataset or task} --max-response-tokens {limit} --n {SAMPLES} --dtype float32"
     said = subprocess.run(
-        [sys.executable, "scripts/evaluate.py", *flags.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "scripts/evaluate.py", *words.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     result = json.loads(said.stdout.splitlines()[-1])
     return {name: round(value, 4) for name, value in result.items() if isinstance(value, float)}
+
+
+def start(task: str) -> None:
+    """Evaluate the untrained model on a task's held-out problems, in each of its wordings."""
+    own, found = WORDINGS[task][0].split("{}"), {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for wording in WORDINGS[task]:
+            rows = tasks.problems(task, "test")
+            for row in rows:
+                row["question"] = wording.format(row["question"].removeprefix(own[0]).removesuffix(own[1]))
+            file = Path(scratch) / "problems.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            found[wording] = evaluate(task, SMOLLM2, str(file))
+    (BASELINES / task).mkdir(exist_ok=True)
+    (BASELINES / task / "start.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 def curves(task: str) -> dict[str, list[list[dict]]]:
@@ -126,8 +183,11 @@ def described(task: str, run: str) -> list[dict]:
 
 
 def sampled(task: str, run: str, rows: list[dict]) -> list[int]:
-    """How many responses each step's rows had behind them, those of dropped prompts included."""
-    args = described(task, run)[0]["args"]
+    """How many responses had been sampled at each row, those to dropped prompts included."""
+    about = described(task, run)[0]
+    if "responses" in about:
+        return [about["responses"] * (row["step"] > 0) for row in rows]
+    args = about["args"]
     drawn = [row.get("sampling/prompts_generated", args["prompts_per_step"]) * (row["step"] > 0) for row in rows]
     return [int(prompts) * args["group_size"] for prompts in accumulate(drawn)]
 
@@ -139,19 +199,20 @@ def table(task: str) -> str:
 
 def table_lines(task: str) -> Iterator[str]:
     pretrained = task != "arithmetic"
-    more = " sampled, mean@8 | pass@8 |" if pretrained else ""
+    more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if pretrained else ""
     yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
     yield "|---|---|---|---|---|---|---|---|" + "---|---|" * pretrained
+    samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
+    if pretrained:
+        for wording, found in json.loads((BASELINES / task / "start.json").read_text()).items():
+            yield f'| untrained, "{wording.format("...")}" | | {found["greedy"]:.1%} | | |{samples(found)} | | |'
     for run, seeds in curves(task).items():
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
-        more = ""
         if pretrained:
             known = [each["evaluation"] for each in described(task, run)]
-            more = "".join(
-                f" {statistics.mean(each[k] for each in known):.1%} |" for k in ("sampled", f"pass@{SAMPLES}")
-            )
+            more = samples({key: statistics.mean(each[key] for each in known) for key in known[0]})
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
@@ -168,6 +229,8 @@ def draw(task: str) -> None:
         for run, seeds in curves(task).items():
             known = [[(x, row[key]) for x, row in zip(sampled(task, run, rows), rows) if key in row] for rows in seeds]
             length = min(map(len, known))
+            if length < 3:  # A control without a curve stands in the table alone.
+                continue
             values = list(zip(*[[value for _, value in pairs[:length]] for pairs in known]))
             responses = [x for x, _ in known[0][:length]]
             axis.plot(responses, [statistics.mean(v) for v in values], label=run)
@@ -179,24 +242,25 @@ def draw(task: str) -> None:
 
 
 def main(args: Args) -> None:
-    if args.command:
-        print(flags(args.task, args.command))
+    if args.flags:
+        print(flags(args.task, args.flags))
         return
     for run in args.run:
-        for seed in args.seeds:
+        if run == "start":
+            start(args.task)
+        for seed in args.seeds if run != "start" else []:
             train(args.task, run, seed)
     for folder in args.add:
         run = json.loads((Path(folder) / "run.json").read_text())
         add(Path(folder), run["args"]["dataset"][0], run["algorithm"])
-    for task in RECIPES:
-        if (BASELINES / task).is_dir():
-            print(f"{task}\n{table(task)}")
-            if args.run or args.add or args.rebuild:
-                draw(task)
-                for page in (BASELINES / "README.md", ROOT / "README.md"):
-                    before, rest = page.read_text().split(BEGIN.format(task))
-                    block = f"{BEGIN.format(task)}\n{table(task)}\n{END.format(task)}"
-                    page.write_text(before + block + rest.split(END.format(task))[1])
+    for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
+        print(f"{task}\n{table(task)}")
+        if args.run or args.add or args.rebuild:
+            draw(task)
+            for page in (BASELINES / "README.md", ROOT / "README.md"):
+                before, rest = page.read_text().split(BEGIN.format(task))
+                block = f"{BEGIN.format(task)}\n{table(task)}\n{END.format(task)}"
+                page.write_text(before + block + rest.split(END.format(task))[1])
 
 
 if __name__ == "__main__":

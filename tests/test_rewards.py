@@ -2,12 +2,14 @@
 
 import json
 import random
+import runpy
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 from algos.dapo import overlong_penalty
 from common.rewards.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
@@ -260,3 +262,14 @@ def test_no_string_raises_or_takes_long(name):
 
 def check(results: list[Result]) -> None:
     assert len(results) == 1 and results[0].acc in (0.0, 1.0) and results[0].score in (-1.0, 0.0, 1.0)
+
+
+def test_rewards_of_the_baselines():
+    nearness = runpy.run_path(str(ROOT / "baselines/nearness.py"))["score"]
+    items = [Item("", response, "iban") for response in ("iban", " iban\n", "iba", "xyz", "")]
+    found = nearness(items, [1] * 5, [False] * 5)
+    assert [result.score for result in found] == [1, 1, pytest.approx(6 / 7), 0, 0]
+    assert [result.acc for result in found] == [1, 1, 0, 0, 0]
+    random_reward = runpy.run_path(str(ROOT / "baselines/random_reward.py"))["score"]
+    scores = random_reward(items * 40, [1] * 200, [False] * 200)
+    assert {*scores} == {0, 1} and 60 < sum(scores) < 140

@@ -8,7 +8,10 @@ from conftest import ROOT, launch
 from transformers import AutoModelForCausalLM
 
 from algos.sft import sft_loss
+from common.data import arithmetic
+from common.data.prompts import Source, load
 from common.data.tokenizer import load_tokenizer
+from common.rewards import grade_gsm8k
 
 
 def test_loss_is_the_mean_over_response_tokens():
@@ -34,3 +37,18 @@ def test_it_learns_prompt_response_pairs_from_jsonl(models, tmp_path, ranks):
         ids = torch.tensor([tokenizer(f"{i}=")["input_ids"]])
         out = trained.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=stops)[0, ids.shape[1] :]
         assert tokenizer.decode(out, skip_special_tokens=True) == f"{i} {i}"
+
+
+@pytest.mark.slow
+def test_right_samples_become_data_for_sft(tmp_path):
+    """Rejection sampling: evaluate.py keeps the right responses, with the problems that they answer."""
+    right = tmp_path / "right.jsonl"
+    flags = ["--model", arithmetic.WARM_START, "--split", "train", "--prompts", 32, "--n", 4, "--save-right", right]
+    found = json.loads(launch(ROOT / "scripts/evaluate.py", *flags).stdout.splitlines()[-1])
+    rows = [json.loads(line) for line in right.read_text().splitlines()]
+    assert 0 < len(rows) < 32 * 4 and len(rows) == found["saved"] == round(found["sampled"] * 32 * 4)
+    assert all(grade_gsm8k(row["solution"], row["answer"]) == 1 for row in rows)
+    known = {row["question"]: row["answer"] for row in arithmetic.problems("train")[:32]}
+    assert all(known[row["prompt"]] == row["answer"] for row in rows)
+    prompts = load((str(right),), Source(), "train", arithmetic.tokenizer(), 64)
+    assert [prompt.solution for prompt in prompts] == [row["solution"] for row in rows]

@@ -5,12 +5,14 @@ from common.errors import BadInput, RunFailed
 from common.placement import World
 from common.rewards.mixture import Rewards
 
+Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
+
 
 def evaluate(
     engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
     n: int = 1, temperature: float = 0.0, seed: int = 0,
-) -> list[list[float]]:  # fmt: skip
-    """Accuracies (B, n) of n responses to each of this rank's prompts, which are every size-th one. Greedy by default.
+) -> list[tuple[Prompt, Graded]]:  # fmt: skip
+    """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
     Prompts that could not be graded are left out. Raises BadInput if there are fewer prompts than ranks, RunFailed if
     no prompt could be graded. Collective: every rank calls it.
@@ -24,10 +26,11 @@ def evaluate(
     graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
     if not world.sum(sum(graded)):
         raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
-    return [[result.acc for result in results[i * n : (i + 1) * n]] for i in range(len(own_prompts)) if graded[i]]
+    pairs = [(text, result.acc) for text, result in zip(responses, results)]
+    return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
 
 
 def greedy_accuracy(engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int) -> float:
     """Share of the graded prompts whose answer at temperature 0 is right. Collective: every rank calls it."""
-    accuracies = evaluate(engine, prompts, reward, tokenizer, world, max_tokens)
-    return world.sum(sum(row[0] for row in accuracies)) / world.sum(len(accuracies))
+    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens)
+    return world.sum(sum(acc for _, ((_, acc),) in graded)) / world.sum(len(graded))

