@@ -14,7 +14,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
 from common.data import arithmetic
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput
 from common.placement import Layout
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
@@ -130,7 +130,7 @@ def test_auto_is_the_dtype_that_this_cpu_is_clearly_faster_with(models, monkeypa
 
 def test_ranks_that_measured_different_dtypes_do_not_start(models):
     differ = SimpleNamespace(min=lambda value: 2.0, max=lambda value: 4.0)
-    with pytest.raises(RunFailed, match="--dtype"):
+    with pytest.raises(BadInput, match="--dtype"):
         model.load(models["tied"], differ, torch.bfloat16)
 
 

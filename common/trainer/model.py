@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.logging import disable_progress_bar
 
 from common.data.tokenizer import has_safetensors
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput
 from common.placement import World, rank_memory
 from common.rollout.rollout import Rollout, collate
 from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
@@ -52,7 +52,7 @@ def load(
     or, with a value head, `token_values` (both below).
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
-        raise RunFailed("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
+        raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
     auto_class = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
     forward = token_values if value_head else token_logprobs
     disable_progress_bar()  # transformers' progress bars would interrupt those of the run
