@@ -51,11 +51,15 @@ RUNS = {  # (task, run): further flags; without an entry the run is the algorith
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score",
     ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
 }
-SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps 100 --output {{folder}}/model"
+SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
+SFT = (
+    f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} --output {{folder}}/model"
+)
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ("sums", "sft"): [f"{SFT} --dataset sums"],
     ("sums", "rejection"): [
-        f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --prompts 2560 --n 4 --dtype float32 "
+        f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --dtype float32 "
+        f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} "
         "--max-response-tokens 24 --save-right {folder}/right.jsonl",
         f"{SFT} --dataset {{folder}}/right.jsonl",
     ],
@@ -119,11 +123,11 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
     untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
-    responses = {"sft": 0, "rejection": 2560 * 4}[name]
+    responses = {"sft": 0, "rejection": REJECTED["prompts"] * REJECTED["n"]}[name]
     run = {"seed": seed, "argv": commands, "responses": responses, "evaluation": measured, "args": {}}
     keep(task, name, run, [
         {"step": 0, "eval/accuracy": untrained["greedy"]},
-        {"step": 100, "eval/accuracy": measured["greedy"], "time/step": seconds},
+        {"step": SFT_STEPS, "eval/accuracy": measured["greedy"], "time/step": seconds},
     ])  # fmt: skip
 
 

@@ -21,10 +21,8 @@ Row = tuple[str, dict]
 GENERATED = ("sums", "gcd", "reverse")  # tasks.py has their problems
 WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
-FORMS = (
-    f"arithmetic, sums, gcd, reverse, gsm8k, gsm8k:FOLDER, math, dapo, a {', '.join(FILES)} file or a folder of them, "
-)
-FORMS += "or owner/name[:CONFIG][@SPLIT]"
+FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, "
+FORMS += f"a {', '.join(FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
 ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
     ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),

@@ -51,9 +51,7 @@ class Flags:
 
     # model and data
     model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
-    dataset: tuple[str, ...] = (
-        "gsm8k",
-    )  # arithmetic, sums, gsm8k, math, dapo, FILE, owner/name, ... Several: each =WEIGHT.
+    dataset: tuple[str, ...] = ("gsm8k",)  # arithmetic, sums, gsm8k, math, FILE, owner/name ... Several: each =WEIGHT.
     source: Annotated[data.TrainSource, OmitArgPrefixes] = data.TrainSource()
     reward: tuple[str, ...] = ("gsm8k",)  # gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT.
     max_prompt_tokens: int = 512  # Longest prompt. --overlong-prompts says what happens to longer ones.

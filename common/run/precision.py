@@ -1,6 +1,5 @@
 """The data type of forward and backward: the one that --dtype names, or the one this machine is faster with."""
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -10,7 +9,9 @@ from transformers import AutoConfig
 
 from common import placement
 from common.errors import say
+from common.run.directory import described
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NARROW_HIDDEN_SIZE = 512  # "auto" computes narrower models in float32
 WORTH_IT = 1.2  # On a CPU, bfloat16 products have to be this many times as fast as float32 ones.
 PRODUCT = (512, 1024, 1024)  # sizes of the measured product: tokens, and the width before and after a layer
@@ -23,15 +24,16 @@ def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtyp
     The embedded model and others under NARROW_HIDDEN_SIZE stay in float32: they gain little by bfloat16, and what they
     reach must not depend on the machine. resume: a checkpoint; its run goes on in the dtype that it began with.
     """
-    if name != "auto":
-        return getattr(torch, name)
-    if AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE:
-        return torch.float32
-    if torch.cuda.is_available() or not has_bfloat16():
-        return torch.bfloat16 if has_bfloat16() else torch.float32
     began = resume.parents[1] / "run.json" if resume else Path()
-    if began.is_file() and (dtype := json.loads(began.read_text())["args"]["dtype"]) != "auto":
-        return getattr(torch, dtype)
+    if name == "auto" and began.is_file():
+        name = str(described(began)["args"].get("dtype", name))
+    if name in DTYPES:
+        return DTYPES[name]
+    narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE
+    if narrow or not has_bfloat16():
+        return torch.float32
+    if torch.cuda.is_available():
+        return torch.bfloat16
     ratio = speed_of_bfloat16()
     dtype = torch.bfloat16 if ratio >= WORTH_IT else torch.float32
     name = str(dtype).removeprefix("torch.")
