@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # Make .venv with the pinned requirements, for a GPU or a CPU machine, found by itself: bash scripts/install.sh
 # Does nothing when .venv already holds them. PYTHON=python3.12 picks the interpreter.
+# MACHINE=gpu bash scripts/install.sh: for GPUs that this machine does not have, as in a docker build or on a login node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if nvidia-smi -L > /dev/null 2>&1; then machine=gpu lock=requirements.txt; else machine=cpu lock=requirements-cpu.txt; fi
+machine=${MACHINE:-}
+if [ -z "$machine" ]; then nvidia-smi -L > /dev/null 2>&1 && machine=gpu || machine=cpu; fi
+case $machine in
+  gpu) lock=requirements.txt needs="4 GB of downloads, 10 GB on disk" ;;
+  cpu) lock=requirements-cpu.txt needs="1 GB of downloads, 4 GB on disk" ;;
+  *) echo "error: MACHINE=$machine is neither gpu nor cpu" >&2; exit 2 ;;
+esac
 stamp=".venv/.installed-$machine-$(cat scripts/install.sh "$lock" pyproject.toml | sha256sum | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
@@ -16,7 +23,7 @@ done
   echo "error: Python 3.11, 3.12 or 3.13 is needed; PYTHON=... names it" >&2
   exit 2
 }
-echo "installing the $machine requirements into .venv ($("$python" --version)); a few minutes, 4 GB"
+echo "installing the $machine requirements into .venv ($("$python" --version)); a few minutes, $needs"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 # The locks name every package, so nothing is left to resolve: --no-deps. pip asks for one package after the other and
@@ -36,3 +43,9 @@ pip install --no-deps --no-compile --no-index "$wheels"/*.whl
 .venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # some packages ship files for other versions of Python
 pip install --no-deps --no-build-isolation --editable .  # `algos` and `common` from any working directory
 touch "$stamp"
+if [ "$machine" = gpu ] && nvidia-smi -L > /dev/null 2>&1; then
+  .venv/bin/python -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || {
+    echo "error: torch sees none of the GPUs that nvidia-smi lists: CUDA 13 needs an NVIDIA driver of version 580 or newer" >&2
+    exit 2
+  }
+fi

