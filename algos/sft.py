@@ -24,7 +24,7 @@ from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, precision, ranges
+from common.run import checkpoint, checks, memory, precision, ranges
 from common.trainer import batching, model
 
 
@@ -75,7 +75,7 @@ def main(args: Args) -> None:
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
     dtype = precision.choose(args.dtype, start)
-    args.compute = batching.plan(args.compute, start, dtype)
+    args.compute = memory.plan(args.compute, start, dtype, world.size, engine="elsewhere")
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

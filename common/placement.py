@@ -10,8 +10,6 @@ import atexit
 import ctypes
 import os
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +49,7 @@ class Layout:
     rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs, or CPU cores, for servers that this run starts
     rollout_urls: tuple[str, ...] = ()  # split: servers that are running already (scripts/serve_rollout.sh)
     max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
-    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0 means 0.4, or 0.9 on its own GPU
+    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0: what it needs, or is left
 
     @property
     def split(self) -> bool:
@@ -153,7 +151,6 @@ def finish(world: World, engine=None) -> None:
 
 def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", sharding=Sharding()) -> int:
     """Number of ranks that torchrun started (1 without it), before they are joined. Raises BadInput."""
-    check_gpus()
     size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     together = {"rollout-tp": size if layout.split and rollout_tp > 0 else rollout_tp}
     together |= {"sequence-parallel": sharding.sequence_parallel, "shard-size": sharding.shard_size or size}
@@ -165,20 +162,6 @@ def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", shardin
         raise BadInput(f"{local_size} ranks{servers} on this node, which has {torch.cuda.device_count()} GPUs")
     check_layout(layout, rollout_tp, backend)
     return size
-
-
-def check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs torch cannot use. CUDA_VISIBLE_DEVICES="" asks for the CPU."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not shutil.which("nvidia-smi"):
-        return
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    if "GPU " in listed:
-        build = "is a CPU build: MACHINE=gpu bash scripts/install.sh"
-        old = f"needs a driver for CUDA {torch.version.cuda}: 580 or newer for CUDA 13"
-        raise BadInput(
-            f"nvidia-smi lists GPUs and torch sees none: torch {torch.__version__} "
-            f'{old if torch.version.cuda else build}; CUDA_VISIBLE_DEVICES="" runs on the CPU'
-        )
 
 
 def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:

@@ -24,16 +24,13 @@ from transformers import AutoConfig
 
 from common import errors
 from common.errors import BadInput
+from common.run import memory
 from common.run.directory import described, flat, read_metrics
-from common.run.plan import count_parameters
+from common.run.memory import GIB, GPU, Decoder
 from common.trainer import batching
-from common.trainer.logits import LOGITS_PER_CHUNK
-from common.trainer.model import GRADIENT_MEMORY_SHARE
 
-GIB = 2**30  # bytes
 ENGINE_RESPONSES = 512  # most responses that an engine works on at once
 BLOCK_TOKENS = 16  # tokens of a block of the engine's KV cache; whole blocks of a prompt are shared by its responses
-FREE = 0.05  # share of a GPU's memory that is left for its context and for fragmentation
 SPLIT_GAIN = 0.1  # share of a step that a split layout must save: it trains on responses one update old
 PHASES = ("rollout", "logprobs", "update", "sync")
 
@@ -53,7 +50,7 @@ class Job:
     activation_checkpointing: bool = False
     token_budget: int = 0  # Tokens of one forward; 0 takes as many as memory allows.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    rollout_memory: float = 0.4  # Share of a GPU's memory that a colocated engine takes.
+    rollout_memory: float = 0.0  # Share of a GPU's memory that an engine takes; 0 takes what it needs or what is left.
 
 
 @dataclass(frozen=True)
@@ -90,21 +87,7 @@ class Args:
     run: str = ""  # Directory of a colocated run of algos/ on the same kind of GPU, whose times correct the estimate.
 
 
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a decoder. The first three have the names of its config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    query_width: int  # of all heads of a layer together
-    key_width: int  # the same of keys, and of values
-    embedding: int  # parameters of the embedding, or of the head
-    inner: int  # parameters of all layers together and of the last norm
-    parameters: int  # all of them, tied ones counted once
-
-
-def load_model(path: str) -> Model:
+def load_model(path: str) -> Decoder:
     """Sizes from config.json. Raises BadInput."""
     try:
         config = AutoConfig.from_pretrained(path)
@@ -112,20 +95,14 @@ def load_model(path: str) -> Model:
         raise BadInput(f"--model {path}: {str(error).splitlines()[0]}") from error
     if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         raise BadInput(f"--model {path}: a mixture of experts computes with some of its parameters; dense models only")
-    heads, count, embedding = config.num_attention_heads, count_parameters(path), config.vocab_size * config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Model(
-        config.hidden_size, config.intermediate_size, config.num_hidden_layers, heads * head_dim,
-        config.num_key_value_heads * head_dim, embedding,
-        count - embedding * (1 if config.tie_word_embeddings else 2), count,
-    )  # fmt: skip
+    return memory.decoder(path)
 
 
 @dataclass(frozen=True)
 class Step:
     """One step in one layout. Colocated: every rank trains and samples in turns. Split: each does one all the time."""
 
-    model: Model
+    model: Decoder
     job: Job
     hardware: Hardware
     train: int  # W, ranks that train
@@ -138,9 +115,17 @@ class Step:
         return f"{name}, rollout tp {self.tp}"
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return getattr(torch, self.job.dtype).itemsize
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return getattr(torch, self.job.dtype)
+
+    @property
+    def gpu(self) -> GPU:
+        """A GPU that trains, and what the layout puts on it."""
+        return GPU(
+            self.hardware.memory, self.model, self.train, self.dtype, frozen=int(self.job.reference),
+            checkpointing=self.job.activation_checkpointing, engine="elsewhere" if self.split else "asleep",
+        )  # fmt: skip
 
     @property
     def prompt_copies(self) -> int:
@@ -148,22 +133,9 @@ class Step:
         return 1 if self.job.prompt_mean >= batching.SHARED_PROMPT_MIN_TOKENS else self.job.group_size
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV cache for one token: a key and a value of each layer."""
-        return 2 * self.model.num_hidden_layers * self.model.key_width * self.itemsize
-
-    @property
-    def activation_bytes(self) -> float:
-        """Bytes that the backward keeps of one token."""
-        return batching.activation_bytes(self.model, getattr(torch, self.job.dtype), self.job.activation_checkpointing)
-
-    @property
     def token_budget(self) -> int:
-        """Tokens of one forward: --token-budget, or what batching.plan chooses for a rank of this memory."""
-        budget, room = 1024, batching.ACTIVATION_MEMORY_SHARE * self.hardware.memory
-        while budget < batching.MAX_BUDGET_TOKENS and 2 * budget * self.activation_bytes <= room:
-            budget *= 2
-        return self.job.token_budget or budget
+        """Tokens of one forward: --token-budget, or what a run chooses on this GPU."""
+        return self.job.token_budget or self.gpu.token_budget()
 
     def trained_tokens(self, prompts: float) -> float:
         """Tokens in the trainer's forward for these prompts and their responses."""
@@ -194,13 +166,19 @@ class Step:
         """Responses that one engine has to generate in a step."""
         return self.job.prompts_per_step * self.job.group_size * self.tp / self.rollout
 
+    @property
+    def engine_share(self) -> float:
+        """Share of the memory that an engine takes: --rollout-memory, or what a run chooses on this GPU."""
+        most = min(self.engine_responses, ENGINE_RESPONSES) * (self.job.prompt_mean + self.job.max_response_tokens)
+        return self.job.rollout_memory or self.gpu.engine_share(self.tp, most)
+
     def running_responses(self) -> float:
         """Responses an engine works on at once, each with P + L tokens of KV cache. 0: the longest does not fit."""
-        share = 1 - 2 * FREE if self.split else self.job.rollout_memory
-        room = self.tp * share * self.hardware.memory - self.model.parameters * self.itemsize
-        if room < (self.job.prompt_mean + self.job.max_response_tokens) * self.kv_bytes:
+        each, kv_bytes = self.engine_share * self.hardware.memory, self.model.kv_bytes(self.dtype)
+        if each < self.gpu.engine_needs(self.tp, self.job.prompt_mean + self.job.max_response_tokens):
             return 0.0
-        held = room / (self.kv_bytes * (self.job.prompt_mean + self.job.response_mean))
+        room = self.tp * (each - self.gpu.engine_needs(self.tp, 0))
+        held = room / (kv_bytes * (self.job.prompt_mean + self.job.response_mean))
         return min(self.engine_responses, ENGINE_RESPONSES, max(1.0, held))
 
     def rollout_seconds(self) -> float:
@@ -214,12 +192,12 @@ class Step:
         steps = rounds * job.response_mean + job.max_response_tokens - job.response_mean
         flop = filled * (2 * model.inner + 2 * model.query_width * model.num_hidden_layers * job.prompt_mean)
         flop += 2 * (model.inner + model.embedding) * tokens
-        read = steps * model.parameters * self.itemsize
-        read += tokens * (job.prompt_mean + job.response_mean / 2) * self.kv_bytes
+        read = steps * model.parameters * self.dtype.itemsize
+        read += tokens * (job.prompt_mean + job.response_mean / 2) * model.kv_bytes(self.dtype)
         spent = flop / (hardware.peak * hardware.forward_share) + read / (hardware.hbm * hardware.hbm_share)
         spent = spent / self.tp + steps * hardware.step_seconds + tokens * hardware.token_seconds
         if self.tp > 1:
-            moved = 2 * (self.tp - 1) / self.tp * model.hidden_size * self.itemsize * tokens
+            moved = 2 * (self.tp - 1) / self.tp * model.hidden_size * self.dtype.itemsize * tokens
             moved /= hardware.bandwidth(self.tp)
             spent += 2 * model.num_hidden_layers * (steps * hardware.allreduce_seconds + moved)
         return spent
@@ -234,19 +212,20 @@ class Step:
         prompts, updates = job.prompts_per_step / self.train, job.epochs * job.mini_batches
         wide, read = hardware.bandwidth(self.train), hardware.hbm * hardware.hbm_share
         forwards = self.micro_batches(prompts / job.mini_batches)
-        reductions = 1 if 4 * parameters <= GRADIENT_MEMORY_SHARE * hardware.memory else forwards
+        reductions = 1 if self.gpu.whole_gradients else forwards
         passes = (updates > 1) + job.reference  # old log-probs, unless there is a single update, and the reference's
-        gathered = passes * self.micro_batches(prompts) * self.itemsize * parameters
-        exchanged = updates * (2 * forwards * self.itemsize + 4 * reductions) * parameters
+        gathered = passes * self.micro_batches(prompts) * self.dtype.itemsize * parameters
+        exchanged = updates * (2 * forwards * self.dtype.itemsize + 4 * reductions) * parameters
         adam = 28 * updates * parameters / self.train / read  # four float32 arrays are read, three are written
         products = self.update_flop() / (hardware.peak * hardware.update_share)
         frozen = passes * sum(self.forward_flop()) / (hardware.peak * hardware.forward_share)
-        passed_on = parameters * self.itemsize / hardware.bandwidth(self.train + self.rollout) if self.split else 0.0
+        sent = parameters * self.dtype.itemsize  # bytes
+        passed_on = sent / hardware.bandwidth(self.train + self.rollout) if self.split else 0.0
         phases = {
             "rollout": self.rollout_seconds(),
             "logprobs": max(frozen, gathered / wide),
             "update": max(products + adam, exchanged / wide),
-            "sync": hardware.push_seconds + 4 * parameters * (1 / read + 1 / wide) + passed_on,
+            "sync": hardware.push_seconds + 4 * parameters / read + sent / wide + passed_on,
         }
         phases = {name: spent * ratios.get(name, 1.0) for name, spent in phases.items()}
         training = phases["logprobs"] + phases["update"]  # in a split layout it runs while the next rollout does
@@ -255,32 +234,27 @@ class Step:
 
     def peak_bytes(self) -> dict[str, float]:
         """Most bytes of a rank in the update and in the rollout, to which colocated trainers add their states."""
-        parameters, memory = self.model.parameters, self.hardware.memory
-        ends, layer = parameters - self.model.inner, self.model.inner / self.model.num_hidden_layers
         prompts = self.job.prompts_per_step / self.train / self.job.mini_batches
-        keeps_whole = 4 * parameters <= GRADIENT_MEMORY_SHARE * memory and self.micro_batches(prompts) > 1
-        # Float32 masters, gradients and Adam's two moments, and a reference policy.
-        states = (20 if self.job.reference else 16) * parameters / self.train
-        gathered = self.itemsize * (parameters if self.train == 1 else ends + 2 * layer)  # a layer and the next one
-        gradients = 4 * (parameters if keeps_whole else max(ends, layer))
-        activations = min(self.token_budget, self.trained_tokens(prompts)) * self.activation_bytes
-        trainer = states + gathered + gradients + activations + 3 * 4 * LOGITS_PER_CHUNK
-        engine = (1 - 2 * FREE if self.split else self.job.rollout_memory) * memory
-        return {"update": trainer, "rollout": engine + (0 if self.split else states)}
+        engine = self.engine_share * self.hardware.memory
+        return {
+            "update": self.gpu.update(min(self.token_budget, self.trained_tokens(prompts))),
+            "rollout": engine + (0 if self.split else self.gpu.states),
+        }
 
     def refusal(self) -> str:
         """Why this layout cannot run, or ""."""
-        job, memory = self.job, self.hardware.memory
+        job, longest = self.job, self.job.prompt_mean + self.job.max_response_tokens
         if job.prompts_per_step % (job.mini_batches * self.train):
             return f"{job.prompts_per_step} prompts is no multiple of {job.mini_batches} mini-batches x {self.train}"
-        for phase, needed in self.peak_bytes().items():
-            if needed > (1 - FREE) * memory:
-                return f"needs {needed / GIB:.1f} GiB a rank of {memory / GIB:.0f} GiB in the {phase}"
-        fits = self.running_responses() >= 1
-        return "" if fits else "weights and the longest response's KV cache do not fit into the engine's share"
+        prompts = job.prompts_per_step / self.train / job.mini_batches
+        if refusal := self.gpu.update_refusal(min(self.token_budget, self.trained_tokens(prompts))):
+            return refusal
+        if job.rollout_memory and self.running_responses() < 1:
+            return "weights and the longest response's KV cache do not fit into the engine's share"
+        return self.gpu.engine_refusal(self.tp, longest)
 
 
-def layouts(model: Model, job: Job, hardware: Hardware, gpus: int) -> list[Step]:
+def layouts(model: Decoder, job: Job, hardware: Hardware, gpus: int) -> list[Step]:
     """Every layout on these GPUs: tp a power of two inside a node, split at any multiple of it."""
     sizes = [tp for tp in (1, 2, 4, 8) if tp <= hardware.gpus_per_node and gpus % tp == 0]
     found = [Step(model, job, hardware, gpus, gpus, tp, False) for tp in sizes]

@@ -35,7 +35,7 @@ from common.data.tokenizer import load_tokenizer, total_tokens
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import precision, ranges
+from common.run import memory, precision, ranges
 from common.run.checkpoint import Saver, Saving
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
 from common.trainer import batching, model
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     max_model_len = total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)
-    compute = batching.plan(args.compute, path, dtype)
+    compute = memory.plan(args.compute, path, dtype, size)
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)

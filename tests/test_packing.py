@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Lfm2Config
 from common.data import arithmetic
 from common.errors import BadInput
 from common.rollout.rollout import collate
+from common.run import memory
 from common.trainer import attention, batching, logits, model, sequence_parallel
 from common.trainer.attention import Sequence, similar_lengths
 from common.trainer.batching import Compute
@@ -151,7 +152,7 @@ def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, k
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU runs both
     with pytest.raises(BadInput, match=f"--kernels {kernels}: .*{why}"):
-        batching.plan(Compute(100, kernels=kernels), models["tied"], torch.float32)
+        memory.plan(Compute(100, kernels=kernels), models["tied"], torch.float32, 1)
 
 
 @pytest.mark.parametrize("budget", [60, 150, 10_000])
@@ -276,24 +277,26 @@ def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):
             assert relative_difference(short, gradient(policy, rollout, compute, world)) <= 1e-6
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is what other needs leave: tests/test_plan.py")
 def test_the_token_budget_follows_from_memory(models, monkeypatch, capsys):
-    monkeypatch.setattr(batching, "rank_memory", lambda: 1e9)
-    small = batching.plan(Compute(), models["tied"], torch.float32)
+    monkeypatch.setattr(memory, "rank_memory", lambda: 1e9)
+    plan = lambda compute: memory.plan(compute, models["tied"], torch.float32, 1)
+    small = plan(Compute())
     assert f"token budget: {small.token_budget} a forward and rank" in capsys.readouterr().out
-    per_token = batching.activation_bytes(arithmetic.config(), torch.float32, False)
-    assert small.token_budget * per_token <= batching.ACTIVATION_MEMORY_SHARE * 1e9 < 2 * small.token_budget * per_token
-    recomputing = batching.plan(Compute(activation_checkpointing=True), models["tied"], torch.float32)
-    assert recomputing.token_budget > small.token_budget
-    assert batching.plan(Compute(77), models["tied"], torch.float32) == Compute(77)
-    monkeypatch.setattr(batching, "rank_memory", lambda: 1e15)
-    assert batching.plan(Compute(), models["tied"], torch.float32).token_budget == batching.MAX_BUDGET_TOKENS
+    per_token = memory.decoder(models["tied"]).activation_bytes(torch.float32, False)
+    share = memory.CPU_ACTIVATION_SHARE * 1e9
+    assert small.token_budget * per_token <= share < 2 * small.token_budget * per_token
+    assert plan(Compute(activation_checkpointing=True)).token_budget > small.token_budget
+    assert plan(Compute(77)) == Compute(77)
+    monkeypatch.setattr(memory, "rank_memory", lambda: 1e15)
+    assert plan(Compute()).token_budget == memory.MAX_BUDGET_TOKENS
 
 
 @pytest.mark.parametrize("kind, ranks, keys", [("untied", 3, 4), ("grouped", 4, 2)])
 def test_heads_that_cannot_be_dealt_to_the_ranks_are_refused(models, kind, ranks, keys):
-    batching.plan(Compute(77, sequence_parallel=2), models[kind], torch.float32)
+    memory.plan(Compute(77, sequence_parallel=2), models[kind], torch.float32, 2)
     with pytest.raises(BadInput) as refused:
-        batching.plan(Compute(77, sequence_parallel=ranks), models[kind], torch.float32)
+        memory.plan(Compute(77, sequence_parallel=ranks), models[kind], torch.float32, ranks)
     heads = f"4 query heads and {keys} key and value heads of --model {models[kind]}"
     assert str(refused.value) == f"--sequence-parallel {ranks} does not divide the {heads}"
 

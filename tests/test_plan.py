@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen2Config
 
 from common import errors
+from common.placement import Layout
 from common.rollout import rollout
+from common.run import memory
 from common.trainer import batching, model
 
 plan = load("scripts/plan.py")
@@ -35,8 +38,8 @@ KNOWN = [  # config, parameters as published, bytes of KV cache a token in bfloa
     ),
     (SEVEN_B, 7_615_616_512, 57_344),
 ]  # fmt: skip
-SEVEN = plan.Model(3584, 18944, 28, 3584, 512, 3584 * 152064, 7_615_616_512 - 2 * 3584 * 152064, 7_615_616_512)
-SMALL = plan.Model(64, 256, 2, 64, 32, 6400, 1000, 13_800)
+SEVEN = memory.Decoder(3584, 18944, 28, 3584, 512, 3584 * 152064, 7_615_616_512 - 2 * 3584 * 152064, 7_615_616_512)
+SMALL = memory.Decoder(64, 256, 2, 64, 32, 6400, 1000, 13_800)
 JOB = plan.Job(64, 8, 100, 50, 80, mini_batches=2, token_budget=4096)
 H100 = plan.Hardware()
 
@@ -50,7 +53,7 @@ def step(shape=SEVEN, job=JOB, hardware=H100, train=8, rollout=8, tp=1, split=Fa
 def test_parameters_and_kv_cache_of_real_models(config, parameters, kv, tmp_path):
     config.save_pretrained(tmp_path)
     shape = plan.load_model(str(tmp_path))
-    assert shape.parameters == parameters and step(shape).kv_bytes == kv
+    assert shape.parameters == parameters and shape.kv_bytes(torch.bfloat16) == kv
     assert shape == SEVEN or config is not SEVEN_B
 
 
@@ -112,16 +115,20 @@ def test_the_rollout_by_hand():
 
 
 def test_the_cache_limits_what_runs_at_once():
-    """7 B in bfloat16 is 15.23 GB: 0.4 of 80 GB leave 16.77 GB, and a response of 2000 tokens takes 115 MB."""
+    """7 B in bfloat16 is 15.23 GB: 0.4 of 80 GB leave 12.47 GB beside 4.29 GB that an engine needs besides, and a
+    response of 2000 tokens takes 115 MB.
+    """
     many = {"prompts_per_step": 2048, "prompt_mean": 1500, "response_mean": 500, "max_response_tokens": 1000}
-    room = 0.4 * 80e9 - 2 * 7_615_616_512
+    many["rollout_memory"] = 0.4
+    share = 0.4 * 80e9 - 4 * plan.GIB
+    room = share - 2 * 7_615_616_512
     assert step(**many).running_responses() == pytest.approx(room / (57_344 * 2000))
     two = step(**many, tp=2).running_responses()  # the weights are held once on two GPUs
-    assert two == pytest.approx((room + 0.4 * 80e9) / (57_344 * 2000))
+    assert two == pytest.approx((room + share) / (57_344 * 2000))
     assert step().running_responses() == 64  # all that an engine has
     assert step(SMALL, prompts_per_step=2048).running_responses() == 512  # the engine's limit
-    small_gpu = dataclasses.replace(H100, memory=36e9)
-    assert step(hardware=small_gpu).running_responses() == 0  # not even the weights fit
+    small_gpu = dataclasses.replace(H100, memory=45e9)
+    assert step(hardware=small_gpu, rollout_memory=0.4).running_responses() == 0  # not even the weights fit
 
 
 def test_a_step_is_the_sum_or_the_longer_of_the_two():
@@ -152,7 +159,7 @@ def test_a_slow_network_holds_the_trainer_up():
 @pytest.mark.parametrize("link", [450e9, 5e9])
 def test_more_gpus_never_make_the_update_slower(link):
     """On one network; from the second GPU on where that is slow: one GPU needs none."""
-    hardware = dataclasses.replace(H100, link=link, network=link)
+    hardware = dataclasses.replace(H100, link=link, network=link, memory=800e9)  # one GPU holds all
     job = dataclasses.replace(JOB, prompts_per_step=1024, token_budget=0)
     counts = (1, 2, 4, 8, 16, 64, 512)[link < 100e9 :]
     spent = [step(job=job, hardware=hardware, train=gpus, rollout=gpus).seconds({})["update"] for gpus in counts]
@@ -160,25 +167,68 @@ def test_more_gpus_never_make_the_update_slower(link):
 
 
 def test_what_does_not_fit_is_refused():
-    """16 bytes a parameter on 1 GPU are 113 GiB of 75; on 8 they are 14 GiB, and 18 with a reference."""
-    states = lambda **of: (step(**of).peak_bytes()["rollout"] - 0.4 * 80e9) / plan.GIB
-    assert [states(train=1, rollout=1), states()] == pytest.approx([113.5, 14.19], rel=1e-3)
-    assert states(reference=True) == pytest.approx(17.73, rel=1e-3)
-    assert step(split=True).peak_bytes()["rollout"] == pytest.approx(0.9 * 80e9)
-    assert "GiB a rank of 75 GiB in the update" in step(train=1, rollout=1).refusal()
+    """Beside an engine 12 bytes a parameter are 85 GiB of 75 on 1 GPU, 11 GiB on 8, and 14 with a reference."""
+    states = lambda **of: (step(**of, rollout_memory=0.4).peak_bytes()["rollout"] - 0.4 * 80e9) / plan.GIB
+    assert [states(train=1, rollout=1), states()] == pytest.approx([85.11, 10.64], rel=1e-3)
+    assert states(reference=True) == pytest.approx(14.19, rel=1e-3)
+    assert step(split=True, rollout_memory=0.9).peak_bytes()["rollout"] == pytest.approx(0.9 * 80e9)
+    assert "GiB a rank, 70.8 of 75 can be used" in step(train=1, rollout=1).refusal()
     big = dataclasses.replace(SEVEN, inner=70 * 10**9, parameters=70 * 10**9 + 2 * SEVEN.embedding)
-    assert "the engine's share" in step(big, train=32, rollout=32, tp=4).refusal()  # 140 GB on 4 x 0.4 x 80 GB
+    large = {"shape": big, "train": 32, "rollout": 32, "token_budget": 1024}
+    assert "the engine's share" in step(**large, tp=4, rollout_memory=0.4).refusal()  # 140 GB on 4 x 0.4 x 80 GB
+    assert step(**large, tp=4).refusal() == ""  # the states leave more than that
+    assert "a larger --rollout-tp" in step(**large, tp=2).refusal()
     assert "is no multiple of 2 mini-batches x 31" in step(train=31, rollout=1, split=True).refusal()
 
 
-def test_the_token_budget_is_the_trainers(models):
-    hardware = dataclasses.replace(H100, memory=batching.rank_memory())
-    for dtype in ("float32", "bfloat16"):
-        planned = step(plan.load_model(models["untied"]), hardware=hardware, dtype=dtype, token_budget=0)
-        chosen = batching.plan(batching.Compute(), models["untied"], getattr(torch, dtype)).token_budget
-        assert planned.token_budget == chosen
-    # A token of 7 B keeps 28 (16 x 3584 + 2 (5 x 3584 + 4 x 18944)) = 6.85 MB: 2048 are 14.0 GB of the 16 allowed.
-    assert step(token_budget=0).token_budget == 2048
+def test_the_token_budget_by_hand():
+    """7 B on 8 GPUs of 80 GB, of which 76 GB can be used."""
+    states, gradients = 12 * 7_615_616_512 / 8, 4 * 7_615_616_512 / 8
+    ends, layer = 2 * 3584 * 152064, (7_615_616_512 - 2 * 3584 * 152064) / 28
+    passing = 2 * (ends + 2 * layer) + 4 * ends + 3 * 4 * 2**28  # gathered weights, unreduced gradients, logits
+    room = 0.95 * 80e9 - 2 * plan.GIB - states - gradients - passing
+    per_token = 28 * (16 * 3584 + 2 * (5 * 3584 + 4 * 18944))  # 6.85 MB
+    assert 6144 <= room / per_token < 7168 and step(token_budget=0).token_budget == 6144
+    assert step(token_budget=0, reference=True, dtype="float32").token_budget < 4096
+    assert step(token_budget=0, activation_checkpointing=True).token_budget == memory.MAX_BUDGET_TOKENS
+    assert step(SMALL, token_budget=0).token_budget == memory.MAX_BUDGET_TOKENS
+
+
+def test_an_engine_takes_what_it_needs_or_what_is_left():
+    """7 B on 8 GPUs: weights of 15.2 GB, 57 kB of KV cache a token, 4 GiB besides; 11.4 GB of states."""
+    gpu = step().gpu
+    assert gpu.engine_share(1, 64 * 1000) == math.ceil((15.231e9 + 64_000 * 57_344 + 4 * 2**30) / 0.8e9) / 100
+    assert gpu.engine_share(1, 512 * 4000) == math.floor((0.9 * 80e9 - 12 * 7_615_616_512 / 8) / 0.8e9) / 100
+    assert dataclasses.replace(gpu, engine="elsewhere").engine_share(1, 512 * 4000) == 0.9
+    assert dataclasses.replace(gpu, offload="all").engine_share(1, 512 * 4000) == 0.9
+    alone = dataclasses.replace(gpu, shards=2)
+    assert alone.engine_share(1, 512 * 4000) == math.floor((0.9 * 80e9 - 6 * 7_615_616_512) / 0.8e9) / 100
+    assert "--rollout-tp" in dataclasses.replace(gpu, memory=30e9).engine_refusal(1, 2000)
+
+
+@pytest.mark.parametrize("offload, models", [("none", 12 * 2 + 4), ("others", 12), ("all", 0)])
+def test_offloaded_models_are_not_on_the_gpu(offload, models):
+    gpu = dataclasses.replace(step().gpu, trained=2, frozen=1, offload=offload, other=5e9)
+    assert gpu.states == pytest.approx(models * 7_615_616_512 / 8 + 5e9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU")
+def test_a_run_on_a_gpu_takes_these_rules(seven, monkeypatch, capsys):
+    """The rules that scripts/plan.py shows are the ones by which a run fills in its flags, or does not start."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "rank_memory", lambda: 80e9)
+    plan_for = lambda size, **more: memory.plan(batching.Compute(), seven, torch.bfloat16, size, **more)
+    assert plan_for(8).token_budget == step(token_budget=0).token_budget
+    assert plan_for(8, frozen=1).token_budget == step(token_budget=0, reference=True).token_budget
+    with pytest.raises(errors.BadInput, match="an update needs .* more ranks, --offload"):
+        plan_for(1)
+    gpu = memory.this_gpu(batching.Compute(), seven, torch.bfloat16, 8)
+    layout = memory.plan_engine(Layout(), gpu, 1, 1000, 64)
+    assert layout.rollout_memory == gpu.engine_share(1, 64_000)
+    assert "engine: 29% of the GPU's 75 GiB" in capsys.readouterr().out
+    assert memory.plan_engine(Layout(rollout_memory=0.5), gpu, 1, 1000, 64).rollout_memory == 0.5
+    with pytest.raises(errors.BadInput, match="the engine needs .* a larger --rollout-tp"):
+        memory.plan_engine(Layout(), dataclasses.replace(gpu, shards=2), 1, 400_000, 64)
 
 
 def test_split_has_to_save_a_tenth():

@@ -19,7 +19,7 @@ from common.placement import Layout
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
 from common.rollout import hf_engine
-from common.run import plan, precision
+from common.run import memory, plan, precision
 from common.trainer import model
 
 
@@ -74,7 +74,7 @@ def test_a_reward_model_counts(roles, models):
     reward = object.__new__(RewardModel)
     reward.path, reward.sharded = models["untied"], True
     *_, found = roles(["policy"], rewards={"model:x": reward})
-    assert found.device == plan.count_parameters(models["untied"]) * (2 if torch.cuda.is_available() else 4) / 2
+    assert found.device == memory.count_parameters(models["untied"]) * (2 if torch.cuda.is_available() else 4) / 2
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="its malloc is not glibc's")

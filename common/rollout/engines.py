@@ -5,8 +5,8 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
 
     generate(prompt_ids, n, temperature, max_tokens, seed, done) -> Rollout
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
-    load_weights(named_tensors)  take the trainer's weights as full tensors of the engine's wire_dtype (None: of the
-                                 master weights' data type); weight_sync.push calls it
+    load_weights(named_tensors)  take the trainer's weights as full tensors of the engine's wire_dtype;
+                                 weight_sync.push calls it
     sleep()                      free the memory of weights and KV cache until the next load_weights
     shutdown()                   call it before the process group is destroyed
 """
@@ -40,19 +40,22 @@ def start(
 
         return HFEngine(model_path, stop_token_ids, world, dtype)
     limits = {"max_model_len": max_model_len, "max_num_seqs": min(MOST_SEQUENCES, sequences)}
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if world.device.type == "cuda" and dtype == torch.float32:
+        environment["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
     if world.device.type == "cpu":
         gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, math.prod(limits.values()))
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}
+    os.environ["VLLM_LOGGING_LEVEL"] = environment["VLLM_LOGGING_LEVEL"]  # vLLM reads these when it is imported
     if layout.split:
         from common.rollout.servers.engine import ServerEngine
 
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
         return ServerEngine(model_path, stop_token_ids, world, dtype, rollout_tp, layout, environment, **limits)
-    os.environ.update(environment)  # vLLM reads its environment when it is imported
+    os.environ.update(environment)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process takes weights by reference
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # raised inside vLLM about torch

@@ -32,15 +32,13 @@ class LogprobRecorder(LogitsProcessor):
 class HFEngine:
     """A full copy of the model on each rank, without paging or continuous batching. Prompts are padded."""
 
-    wire_dtype = None
-
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         safe = has_safetensors(model_path)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
         self.model.to(world.device).eval()
         # A new configuration, without the sampling defaults of the model's folder.
         self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
-        self.stop_token_ids, self.world, self.weight_version = stop_token_ids, world, 0
+        self.stop_token_ids, self.world, self.wire_dtype, self.weight_version = stop_token_ids, world, dtype, 0
 
     @torch.no_grad()
     def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Rollout:

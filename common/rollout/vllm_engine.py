@@ -54,10 +54,13 @@ def sampling_settings(temperature: float, max_tokens: int, stop_token_ids: list[
     }
 
 
+def request_seed(seed: int, number: int, n: int) -> int:
+    """Seed of prompt `number` of a step: its n responses take this seed and the next n - 1. It fits into 63 bits."""
+    return ((seed << 20) + number) * n % 2**62
+
+
 class VLLMEngine:
     """One engine per rank, or one for `world.rollout_tp` ranks, which then make every call together."""
-
-    wire_dtype = None  # weights stay in this process: vLLM's loader casts them
 
     def __init__(
         self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, layout: Layout,
@@ -68,7 +71,8 @@ class VLLMEngine:
         from common.rollout import vllm_weights
 
         vllm_weights.register()
-        self.stop_token_ids, self.world, self.weight_version, self.asleep = stop_token_ids, world, 0, False
+        self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
+        self.weight_version, self.asleep = 0, False
         self.llm = LLM(
             **engine_settings(model_path, dtype, world.rollout_tp, layout, **limits),
             seed=world.engine_index,
@@ -91,11 +95,16 @@ class VLLMEngine:
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
         from vllm import SamplingParams
 
-        settings = sampling_settings(temperature, max_tokens, self.stop_token_ids)
-        sampling = SamplingParams(**settings, n=n, flat_logprobs=True)
-        all_prompts, first = gather_prompts(prompt_ids, self.world)
-        # The sampler draws from the process's generator. The shift keeps a step of one engine from repeating another's.
-        torch.manual_seed((seed << 12) + self.world.engine_index)
+        world, settings = self.world, sampling_settings(temperature, max_tokens, self.stop_token_ids)
+        settings |= {"n": n, "flat_logprobs": True}
+        sampling = SamplingParams(**settings)
+        all_prompts, first = gather_prompts(prompt_ids, world)
+        if world.device.type == "cuda":  # vLLM's sampler there ignores torch's generator: requests bring their seeds
+            engines = world.size // world.rollout_tp
+            seeds = [request_seed(seed, i * engines + world.engine_index, n) for i in range(len(all_prompts))]
+            sampling = [SamplingParams(**settings, seed=each) for each in seeds]
+        else:  # It draws from that generator. The shift keeps a step of one engine from repeating another's.
+            torch.manual_seed((seed << 12) + world.engine_index)
         names = self.llm.enqueue([{"prompt_token_ids": ids} for ids in all_prompts], sampling, use_tqdm=False)
         indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
         outputs = {}
@@ -114,7 +123,7 @@ class VLLMEngine:
             [response.logprobs.logprobs for response in responses],
             [response.finish_reason == "length" for response in responses],
             self.weight_version,
-            self.world.device,
+            world.device,
         )
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -30,8 +30,8 @@ from common.data import tokenizer as tokenizers
 from common.errors import BadInput
 from common.placement import World
 from common.run import checkpoint, checks, diagnosis, directory, evaluation, guards, precision, ranges, sampling
+from common.run.plan import fit_memory, show_roles
 from common.run.plan import show as show_plan
-from common.run.plan import show_roles
 from common.run.sampling import Batch, Sample
 from common.run.tracking import Tracker
 from common.trainer import batching
@@ -106,10 +106,14 @@ class Plan:
     @property
     def sequences(self) -> int:
         """Number of responses that one engine samples in one call."""
-        args = self.args
-        prompts = getattr(args, "gen_prompts", 0) or args.prompts_per_step
-        share = prompts * args.group_size // placement.engine_count(self.size, args.rollout_tp, args.layout)
-        return max(args.group_size, share)  # A request asks for a whole group.
+        return sequences(self.args, self.size)
+
+
+def sequences(args: Flags, size: int) -> int:
+    """Number of responses that one engine samples in one call."""
+    prompts = getattr(args, "gen_prompts", 0) or args.prompts_per_step
+    share = prompts * args.group_size // placement.engine_count(size, args.rollout_tp, args.layout)
+    return max(args.group_size, share)  # A request asks for a whole group.
 
 
 def prepare(args: Flags, models: list[str]) -> Plan:
@@ -136,11 +140,11 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
-    args.compute = batching.plan(args.compute, args.model, dtype)
+    fit_memory(args, models, reward.rewards, size, dtype, max_model_len, sequences(args, size))
     show_roles(
         args.model, [m for m in models if m != "reference"], [m for m in models if m == "reference"], reward.rewards,
         size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
-        offload=args.offload,
+        offload=args.offload, shards=args.compute.shard_size,
     )  # fmt: skip
     directory.check_configuration(args, name)
     directory.leave_if_done(args, resume)

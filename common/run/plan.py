@@ -3,29 +3,27 @@
 A role is a model or a reward: the policy, a critic, a reference, the engine, a grader. The table says where each of
 them lives and what memory it takes, and refuses what cannot fit. Its memory is computed from configurations: a trained
 role has float32 masters, gradients and Adam's two moments, a frozen role has float32 weights, and both are sharded over
-the ranks; an engine has weights in the compute dtype. Activations and the engine's KV cache are not counted:
---token-budget and the engine's own settings leave room for them.
+the ranks; an engine has weights in the compute dtype. common/run/memory.py counts what comes on top: activations, and
+the engine's KV cache.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from common.data.prompts import Prompt
 from common.errors import BadInput, say
-from common.placement import Layout
-from common.run import folders
-from common.trainer.batching import rank_memory
+from common.placement import Layout, rank_memory
+from common.rollout import engines
+from common.run import folders, memory
+from common.run.memory import FROZEN_BYTES, GIB, GRADIENT_BYTES, MASTER_BYTES, count_parameters
 
-TRAINED_BYTES = 16  # a parameter: master weight, gradient, two moments of Adam
-FROZEN_BYTES = 4  # a parameter: its float32 weight
-GIB = 2**30  # bytes
+TRAINED_BYTES = MASTER_BYTES + GRADIENT_BYTES  # a parameter
 
 
 @dataclass(frozen=True)
@@ -39,18 +37,19 @@ class Role:
 
 def show_roles(
     model_path: str, trained: list[str], frozen: list[str], rewards: dict[str, Callable], *, size: int, layout: Layout,
-    backend: str, rollout_tp: int, dtype: torch.dtype, offload: str,
+    backend: str, rollout_tp: int, dtype: torch.dtype, offload: str, shards: int = 0,
 ) -> list[Role]:  # fmt: skip
     """Print the table of roles, which all start from one model, and return them. Raises BadInput if they cannot fit.
 
     trained: "policy" and the models trained with it. offload: "none", "others" (all models except the policy) or "all".
+    shards: ranks that hold one copy of the weights together; 0 means all.
     """
     tp = rollout_tp if backend == "vllm" else 1
     bytes_each = dict.fromkeys(trained, TRAINED_BYTES) | dict.fromkeys(frozen, FROZEN_BYTES)
     roles = []
     for name, each in bytes_each.items():
         offloaded = offload == "all" or (offload == "others" and name != "policy")
-        roles.append(sharded_role(name, model_path, each, size, dtype, offloaded))
+        roles.append(sharded_role(name, model_path, each, shards or size, dtype, offloaded))
     roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
     roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
     rows = [("role", "lives on", "dtype", "GiB a rank")]
@@ -68,18 +67,34 @@ def show_roles(
     return roles
 
 
-@lru_cache
-def count_parameters(model_path: str) -> int:
-    """Number of parameters of a causal language model, tied ones counted once. Reads the config, not the weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return sum(parameter.numel() for parameter in model.parameters())
+def fit_memory(
+    args, models: list[str], rewards: dict[str, Callable], size: int, dtype: torch.dtype, longest: int, sequences: int
+) -> None:
+    """Fill in args.compute's token budget and, on GPUs, args.layout's share of the memory for the engine, and print
+    both. Raises BadInput where the memory of a rank is too small.
+
+    models: all that are trained, and "reference". longest: tokens of the longest prompt and response. sequences:
+    responses that one engine is asked for in one call.
+    """
+    vllm = args.rollout_backend == "vllm"
+    on_the_gpu = {
+        "trained": len(models) - ("reference" in models),
+        "frozen": int("reference" in models),
+        "offload": args.offload,
+        "engine": "elsewhere" if args.layout.split else "asleep" if vllm else "copy",
+        "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items()),
+    }
+    args.compute = memory.plan(args.compute, args.model, dtype, size, **on_the_gpu)
+    if torch.cuda.is_available() and vllm and not args.layout.rollout_urls:
+        gpu = memory.this_gpu(args.compute, args.model, dtype, size, **on_the_gpu)
+        together = min(engines.MOST_SEQUENCES, sequences)
+        args.layout = memory.plan_engine(args.layout, gpu, args.rollout_tp, longest, together)
 
 
-def sharded_role(name: str, path: str, bytes_each: int, size: int, dtype: torch.dtype, offloaded: bool) -> Role:
+def sharded_role(name: str, path: str, bytes_each: int, shards: int, dtype: torch.dtype, offloaded: bool) -> Role:
     """A model that the trainer's ranks share."""
-    share = bytes_each * count_parameters(path) / size
-    lives = f"sharded over {size} rank(s)" + (", in host memory" if offloaded else "")
+    share = bytes_each * count_parameters(path) / shards
+    lives = f"sharded over {shards} rank(s)" + (", in host memory" if offloaded else "")
     computes = f"float32, computes in {str(dtype).removeprefix('torch.')}"
     return Role(name, lives, computes, 0.0 if offloaded else share, share if offloaded else 0.0)
 

@@ -11,23 +11,19 @@ row once. In this example b and c answer prompt a, and e answers prompt d.
     predictors = [2, 3, 2, 5, 8, 9, 10], targets = [b0, b1, c0, c1, e0, e1, e2], scatter = [0, 1, 3, 4, 6, 7, 8]
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import tyro
-from transformers import AutoConfig
 
-from common.errors import say
-from common.placement import Sharding, World, rank_memory
+from common.placement import Sharding, World
 from common.rollout.rollout import Rollout
 from common.trainer.attention import Spans, spans
-from common.trainer.kernels import Kernels, check_kernels
-from common.trainer.sequence_parallel import check_heads, cut, take_turns
+from common.trainer.kernels import Kernels
+from common.trainer.sequence_parallel import cut, take_turns
 
 SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call costs more than sharing saves
-ACTIVATION_MEMORY_SHARE = 0.2  # share of a rank's memory that the activations of one micro-batch may take
-MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 1024, 16384  # beyond the maximum a micro-batch is no faster
 
 
 @dataclass(frozen=True)
@@ -140,29 +136,3 @@ def lay_out(texts: list[tuple[list[int], list[list[int]]]], rows: list[int], res
         scatter=as_tensor(scatter),
         response_mask=response_mask[as_tensor(rows)],
     )
-
-
-def plan(compute: Compute, model_path: str, dtype: torch.dtype) -> Compute:
-    """Check the settings against the model, and fill in and print the token budget if it is 0. Raises BadInput.
-
-    The budget depends on the size of the memory, not on how much is free: a command always cuts the same micro-batches.
-    """
-    check_kernels(compute.kernels)
-    config = AutoConfig.from_pretrained(model_path)
-    check_heads(config, compute.sequence_parallel, model_path)
-    if compute.token_budget:
-        return compute
-    per_token, budget = activation_bytes(config, dtype, compute.activation_checkpointing), MIN_BUDGET_TOKENS
-    while budget < MAX_BUDGET_TOKENS and 2 * budget * per_token <= ACTIVATION_MEMORY_SHARE * rank_memory():
-        budget *= 2
-    say(f"token budget: {budget} a forward and rank ({per_token * budget / 2**30:.2g} GiB of activations)")
-    return replace(compute, token_budget=budget)
-
-
-def activation_bytes(config, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Estimated bytes that one token keeps for the backward. Each layer keeps 4 hidden sizes in float32 (norms and
-    residuals), 5 hidden sizes and 4 feed-forward widths. With checkpointing, all layers but one keep only their input.
-    """
-    layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize
-    kept = config.hidden_size * dtype.itemsize if checkpointing else layer
-    return config.num_hidden_layers * kept + (layer if checkpointing else 0)

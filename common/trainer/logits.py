@@ -5,13 +5,15 @@ temperature nor entropies, and it returns losses in the dtype of `hidden`. A log
 off, far more than what one update changes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 
 from common.placement import rounded_products
 
-LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exist 128 MiB at a time
+LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exist 128 MiB at a time,
+GPU_LOGITS_PER_CHUNK = 2**28  # or 1 GiB on a GPU, where fewer and larger products are faster
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -26,16 +28,9 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool):
         logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
-        for rows, z in logits_in_chunks(hidden, head):  # z: (r, V)
-            z.div_(temperature)
-            top = z.amax(1, keepdim=True)  # (r, 1)
-            z -= top
-            p = z.exp()  # (r, V), not normalized
-            total = p.sum(1)  # (r,)
-            log_z[rows] = total.log() + top[:, 0]
-            logprobs[rows] = z.gather(1, targets[rows, None])[:, 0] - total.log()
-            if with_entropy:
-                entropy[rows] = total.log() - p.mul_(z).sum(1) / total
+        for rows, z in logits_in_chunks(hidden, head):
+            measure = fused(row_statistics) if z.is_cuda else row_statistics
+            log_z[rows], logprobs[rows], entropy[rows] = measure(z, targets[rows], temperature, with_entropy)
         ctx.save_for_backward(hidden, head, targets, log_z)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -45,20 +40,47 @@ class ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, head, targets, log_z = ctx.saved_tensors
         grad = grad / ctx.temperature  # (R,)
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)  # (R, d), (V, d)
+        wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)  # (R, d), (V, d)
         for rows, z in logits_in_chunks(hidden, head):
-            z.div_(ctx.temperature).sub_(log_z[rows, None])
-            grad_z = z.exp_().mul_(-grad[rows, None])  # d logprob / d logits = one-hot - softmax
-            grad_z.scatter_add_(1, targets[rows, None], grad[rows, None])
-            grad_z = grad_z.to(hidden.dtype)
+            differentiate = fused(logit_gradient) if z.is_cuda else logit_gradient
+            grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature).to(hidden.dtype)
             torch.mm(grad_z, head, out=grad_hidden[rows])
-            grad_head.addmm_(grad_z.t(), hidden[rows])
-        return grad_hidden, grad_head, None, None, None
+            if wide == head.dtype:
+                grad_head.addmm_(grad_z.t(), hidden[rows])
+            else:
+                torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
+        return grad_hidden, grad_head.to(head.dtype), None, None, None
 
 
-def chunks(rows: int, vocabulary: int) -> list[slice]:
-    """Slices of the rows, each with at most LOGITS_PER_CHUNK logits but at least one row."""
-    size = max(1, LOGITS_PER_CHUNK // vocabulary)
+def row_statistics(z, targets, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, ...]:
+    """log Z, the target's log-prob and the entropy (r,) of each row of logits z (r, V). A CPU's z is overwritten."""
+    z = z / temperature if z.is_cuda else z.div_(temperature)
+    top = z.amax(1, keepdim=True)  # (r, 1)
+    z -= top
+    p = z.exp()  # (r, V), not normalized
+    total = p.sum(1)  # (r,)
+    logprob = z.gather(1, targets[:, None])[:, 0] - total.log()
+    entropy = total.log() - p.mul_(z).sum(1) / total if with_entropy else torch.zeros_like(total)
+    return total.log() + top[:, 0], logprob, entropy
+
+
+def logit_gradient(z, targets, log_z, grad, temperature: float) -> torch.Tensor:
+    """(r, V): the gradient at the logits z, which is grad (r,) times d logprob / d logits = one-hot - softmax."""
+    z = z / temperature if z.is_cuda else z.div_(temperature)
+    grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad[:, None])
+    return grad_z.scatter_add_(1, targets[:, None], grad[:, None])
+
+
+@cache
+def fused(function: Callable) -> Callable:
+    """The function as few kernels that read the logits once, for any number of rows. For GPUs."""
+    return torch.compile(function, dynamic=True)
+
+
+def chunks(rows: int, vocabulary: int, logits: int) -> list[slice]:
+    """Slices of the rows, each with at most that many logits but at least one row."""
+    size = max(1, logits // vocabulary)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
@@ -68,7 +90,7 @@ def logits_in_chunks(hidden: torch.Tensor, head: torch.Tensor) -> Iterator[tuple
     out_dtype = {"out_dtype": torch.float32} if half and hidden.is_cuda else {}  # only CUDA's product can widen
     if not out_dtype:
         hidden, head = hidden.float(), head.float()  # once, and not for every chunk
-    for rows in chunks(len(hidden), len(head)):
+    for rows in chunks(len(hidden), len(head), GPU_LOGITS_PER_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK):
         # Values that were bfloat16 lose nothing when the product rounds them to bfloat16 again.
         with rounded_products(half and not out_dtype):
             z = torch.mm(hidden[rows], head.t(), **out_dtype)  # (r, V)

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.logging import disable_progress_bar
 
 from common.data.tokenizer import has_safetensors
@@ -57,8 +56,8 @@ def load(
     forward = token_values if value_head else token_logprobs
     disable_progress_bar()  # transformers' progress bars would interrupt those of the run
     # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
+    # Without a mask function of that name transformers makes no mask, and does not ask the GPU whether rows are packed.
     AttentionInterface.register("packed", torch.compiler.disable(sliced_attention))
-    AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)  # the spans of a row replace the mask
     config = AutoConfig.from_pretrained(model_path)
     config._attn_implementation = "packed"
     if value_head:

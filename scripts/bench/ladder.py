@@ -23,7 +23,7 @@ from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rewards import grading
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import precision
+from common.run import memory, precision
 from common.trainer import batching, model
 
 GROUP, LONGEST = 8, 192
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     naive = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_safetensors=True)
     policies = {dtype: model.load(args.model, world, dtype) for dtype in dtypes}
     optimizers = {id(p): torch.optim.AdamW(p.parameters(), lr=0.0, fused=True) for p in (naive, *policies.values())}
-    budget = batching.plan(batching.Compute(), args.model, torch.float32)
+    budget = memory.plan(batching.Compute(), args.model, torch.float32, size=1)
     plain = dataclasses.replace(budget, shared_prompts=False)
     taken: dict[str, list[float]] = {}
 

@@ -16,7 +16,7 @@ from common.errors import RunFailed, raise_together, warn
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate
 from common.rollout.servers import client, process, weights
-from common.rollout.vllm_engine import sampling_settings
+from common.rollout.vllm_engine import request_seed, sampling_settings
 from common.weight_sync import FullParameters
 
 
@@ -68,7 +68,7 @@ class ServerEngine:
         requests = []
         for i, ids in enumerate(prompt_ids):
             number = i * self.world.size + self.world.rank
-            seeds = {"seed": ((seed << 12) + number) * n} if temperature > 0 else {}
+            seeds = {"seed": request_seed(seed, number, n)} if temperature > 0 else {}
             body = {"token_ids": ids, "sampling_params": {**settings, "n": n, **seeds}}
             requests.append((self.urls[number % len(self.urls)], body))
         try:

@@ -13,6 +13,7 @@ from common.rollout.servers.client import Control
 from common.rollout.servers.process import is_local
 from common.weight_sync import FullParameters, Parameter
 
+NCCL_BUFFER_BYTES = 2**28  # each of two buffers has them, at both ends; vLLM's 1 GiB is much for a small GPU
 FILE_BYTES = 64 * 2**20  # in shared memory at the same time; a larger tensor has a file of its own
 
 
@@ -64,5 +65,8 @@ def nccl_sender(source: SingleIteration, control: Control):
 
     address = "127.0.0.1" if all(map(is_local, control.urls)) else get_ip()  # get_ip() obeys VLLM_HOST_IP
     ranks = 1 + sum(control.workers)
-    info = NCCLTrainerInitInfo(master_address=address, master_port=get_open_port(), world_size=ranks, rank=0)
+    info = NCCLTrainerInitInfo(
+        master_address=address, master_port=get_open_port(), world_size=ranks, rank=0,
+        packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
+    )  # fmt: skip
     return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)

@@ -1,0 +1,209 @@
+"""The memory of a rank: one set of rules, for runs before anything is loaded and for scripts/plan.py.
+
+Bytes are computed from the model's config.json. While a rank trains: float32 masters, gradients, Adam's two moments and
+frozen models; the weights of the layers at work; activations of one micro-batch; a few chunks of logits. While it
+samples on a GPU: the same states without gradients, beside the engine. On a CPU all of it shares one memory, which is
+seldom short: there the states are checked, and activations get a fixed share.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.errors import BadInput, say
+from common.placement import Layout, rank_memory
+from common.trainer.batching import Compute
+from common.trainer.kernels import check_kernels
+from common.trainer.logits import GPU_LOGITS_PER_CHUNK
+from common.trainer.model import GRADIENT_MEMORY_SHARE
+from common.trainer.sequence_parallel import check_heads
+
+GIB = 2**30  # bytes
+MASTER_BYTES, GRADIENT_BYTES, FROZEN_BYTES = 12, 4, 4  # a parameter: master and Adam's moments, gradient, frozen weight
+FREE = 0.05  # share of a GPU's memory that stays free, for its context and for fragmentation
+ENGINE_ASLEEP = 2 * GIB  # bytes that a colocated engine keeps while its rank trains: CUDA graphs, libraries
+ENGINE_WORKSPACE = 4 * GIB  # bytes that an engine needs beside weights and KV cache
+CPU_ACTIVATION_SHARE = 0.2  # share of a CPU rank's memory that the activations of one micro-batch may take
+MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 1024, 16384  # beyond the maximum a micro-batch is no faster
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a model. The first three have the names of its config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    query_width: int  # width of all query heads of a layer together
+    key_width: int  # the same of keys, and of values
+    embedding: int  # parameters of the embedding, or of the head
+    inner: int  # parameters of all layers together and of the last norm
+    parameters: int  # all of them, tied ones counted once
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache for one token: a key and a value of each layer."""
+        return 2 * self.num_hidden_layers * self.key_width * dtype.itemsize
+
+    def activation_bytes(self, dtype: torch.dtype, checkpointing: bool) -> int:
+        """Estimated bytes that one token keeps for the backward. Each layer keeps 4 hidden sizes in float32 (norms and
+        residuals), 5 hidden sizes and 4 feed-forward widths. With checkpointing, all layers but one keep their input.
+        """
+        layer = 4 * 4 * self.hidden_size + (5 * self.hidden_size + 4 * self.intermediate_size) * dtype.itemsize
+        kept = self.hidden_size * dtype.itemsize if checkpointing else layer
+        return self.num_hidden_layers * kept + (layer if checkpointing else 0)
+
+
+@lru_cache
+def count_parameters(model_path: str) -> int:
+    """Number of parameters of a causal language model, tied ones counted once. Reads the config, not the weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def decoder(model_path: str) -> Decoder:
+    """Sizes of a model from its config.json."""
+    config = AutoConfig.from_pretrained(model_path)
+    heads, count, embedding = (
+        config.num_attention_heads, count_parameters(model_path), config.vocab_size * config.hidden_size
+    )  # fmt: skip
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Decoder(
+        config.hidden_size, config.intermediate_size, config.num_hidden_layers, heads * head_dim,
+        config.num_key_value_heads * head_dim, embedding,
+        count - embedding * (1 if config.tie_word_embeddings else 2), count,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU of a run, and what the run puts on it. All models have the sizes of one."""
+
+    memory: float  # bytes
+    model: Decoder
+    shards: int  # ranks that hold one copy of the weights together
+    dtype: torch.dtype  # data type of forward and backward, and of the engine
+    trained: int = 1  # models with gradients and an optimizer
+    frozen: int = 0  # models without
+    offload: str = "none"  # "others" and "all" as in --offload
+    checkpointing: bool = False
+    engine: Literal["asleep", "copy", "elsewhere"] = "asleep"  # state of this GPU's engine while the rank trains
+    other: float = 0.0  # bytes of reward models
+
+    @property
+    def usable(self) -> float:
+        return (1 - FREE) * self.memory
+
+    @property
+    def states(self) -> float:
+        """Bytes that stay: masters and moments of trained models, frozen models, reward models."""
+        trained, frozen = {"none": (self.trained, self.frozen), "others": (1, 0), "all": (0, 0)}[self.offload]
+        return (MASTER_BYTES * trained + FROZEN_BYTES * frozen) * self.model.parameters / self.shards + self.other
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
+        return self.offload == "none" and 4 * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.model.activation_bytes(self.dtype, self.checkpointing)
+
+    def update(self, tokens: float) -> float:
+        """Most bytes in an update whose forwards have that many tokens."""
+        model = self.model
+        ends, layer = model.parameters - model.inner, model.inner / model.num_hidden_layers
+        gathered = self.dtype.itemsize * (model.parameters if self.shards == 1 else ends + 2 * layer)
+        unreduced = GRADIENT_BYTES * (model.parameters if self.whole_gradients else max(ends, layer))
+        gradients = 0 if self.offload == "all" else GRADIENT_BYTES * model.parameters / self.shards
+        engine = {"asleep": ENGINE_ASLEEP, "copy": model.parameters * self.dtype.itemsize, "elsewhere": 0}[self.engine]
+        passing = gathered + unreduced + gradients + 3 * 4 * GPU_LOGITS_PER_CHUNK
+        return self.states + engine + passing + tokens * self.activation_bytes
+
+    def token_budget(self) -> int:
+        """Tokens of one forward that fit: a multiple of MIN_BUDGET_TOKENS, and one of them even if it does not fit."""
+        fit = (self.usable - self.update(0)) / self.activation_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
+        return int(max(MIN_BUDGET_TOKENS, min(fit, MAX_BUDGET_TOKENS)))
+
+    def update_refusal(self, tokens: float) -> str:
+        """Why an update does not fit, or ""."""
+        return "" if self.update(tokens) <= self.usable else (
+            f"an update needs {self.update(tokens) / GIB:.1f} GiB a rank, {self.usable / GIB:.1f} of "
+            f"{self.memory / GIB:.0f} can be used: more ranks, --offload, --activation-checkpointing"
+        )  # fmt: skip
+
+    def engine_room(self) -> float:
+        """Bytes that an engine may take while it samples: of a GPU of its own, or what the trainer's states leave."""
+        return self.usable - FREE * self.memory - (0 if self.engine == "elsewhere" else self.states)
+
+    def engine_needs(self, tp: int, tokens: float) -> float:
+        """Bytes of an engine over tp GPUs, on each of them, with a KV cache for that many tokens."""
+        weights = self.model.parameters * self.dtype.itemsize
+        return (weights + tokens * self.model.kv_bytes(self.dtype)) / tp + ENGINE_WORKSPACE
+
+    def engine_refusal(self, tp: int, longest: int) -> str:
+        """Why an engine over tp GPUs with one response of the longest length does not fit, or ""."""
+        needs, room = self.engine_needs(tp, longest), self.engine_room()
+        return "" if needs <= room else (
+            f"the engine needs {needs / GIB:.1f} GiB of each GPU for weights and one response, and "
+            f"{max(0, room) / GIB:.1f} of {self.memory / GIB:.0f} are left for it: a larger --rollout-tp, more ranks, "
+            "--offload"
+        )  # fmt: skip
+
+    def engine_share(self, tp: int, tokens: float) -> float:
+        """Share of the GPU's memory for an engine, in hundredths: as much as that many tokens need, or what is left."""
+        needs, room = self.engine_needs(tp, tokens) / self.memory, self.engine_room() / self.memory
+        return min(math.ceil(100 * needs), math.floor(100 * room)) / 100
+
+
+def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_the_gpu) -> Compute:
+    """Check the settings against the model and the memory, and fill in and print the token budget if it is 0.
+
+    on_the_gpu: fields of GPU, from `trained` on. The budget depends on the size of the memory, not on how much is free:
+    a command always cuts the same micro-batches. Raises BadInput.
+    """
+    check_kernels(compute.kernels)
+    check_heads(AutoConfig.from_pretrained(model_path), compute.sequence_parallel, model_path)
+    if torch.cuda.is_available():
+        gpu = this_gpu(compute, model_path, dtype, size, **on_the_gpu)
+        per_token, budget = gpu.activation_bytes, compute.token_budget or gpu.token_budget()
+        if refusal := gpu.update_refusal(budget):
+            raise BadInput(refusal)
+    else:
+        per_token = decoder(model_path).activation_bytes(dtype, compute.activation_checkpointing)
+        budget = compute.token_budget or cpu_token_budget(per_token)
+    if not compute.token_budget:
+        say(f"token budget: {budget} a forward and rank ({per_token * budget / GIB:.2g} GiB of activations)")
+    return replace(compute, token_budget=budget)
+
+
+def this_gpu(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_the_gpu) -> GPU:
+    """This rank's GPU in a run of `size` ranks. on_the_gpu: fields of GPU, from `trained` on."""
+    shards, checkpointing = compute.shard_size or size, compute.activation_checkpointing
+    return GPU(rank_memory(), decoder(model_path), shards, dtype, checkpointing=checkpointing, **on_the_gpu)
+
+
+def cpu_token_budget(per_token: int) -> int:
+    """The largest power of two whose activations take no more than their share of a CPU rank's memory."""
+    budget = MIN_BUDGET_TOKENS
+    while budget < MAX_BUDGET_TOKENS and 2 * budget * per_token <= CPU_ACTIVATION_SHARE * rank_memory():
+        budget *= 2
+    return budget
+
+
+def plan_engine(layout: Layout, gpu: GPU, tp: int, longest: int, sequences: int) -> Layout:
+    """Fill in and print the share of a GPU's memory that vLLM may take, if it is 0. Raises BadInput.
+
+    longest: tokens of the longest prompt and response. sequences: responses that one engine works on at once.
+    """
+    if layout.rollout_memory:
+        return layout
+    if refusal := gpu.engine_refusal(tp, longest):
+        raise BadInput(refusal)
+    share = gpu.engine_share(tp, longest * sequences)
+    say(f"engine: {share:.0%} of the GPU's {gpu.memory / GIB:.0f} GiB")
+    return replace(layout, rollout_memory=share)

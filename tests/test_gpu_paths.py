@@ -1,0 +1,355 @@
+"""What can be shown of the GPU's code paths without a GPU. scripts/gpu_check.py shows the rest on one."""
+
+import contextlib
+import inspect
+import json
+import os
+import queue
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, masking_utils
+
+from common import weight_sync
+from common.rollout import engines, vllm_engine
+from common.rollout.servers import weights
+from common.rollout.servers.client import Control
+from common.run import memory
+from common.trainer import attention, logits, model
+
+CUDA = torch.device("cuda")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU")
+
+
+class Stop(Exception):
+    """Raised by a fake at the point to which a test wants to come."""
+
+
+VLLMEngine = vllm_engine.VLLMEngine
+
+
+def an_engine(rank: int = 0, size: int = 2) -> VLLMEngine:
+    """An engine of a world with GPUs, without an LLM."""
+    engine = object.__new__(VLLMEngine)
+    engine.world = SimpleNamespace(device=CUDA, size=size, rollout_tp=1, engine_index=rank, tp_group=None)
+    engine.stop_token_ids, engine.weight_version, engine.asleep = [1], 0, False
+    return engine
+
+
+def requested(rank: int, seed: int, n: int = 8) -> list:
+    """The sampling parameters that an engine asks vLLM for, with three prompts."""
+    found = []
+
+    def enqueue(requests, sampling, use_tqdm):
+        found.extend(sampling)
+        raise Stop
+
+    engine = an_engine(rank)
+    engine.llm = SimpleNamespace(enqueue=enqueue)
+    with pytest.raises(Stop):
+        engine.generate([[5], [6], [7]], n=n, temperature=1.0, max_tokens=4, seed=seed)
+    return found
+
+
+@pytest.mark.parametrize("run", [0, 7, 2**31 - 1])
+def test_on_a_gpu_each_request_brings_a_seed_of_its_own(run):
+    """A prompt's n responses take its seed and those that follow: none may belong to two responses of a run."""
+    steps = [run * 2**20 + step for step in (1, 2, 5000)]
+    seeds = [
+        sampling.seed + response
+        for step in steps
+        for rank in (0, 1)
+        for sampling in requested(rank, step)
+        for response in range(8)
+    ]
+    assert len(set(seeds)) == len(seeds) == 3 * 2 * 3 * 8 and min(seeds) >= 0 and max(seeds) < 2**63
+    assert requested(0, steps[1]) == requested(0, steps[1])
+
+
+def test_vllms_sampler_on_gpus_takes_the_seeds_of_requests(monkeypatch):
+    """Its states are made as in vLLM's runner. Without a seed a request takes one from numpy's global generator."""
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    monkeypatch.setattr(buffers, "is_uva_available", lambda: False)
+    states = SamplingStates(8, 100)
+    asked = requested(1, 50)
+    for i, sampling in enumerate(asked):
+        states.add_request(i, sampling)
+    assert states.seeds.np[:3].tolist() == [sampling.seed for sampling in asked]
+
+
+def test_an_engine_wakes_takes_the_weights_and_forgets_its_cache_in_this_order():
+    calls = []
+    record = lambda name: lambda *args, **kwargs: calls.append((name, *args, *kwargs.values()))
+    names = ("sleep", "wake_up", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache")
+    engine = an_engine()
+    engine.llm = SimpleNamespace(**{name: record(name) for name in names})
+    engine.sleep()
+    engine.load_weights([])
+    engine.load_weights([])  # it is awake: nothing to wake
+    update = [("start_weight_update",), ("update_weights", {"update_info": {"weights": []}}), ("finish_weight_update",)]
+    slept = [("sleep", 2), ("wake_up", ["weights"]), *update, ("wake_up", ["kv_cache"]), ("reset_prefix_cache",)]
+    assert calls == [*slept, *update, ("reset_prefix_cache",)] and engine.weight_version == 2
+
+
+@pytest.mark.parametrize("dtype, said", [(torch.float32, "ieee"), (torch.bfloat16, None)])
+def test_a_float32_engine_does_not_round_to_tf32(dtype, said, models, monkeypatch):
+    def stop(*args, **kwargs):
+        raise Stop
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", stop)
+    with pytest.raises(Stop):
+        engines.start("vllm", models["tied"], [1], an_engine().world, dtype, max_model_len=64, sequences=8)
+    assert os.environ.get("TRITON_F32_DEFAULT") == said and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+FAKED_H100 = """
+import json, sys, types
+sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")  # of the GPU wheel
+import torch, vllm.platforms
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+from vllm.platforms.interface import DeviceCapability
+class H100(NonNvmlCudaPlatform):
+    get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H100 80GB HBM3")
+    get_device_total_memory = classmethod(lambda cls, device_id=0: 80 * 2**30)
+    is_fully_connected = classmethod(lambda cls, device_ids: True)
+    device_count = classmethod(lambda cls: 8)
+    is_cumem_allocator_available = is_sleep_mode_available = lambda self: True
+from common.placement import Layout
+from common.rollout import vllm_engine
+vllm.platforms._current_platform = H100()
+import vllm.config.vllm
+vllm.config.vllm.HAS_TRITON = True
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor.abstract import Executor
+torch.cuda.is_available = lambda: True
+settings = vllm_engine.engine_settings(sys.argv[1], torch.bfloat16, 1, Layout(), max_model_len=200, max_num_seqs=256)
+torch.cuda.is_available = lambda: False
+own = dict(seed=0, distributed_executor_backend="external_launcher", enable_sleep_mode=True)
+config = EngineArgs(**settings, **own).create_engine_config(UsageContext.LLM_CLASS)
+print(json.dumps({
+    "V2 runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling,
+    "graphs": config.compilation_config.cudagraph_mode.name, "cumem": config.model_config.enable_cumem_allocator,
+    "head": str(config.model_config.head_dtype), "memory": config.cache_config.gpu_memory_utilization,
+    "executor": Executor.get_class(config).__name__, "logprobs": config.model_config.logprobs_mode,
+    "prefixes": config.cache_config.enable_prefix_caching, "transfer": config.weight_transfer_config.backend,
+}))
+"""
+
+
+@on_a_cpu
+@pytest.mark.slow
+def test_what_vllm_makes_of_our_settings_on_an_h100(models):
+    """Its own configuration, on a platform that says it is one. A new vLLM may decide otherwise, and then look here."""
+    variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0"}
+    variables |= {"VLLM_PLUGINS": "", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAKED_H100, models["tied"]], capture_output=True, text=True, env=os.environ | variables,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "V2 runner": True, "async": True, "graphs": "FULL_AND_PIECEWISE", "cumem": True, "head": "torch.float32",
+        "memory": 0.4, "executor": "ExecutorWithExternalLauncher", "logprobs": "processed_logprobs", "prefixes": True,
+        "transfer": "in_process",
+    }  # fmt: skip
+
+
+class NamedCUDA:
+    """Stands for a CUDA device where only its name is asked for."""
+
+    type = "cuda"
+
+
+def as_on_cuda(module, monkeypatch):
+    """A second copy of a module whose tensors count as CUDA tensors, wherever they are."""
+    source = inspect.getsource(module).replace("query.is_cuda and query.dtype != torch.float32", "True")
+    copy = type(sys)("as_on_cuda")
+    monkeypatch.setitem(sys.modules, "as_on_cuda", copy)
+    exec(compile(source, "as_on_cuda", "exec"), copy.__dict__)
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *a, **k: x if a and isinstance(a[0], NamedCUDA) else to(x, *a, **k)
+    )
+    return copy
+
+
+def reference_kernel(
+    query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa
+):
+    """varlen_attn, one sequence at a time: causal, with the ends of queries and keys aligned."""
+    assert window_size == (-1, 0) and query_ends.dtype == key_ends.dtype == torch.int32
+    assert [int(ends.diff().max()) for ends in (query_ends, key_ends)] == [most_queries, most_keys]
+    out = []
+    for q, k, v in zip(
+        query.split(query_ends.diff().tolist()), *(x.split(key_ends.diff().tolist()) for x in (key, value))
+    ):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        one = torch.nn.functional.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=enable_gqa)
+        out.append(one[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("groups", [[(40, [17, 30, 5]), (33, [9]), (50, [20, 20])], [(7, [3]), (5, [1])]])
+def test_attention_on_cuda_is_attention_on_a_cpu(groups, monkeypatch):
+    """Forward and gradients, with a reference in the place of the kernel: its arguments are what is tested."""
+    on_cuda = as_on_cuda(attention, monkeypatch)
+    on_cuda.varlen_attn = reference_kernel
+    tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, heads, tokens, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+    found = []
+    for module, device in ((attention, torch.device("cpu")), (on_cuda, NamedCUDA())):
+        own = [x.clone().requires_grad_() for x in qkv]
+        out, _ = module.packed_attention(None, *own, None, scaling=0.25, spans=module.spans(groups, device))
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in own)])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+@on_a_cpu
+def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
+    """What a backward keeps on the branch for CUDA, counted on the meta device: qwen2 at the sizes of 0.5 B and 7 B."""
+    on_cuda = as_on_cuda(attention, monkeypatch)
+    AttentionInterface.register("counted", on_cuda.packed_attention)
+    for hidden, wide, heads, keys in ((896, 4864, 14, 2), (3584, 18944, 28, 4)):
+        config = Qwen2Config(
+            vocab_size=1000, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=3, num_attention_heads=heads,
+            num_key_value_heads=keys,
+        )  # fmt: skip
+        config._attn_implementation = "counted"
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for groups in ([(256, [224] * 7)], [(256, [256])] * 4):
+            tokens = sum(p + sum(r) for p, r in groups)
+            spans = on_cuda.spans(groups, NamedCUDA())
+            for name in ("query_ends", "key_ends", "keys"):
+                value = getattr(spans, name)
+                setattr(spans, name, None if value is None else value.to("meta"))
+            counted = kept_bytes(policy, tokens, spans) / tokens
+            sizes = memory.Decoder(hidden, wide, 3, 0, 0, 0, 0, 0)
+            assert 0.9 <= sizes.activation_bytes(torch.bfloat16, False) / counted <= 1.1, (hidden, groups, counted)
+
+
+def kept_bytes(policy, tokens: int, spans) -> int:
+    """Bytes that a forward of the model's layers keeps for the backward, its parameters left out."""
+    own, kept = {p.untyped_storage()._cdata for p in policy.parameters()}, {}
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        policy.model(input_ids=ids, position_ids=ids, use_cache=False, spans=spans)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_transformers_does_not_ask_the_gpu_whether_rows_are_packed(models, world, monkeypatch):
+    """It would wait for the GPU in every forward."""
+    policy = model.load(models["tied"], world, torch.float32)  # its first forwards are those of check_packing
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
+    model.check_packing(policy, models["tied"], world, 1e-3)
+
+
+def test_the_fused_functions_of_the_head_are_traced_whole(monkeypatch):
+    """As on a GPU, but for the kernels: no break in the graph, one graph for any number of rows."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    z, targets = torch.randn(6, 50), [torch.arange(rows) for rows in range(7)]
+    for with_entropy in (True, False):
+        measure = torch.compile(logits.row_statistics, dynamic=True, fullgraph=True, backend=backend)
+        for rows in (6, 4):
+            expected = logits.row_statistics(z[:rows].clone(), targets[rows], 0.7, with_entropy)
+            torch.testing.assert_close(measure(z[:rows].clone(), targets[rows], 0.7, with_entropy), expected)
+    differentiate = torch.compile(logits.logit_gradient, dynamic=True, fullgraph=True, backend=backend)
+    for rows in (6, 4):
+        given = (targets[rows], expected[0].new_ones(rows), torch.arange(rows) / 3, 0.7)
+        torch.testing.assert_close(
+            differentiate(z[:rows].clone(), *given), logits.logit_gradient(z[:rows].clone(), *given)
+        )
+    assert len(graphs) == 3
+
+
+class FakeStream:
+    def __init__(self, *args, **kwargs): ...
+
+    def synchronize(self): ...
+
+    def wait_stream(self, other): ...
+
+    def wait_event(self, event): ...
+
+    def record_event(self):
+        return object()
+
+
+@on_a_cpu
+def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(monkeypatch):
+    """Its own trainer engine and consumer; streams and the communicator are replaced. Two servers of 2 GPUs each."""
+    import vllm.distributed.weight_transfer.nccl_engine as nccl
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: FakeStream())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    wire, joined, calls, received = queue.Queue(), [], [], {}
+
+    class Group:
+        def __init__(self, sends: bool):
+            self.sends = sends
+
+        def broadcast(self, tensor, src=0, stream=None):
+            wire.put(tensor.clone()) if self.sends else tensor.copy_(wire.get(timeout=20))
+
+        def destroy(self): ...
+
+    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: (joined.append(info), Group(True))[1])
+
+    class TwoServers(Control):
+        def request(self, method, path, bodies=None, key=""):
+            calls.append(path)
+            if path == "/init_weight_transfer_engine":
+                self.infos = [body["init_info"] for body in bodies]
+            if path == "/update_weights":
+                about, info = bodies["update_info"], self.infos[0]
+                sizes = [(shape, getattr(torch, dtype)) for shape, dtype in zip(about["shapes"], about["dtype_names"])]
+                nccl.packed_nccl_broadcast_consumer(
+                    iter(zip(about["names"], sizes)), Group(False), 0,
+                    lambda pairs: received.update({name: tensor.clone() for name, tensor in pairs}),
+                    buffer_size_bytes=info["packed_buffer_size_bytes"], num_buffers=info["packed_num_buffers"],
+                    device="cpu",
+                )  # fmt: skip
+            return [{}] * 2
+
+    control = TwoServers(["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    control.workers = [2, 2]
+    policy = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3, bias=False))
+    parameters = weight_sync.FullParameters(policy, torch.bfloat16)
+    monkeypatch.setattr(weight_sync, "device_type", lambda parameter: "cpu")
+    source = weights.SingleIteration(parameters)
+    source.pairs = weight_sync.one_ahead(iter(parameters))
+    sender = weights.nccl_sender(source, control)
+    sender.source = source
+    sender.send_weights()
+    assert [info["rank_offset"] for info in control.infos] == [1, 3] and joined[0].world_size == 5
+    assert {info["packed_buffer_size_bytes"] for info in control.infos} == {weights.NCCL_BUFFER_BYTES}
+    assert calls[-2] == "/finish_weight_update" and list(received) == [name for name, _ in policy.named_parameters()]
+    assert all(torch.equal(received[name], p.detach().bfloat16()) for name, p in policy.named_parameters())
