@@ -58,7 +58,7 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 def main(args: Args) -> None:
     ranges.check(args)
-    size = placement.check_world(1, sharding=args.compute)
+    size = checks.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.model:

@@ -9,7 +9,6 @@ hold one engine together. Placement "split": the engines are vLLM servers on dev
 import atexit
 import ctypes
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
-
-from common.errors import BadInput
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
 EXIT_PAUSE_SECONDS = 0.2
@@ -111,6 +108,9 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+            # Each waking of the engine empties torch's cache; what it takes anew should not leave gaps.
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         left = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
         device = torch.device("cuda", left[int(os.environ["LOCAL_RANK"])])
         torch.cuda.set_device(device)
@@ -147,49 +147,6 @@ def finish(world: World, engine=None) -> None:
         engine.shutdown()  # vLLM's groups live inside ours, and its shutdown may end ours, too
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", sharding=Sharding()) -> int:
-    """Number of ranks that torchrun started (1 without it), before they are joined. Raises BadInput."""
-    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    together = {"rollout-tp": size if layout.split and rollout_tp > 0 else rollout_tp}
-    together |= {"sequence-parallel": sharding.sequence_parallel, "shard-size": sharding.shard_size or size}
-    for flag, ranks in together.items():
-        if ranks < 1 or size % ranks:
-            raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
-    if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
-        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
-        raise BadInput(f"{local_size} ranks{servers} on this node, which has {torch.cuda.device_count()} GPUs")
-    check_layout(layout, rollout_tp, backend)
-    return size
-
-
-def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
-    """Refuse flags that contradict each other. Raises BadInput."""
-    devices, urls = layout.rollout_devices, layout.rollout_urls
-    if layout.max_inflight_batches not in (1, 2):
-        raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: expected 1, or 2 for one batch ahead")
-    if not layout.split:
-        if devices or urls or layout.max_inflight_batches > 1:
-            raise BadInput(
-                "--rollout-devices, --rollout-urls, --max-inflight-batches 2: need --rollout-placement split"
-            )
-        return
-    if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
-        raise BadInput(f"--rollout-urls {re.split('[?#]', bad[0])[0]}: expected http://HOST:PORT")
-    if backend != "vllm":
-        raise BadInput(f"--rollout-placement split needs vLLM's servers; --rollout-backend {backend} has none")
-    if bool(devices) == bool(urls):
-        raise BadInput("--rollout-placement split: needs --rollout-devices to start servers on, or --rollout-urls")
-    cuda = torch.cuda.is_available()
-    kind = "GPUs" if cuda else "cores"
-    there = list(range(torch.cuda.device_count())) if cuda else sorted(os.sched_getaffinity(0))
-    if len(set(devices)) < len(devices) or not set(devices) <= set(there):
-        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {there}")
-    if set(devices) == set(there):
-        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
-    if len(devices) % rollout_tp:
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
 
 
 def engine_count(size: int, rollout_tp: int, layout: Layout) -> int:

@@ -65,7 +65,7 @@ def example(prompt: Prompt, response: str) -> dict[str, str]:
 def main(args: Args) -> None:
     if args.save_right and not args.n:
         raise errors.BadInput("--save-right keeps sampled responses: give --n as well")
-    placement.check_world(args.rollout_tp)
+    checks.check_world(args.rollout_tp)
     ranges.check(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)

@@ -35,7 +35,7 @@ from common.data.tokenizer import load_tokenizer, total_tokens
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import memory, precision, ranges
+from common.run import checks, memory, precision, ranges
 from common.run.checkpoint import Saver, Saving
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
 from common.trainer import batching, model
@@ -198,7 +198,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f"{args.file}: an algorithm's file comes before all flags, which are then its own")
     began = time.perf_counter()
     ranges.check(args)
-    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
+    size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     path = arithmetic.warm_start() if args.model == "embedded" else args.model
     tokenizer, stop_token_ids = load_tokenizer(path)
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)

@@ -33,7 +33,7 @@ from common.placement import World
 from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout
-from common.run import job
+from common.run import checks, job
 from common.run.checkpoint import Saving
 from common.run.directory import import_algorithm
 from common.trainer import batching
@@ -129,7 +129,7 @@ def launch(file: str) -> None:
 def main(algorithm: ModuleType, args: job.Flags) -> None:
     """Run the file twice and compare all gradients. Collective: every rank calls it. Exits with 1 if they differ."""
     began = time.perf_counter()
-    placement.check_world(1, sharding=args.compute)
+    checks.check_world(1, sharding=args.compute)
     world = placement.init(args.seed, sharding=args.compute)
     first = Trial()
     second = Trial(first)

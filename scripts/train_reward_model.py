@@ -37,7 +37,7 @@ from common.data import arithmetic, sources
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards.model import conversation
 from common.rollout import rollout
-from common.run import precision, ranges
+from common.run import checks, precision, ranges
 from common.trainer import batching, model
 
 
@@ -109,7 +109,7 @@ def change_digit(text: str, draw: random.Random) -> str:
 
 
 def main(args: Args) -> None:
-    size = placement.check_world(rollout_tp=1)
+    size = checks.check_world(rollout_tp=1)
     ranges.check(args)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")

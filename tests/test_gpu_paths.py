@@ -14,12 +14,16 @@ import torch
 from conftest import ROOT
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, masking_utils
 
-from common import weight_sync
+from common import placement, weight_sync
+from common.errors import BadInput, RunFailed
+from common.placement import Layout
 from common.rollout import engines, vllm_engine
 from common.rollout.servers import weights
 from common.rollout.servers.client import Control
 from common.run import memory
-from common.trainer import attention, logits, model
+from common.run.checks import check_layout
+from common.trainer import attention, kernels, logits, model
+from common.trainer.batching import Compute
 
 CUDA = torch.device("cuda")
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU")
@@ -353,3 +357,61 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(monkeypa
     assert {info["packed_buffer_size_bytes"] for info in control.infos} == {weights.NCCL_BUFFER_BYTES}
     assert calls[-2] == "/finish_weight_update" and list(received) == [name for name, _ in policy.named_parameters()]
     assert all(torch.equal(received[name], p.detach().bfloat16()) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("said", ["No available memory for the cache blocks. Try this.", "another cause"])
+def test_an_engine_without_enough_memory_says_which_flag_to_change(said, models, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError(said)
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", fail)
+    start = lambda: engines.start(
+        "vllm", models["tied"], [1], an_engine().world, torch.bfloat16, max_model_len=64, sequences=8,
+        layout=Layout(rollout_memory=0.3),
+    )  # fmt: skip
+    if "memory" not in said:
+        with pytest.raises(ValueError, match=said):
+            start()
+        return
+    with pytest.raises(RunFailed, match=r"rollout-memory 0.3, .* for the cache blocks; change --rollout-memory") as it:
+        start()
+    assert it.value.code == "engine-memory"
+
+
+@on_a_cpu
+def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch):
+    """It only logs that it does not know a model. This stands for its table of those that it knows."""
+    table = type(sys)("liger_kernel.transformers.monkey_patch")
+    table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", table)
+    for package in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, package, type(sys)(package))
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels.check_kernels("liger", "llama")
+    with pytest.raises(BadInput, match="it has no kernels for qwen2 models"):
+        memory.plan(Compute(kernels="liger"), models["tied"], torch.float32, 1)
+
+
+@on_a_cpu
+def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(BadInput, match="--rollout-devices are of one node"):
+        check_layout(Layout("split", (0,)), 1, "vllm")
+
+
+def test_on_a_gpu_the_allocators_segments_grow_unless_the_user_says_otherwise(monkeypatch):
+    """It is said before torch touches the GPU; what comes after is not reached here."""
+
+    def stop():
+        raise Stop
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", stop)
+    own = {**os.environ}
+    for given, found in (({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, None)):
+        monkeypatch.setattr(os, "environ", own | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | given)
+        with pytest.raises(Stop):
+            placement.init(0)
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == found

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 
 from common.errors import BadInput
-from common.run import precision
+from common.run import checks
 
 LOCKED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
 
@@ -65,12 +65,12 @@ def test_gpus_that_torch_cannot_use_end_the_run(cuda, hint, tmp_path, monkeypatc
     monkeypatch.setattr(torch.version, "cuda", cuda)
     smi = executable(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'")
     with pytest.raises(BadInput, match=hint):
-        precision.choose("float32", "any")
+        checks.check_world(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert precision.choose("float32", "any") == torch.float32
+    assert checks.check_world(1) == 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     executable(smi, "echo 'No devices were found'")
-    assert precision.choose("float32", "any") == torch.float32
+    assert checks.check_world(1) == 1
 
 
 def test_the_gpu_lock_can_be_installed_from_wheels(tmp_path):

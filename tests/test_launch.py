@@ -179,6 +179,7 @@ def test_slurm(slurm, recorder, tmp_path):
             "--nnodes": "2", "--nproc-per-node": "3", "--rdzv-backend": "c10d", "--rdzv-id": "4242",
             "--rdzv-endpoint": "gpu7:29742", "--local-addr": f"gpu{7 + node}",
             "--rdzv-conf": f"is_host={1 - node},read_timeout=900,join_timeout=900",
+            "--shutdown-timeout": "300",
         }  # fmt: skip
         assert set(env.values()) == {"ib0"}
     directives = re.findall(r"^#SBATCH --(\S+?)=", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE)
@@ -186,6 +187,7 @@ def test_slurm(slurm, recorder, tmp_path):
     one = "#SBATCH --ntasks-per-node=1\n"
     head, _, body = (FOLDER / "slurm.sbatch").read_text().partition("set -euo")
     assert one in head and "#SBATCH" not in body, "sbatch reads no directive behind the first command"
+    assert int(re.search(r"--signal=TERM@(\d+)", head)[1]) > int(flags["--shutdown-timeout"])  # else the step is lost
 
 
 def test_a_slurm_job_fails_where_a_node_does(slurm, tmp_path):
@@ -209,6 +211,7 @@ def test_kubernetes(recorder, tmp_path):
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert spec["completionMode"] == "Indexed" and spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
     assert pod["subdomain"] == name  # else pods have no names
+    assert pod["terminationGracePeriodSeconds"] > 300  # torchrun.sh gives the ranks 300 to save their step
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     given = {variable["name"]: variable["value"] for variable in container["env"]}

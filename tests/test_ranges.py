@@ -8,9 +8,9 @@ import sys
 import pytest
 import tyro
 
-from common import errors, placement
+from common import errors
 from common.errors import BadInput
-from common.run import job, ranges
+from common.run import checks, job, ranges
 
 NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
 
@@ -26,7 +26,7 @@ def command_line(monkeypatch, capsys, name: str, *words: str) -> str:
     """What `python algos/NAME.py WORDS` prints on stderr before it ends with exit code 2."""
     algorithm = importlib.import_module(f"algos.{name}")
     monkeypatch.setattr(sys, "argv", [f"algos/{name}.py", *words])
-    monkeypatch.setattr(placement, "check_world", lambda *a, **k: pytest.fail("went on"))
+    monkeypatch.setattr(checks, "check_world", lambda *a, **k: pytest.fail("went on"))
     with pytest.raises(SystemExit) as left:
         if name == "sft":
             errors.launch(algorithm.main, tyro.cli(algorithm.Args))

@@ -18,10 +18,11 @@ import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch
 
 from common.errors import BadInput, RunFailed
-from common.placement import TORCHRUN_VARIABLES, Layout, check_layout
+from common.placement import TORCHRUN_VARIABLES, Layout
 from common.rollout.servers import client, process
 from common.rollout.servers.client import Control, ask_all
 from common.rollout.servers.weights import cut
+from common.run.checks import check_layout
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)

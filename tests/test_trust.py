@@ -24,7 +24,7 @@ from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.rollout.servers import process as servers
 from common.rollout.vllm_engine import engine_settings
-from common.run import checkpoint, directory, tracking
+from common.run import checkpoint, checks, directory, tracking
 from common.trainer import model
 
 SOURCES = sorted(path for folder in ("common", "algos", "scripts") for path in (ROOT / folder).rglob("*.*"))
@@ -237,8 +237,8 @@ def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets
     lambda: rewards.load((URL.replace("http", "htp"),)),
     lambda: rewards.load((f"http://127.0.0.1:9/?key={SECRET}",)),
     lambda: rewards.load((f"http://127.0.0.1:9#{SECRET}",)),
-    lambda: placement.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
-    lambda: placement.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
+    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
+    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
     lambda: load_tokenizer(URL),
     lambda: data.load(URL, data.Source(), "train", None, 64),
     lambda: directory.check_directory("", URL, "none"),

@@ -19,10 +19,11 @@ import warnings
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from common.errors import say
+from common.errors import RunFailed, say
 from common.placement import Layout, World, use_cores
 
 MOST_SEQUENCES = 512  # responses that one engine works on at the same time
+MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
 
 
 def start(
@@ -31,7 +32,7 @@ def start(
 ):  # fmt: skip
     """Load an engine on this rank (with rollout_tp > 1: on these ranks together), or start the layout's servers.
 
-    Collective: every rank calls it. Raises RunFailed.
+    Collective: every rank calls it. Raises RunFailed if the memory does not do for it, or a server does not start.
     model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
     max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
     """
@@ -41,8 +42,10 @@ def start(
         return HFEngine(model_path, stop_token_ids, world, dtype)
     limits = {"max_model_len": max_model_len, "max_num_seqs": min(MOST_SEQUENCES, sequences)}
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    if world.device.type == "cuda" and dtype == torch.float32:
-        environment["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
+    if world.device.type == "cuda":
+        environment["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"  # it would be compiled at the first use, by nvcc
+        if dtype == torch.float32:
+            environment["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
     if world.device.type == "cpu":
         gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, math.prod(limits.values()))
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
@@ -61,7 +64,14 @@ def start(
         warnings.simplefilter("ignore", FutureWarning)  # raised inside vLLM about torch
         from common.rollout.vllm_engine import VLLMEngine
 
-        engine = VLLMEngine(model_path, stop_token_ids, world, dtype, layout, **limits)
+        try:
+            engine = VLLMEngine(model_path, stop_token_ids, world, dtype, layout, **limits)
+        except ValueError as error:
+            if "memory" not in str(error):
+                raise
+            share = f"--rollout-memory {layout.rollout_memory}" if world.device.type == "cuda" else "KV cache"
+            said = f"vLLM with {share}, {limits}: {str(error).split('. ')[0]}"
+            raise RunFailed(f"{said}; {MEMORY_CURE}", code="engine-memory") from None
     say(f"engine: {engine.settings()}")
     use_cores()  # vLLM has changed the number of threads
     gc.freeze()  # Python's collector need not walk through everything that is loaded, again in every step

@@ -1,16 +1,85 @@
-"""Tries what a user brings, model and rewards, before any weight is read."""
+"""Checks before anything is loaded: ranks and devices, and what a user brings, model and rewards."""
 
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
 from common.errors import BadInput, refuse_all
+from common.placement import Layout, Sharding
 from common.rewards.grading import Item
 from common.rewards.mixture import Rewards, grade
 from common.trainer import model
+
+
+def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", sharding=Sharding()) -> int:
+    """Number of ranks that torchrun started (1 without it), before they are joined. Raises BadInput."""
+    check_gpus()
+    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    together = {"rollout-tp": size if layout.split and rollout_tp > 0 else rollout_tp}
+    together |= {"sequence-parallel": sharding.sequence_parallel, "shard-size": sharding.shard_size or size}
+    for flag, ranks in together.items():
+        if ranks < 1 or size % ranks:
+            raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
+    if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
+        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
+        raise BadInput(f"{local_size} ranks{servers} on this node, which has {torch.cuda.device_count()} GPUs")
+    check_layout(layout, rollout_tp, backend)
+    return size
+
+
+def check_gpus() -> None:
+    """Refuse to train on the CPU of a machine whose GPUs torch cannot use. CUDA_VISIBLE_DEVICES="" asks for the CPU."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not shutil.which("nvidia-smi"):
+        return
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    if "GPU " in listed:
+        build = "is a CPU build: MACHINE=gpu bash scripts/install.sh"
+        old = f"needs a driver for CUDA {torch.version.cuda}: 580 or newer for CUDA 13"
+        raise BadInput(
+            f"nvidia-smi lists GPUs and torch sees none: torch {torch.__version__} "
+            f'{old if torch.version.cuda else build}; CUDA_VISIBLE_DEVICES="" runs on the CPU'
+        )
+
+
+def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
+    """Refuse flags that contradict each other. Raises BadInput."""
+    devices, urls = layout.rollout_devices, layout.rollout_urls
+    if layout.max_inflight_batches not in (1, 2):
+        raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: expected 1, or 2 for one batch ahead")
+    if not layout.split:
+        if devices or urls or layout.max_inflight_batches > 1:
+            raise BadInput(
+                "--rollout-devices, --rollout-urls, --max-inflight-batches 2: need --rollout-placement split"
+            )
+        return
+    if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
+        raise BadInput(f"--rollout-urls {re.split('[?#]', bad[0])[0]}: expected http://HOST:PORT")
+    if backend != "vllm":
+        raise BadInput(f"--rollout-placement split needs vLLM's servers; --rollout-backend {backend} has none")
+    if bool(devices) == bool(urls):
+        raise BadInput("--rollout-placement split: needs --rollout-devices to start servers on, or --rollout-urls")
+    cuda = torch.cuda.is_available()
+    kind = "GPUs" if cuda else "cores"
+    there = list(range(torch.cuda.device_count())) if cuda else sorted(os.sched_getaffinity(0))
+    if len(set(devices)) < len(devices) or not set(devices) <= set(there):
+        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {there}")
+    if devices and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise BadInput(
+            "--rollout-devices are of one node: on several, start servers by scripts/serve_rollout.sh and give "
+            "--rollout-urls"
+        )
+    if set(devices) == set(there):
+        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
+    if len(devices) % rollout_tp:
+        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
 
 
 def check_model(model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:

@@ -125,7 +125,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     """
     ranges.check(args)
     name = Path(inspect.getfile(type(args))).stem
-    size = placement.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
+    size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_numbers(args, size)
     reward = rewards.load(args.reward)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)

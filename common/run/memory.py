@@ -166,8 +166,9 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_
     on_the_gpu: fields of GPU, from `trained` on. The budget depends on the size of the memory, not on how much is free:
     a command always cuts the same micro-batches. Raises BadInput.
     """
-    check_kernels(compute.kernels)
-    check_heads(AutoConfig.from_pretrained(model_path), compute.sequence_parallel, model_path)
+    config = AutoConfig.from_pretrained(model_path)
+    check_kernels(compute.kernels, config.model_type)
+    check_heads(config, compute.sequence_parallel, model_path)
     if torch.cuda.is_available():
         gpu = this_gpu(compute, model_path, dtype, size, **on_the_gpu)
         per_token, budget = gpu.activation_bytes, compute.token_budget or gpu.token_budget()

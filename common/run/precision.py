@@ -1,9 +1,6 @@
 """The data type of forward and backward: the one that --dtype names, or the one this machine is faster with."""
 
-import os
-import shutil
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from common import placement
-from common.errors import BadInput, say
+from common.errors import say
 from common.run.directory import described
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,12 +21,9 @@ REPEATS = 9
 def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtype:
     """The dtype that --dtype names. A GPU's "auto" is bfloat16 if the GPU has it, and a CPU's is measured.
 
-    Raises BadInput on a machine with GPUs that torch cannot use.
-
     The embedded model and others under NARROW_HIDDEN_SIZE stay in float32: they gain little by bfloat16, and what they
     reach must not depend on the machine. resume: a checkpoint; its run goes on in the dtype that it began with.
     """
-    check_gpus()
     began = resume.parents[1] / "run.json" if resume else Path()
     if name == "auto" and began.is_file():
         name = str(described(began)["args"].get("dtype", name))
@@ -45,20 +39,6 @@ def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtyp
     name = str(dtype).removeprefix("torch.")
     say(f"dtype: {name}, because products in bfloat16 take {1 / ratio:.2f} times as long as in float32 here")
     return dtype
-
-
-def check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs torch cannot use. CUDA_VISIBLE_DEVICES="" asks for the CPU."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not shutil.which("nvidia-smi"):
-        return
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    if "GPU " in listed:
-        build = "is a CPU build: MACHINE=gpu bash scripts/install.sh"
-        old = f"needs a driver for CUDA {torch.version.cuda}: 580 or newer for CUDA 13"
-        raise BadInput(
-            f"nvidia-smi lists GPUs and torch sees none: torch {torch.__version__} "
-            f'{old if torch.version.cuda else build}; CUDA_VISIBLE_DEVICES="" runs on the CPU'
-        )
 
 
 def has_bfloat16() -> bool:

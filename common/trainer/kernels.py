@@ -17,8 +17,8 @@ from common.errors import BadInput
 Kernels = Literal["eager", "compile", "liger"]
 
 
-def check_kernels(kernels: Kernels) -> None:
-    """Refuse kernels that this machine cannot run. Raises BadInput."""
+def check_kernels(kernels: Kernels, model_type: str) -> None:
+    """Refuse kernels that this machine cannot run, or that there are not for this model. Raises BadInput."""
     cuda, compiler = torch.cuda.is_available(), os.environ.get("CXX", "g++")
     if kernels == "compile" and not cuda and shutil.which(compiler) is None:
         raise BadInput(f"--kernels compile: torch.compile needs a C++ compiler here, and {compiler} is not installed")
@@ -26,6 +26,13 @@ def check_kernels(kernels: Kernels) -> None:
         raise BadInput("--kernels liger: Liger's kernels are written for GPUs; use --kernels eager here")
     if kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
         raise BadInput("--kernels liger: liger-kernel is not installed; run pip install liger-kernel")
+    if kernels == "liger":
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # Liger itself would only log it and go on without kernels
+            raise BadInput(
+                f"--kernels liger: it has no kernels for {model_type} models; use --kernels compile or eager"
+            )
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
@@ -36,6 +43,6 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> None:
     elif kernels == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance  # an extra that only this flag needs
 
-        # Take norms and feed-forwards. The rotary embedding would replace transformers' in the whole process, and the
+        # Take norms and feed-forwards. Liger replaces their classes for all models of this kind in the process. The
         # losses do not return log-probs of single tokens.
         _apply_liger_kernel_to_instance(model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -9,6 +9,7 @@
 # LOCAL_ADDR      this node's own address, where its host name means nothing to the others
 # INTERFACE       network interface (eth0, ib0, ...) for NCCL and gloo, which else take the first that looks right
 # RDZV_ID         a name for the run; nodes with another one are not let in
+# GRACE           seconds that the ranks have after SIGTERM to end their step and save it, 300; torch's own 30 are few
 # PYTHON          unset: .venv/bin/python, or python
 #
 # Rank 0, which writes the run directory, is on the node whose address sorts first: keep --run-dir, and the model unless
@@ -33,5 +34,6 @@ exec "$python" -m torch.distributed.run \
   --nnodes "$nodes" --nproc-per-node "$ranks" \
   --rdzv-backend c10d --rdzv-id "${RDZV_ID:-onefile-rl}" --rdzv-endpoint "${MASTER_ADDR:-127.0.0.1}:$port" \
   --rdzv-conf "is_host=$((node == 0)),read_timeout=900,join_timeout=900" \
+  --shutdown-timeout "${GRACE:-300}" \
   ${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"} \
   "$@"
