@@ -45,10 +45,10 @@ PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-ev
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
-    "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 64",
+    "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
 }
 RUNS = {  # (task, run): further flags; without an entry the run is the algorithm's file with the task's recipe
-    ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score",
+    ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
@@ -70,8 +70,8 @@ CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
     "gcd": (
-        "Find the greatest common divisor of {}. End with the number.", "What is the greatest common divisor of {}?",
-        "Compute the gcd of {}. Reply with the number only.",
+        "Compute the gcd of {}. Reply with the number only.", "What is the greatest common divisor of {}?",
+        "Find the greatest common divisor of {}. End with the number.",
     ),
 }  # fmt: skip
 SAMPLES = 8  # responses to each held-out problem of pretrained models

@@ -31,11 +31,15 @@ def sums(draw: random.Random) -> Iterator[Row]:
 
 
 def gcd(draw: random.Random) -> Iterator[Row]:
-    """1,770 problems: the greatest common divisor of two numbers from 2 to 60."""
-    for a in range(2, 61):
+    """1,946 problems: the greatest common divisor of two numbers from 2 to 99 that have one larger than 1.
+
+    Of all pairs 60 % have none, so that always saying 1 would look able. Here always saying 2 is right for 39 %.
+    """
+    for a in range(2, 100):
         for b in range(2, a + 1):
             x, y = draw.sample((a, b), 2)
-            yield row(f"Find the greatest common divisor of {x} and {y}. End with the number.", math.gcd(a, b))
+            if math.gcd(a, b) > 1:
+                yield row(f"Compute the gcd of {x} and {y}. Reply with the number only.", math.gcd(a, b))
 
 
 def reverse(draw: random.Random) -> Iterator[Row]:

@@ -5,6 +5,7 @@ to the prompt and to its own earlier tokens, so the prompt is computed once for 
 picture). A group with a single response is one ordinary sequence of P + L tokens.
 """
 
+import inspect
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
 PADDING_PER_CALL = 256  # tokens
+ASKS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel has it without asking
 WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
 
 
@@ -76,7 +78,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
             flat[1:] = [x.index_select(0, spans.keys) for x in flat[1:]]
         # The kernel aligns the ends of queries and keys for its causal mask, so every query sees the whole context.
         ends = (spans.query_ends, spans.key_ends, *spans.longest)
-        out = varlen_attn(*flat, *ends, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
+        out = varlen_attn(*flat, *ends, scale=scaling, window_size=(-1, 0), **({"enable_gqa": gqa} if ASKS_GQA else {}))
         return out[None], None
     outputs, prompts, prompts_start = [], [], 0  # prompts: keys and values of the latest prompts, for their responses
     # Split the row once: the backward of a slice is as long as the whole row, so one slice a run would be slow.

@@ -1,0 +1,498 @@
+"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes in all.
+
+    python scripts/gpu_check.py                        every check that this machine can run, a table, and a page of it
+    python scripts/gpu_check.py --list                 the checks, their bounds and what they need
+    python scripts/gpu_check.py --only attention head  some of them
+
+Checks that this machine cannot run are listed with the reason: those with vLLM where it is not installed, those of
+several ranks with one GPU, and without a GPU all but a few, which then run small on the CPU. Ends with exit code 1 and
+one line that names what failed. --output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import tyro
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from common import errors, placement, weight_sync
+from common.data import arithmetic
+from common.rollout import engines
+from common.rollout.rollout import Rollout, collate
+from common.run import memory
+from common.trainer import attention, batching, logits, model
+
+ROOT = Path(__file__).parents[1]
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
+ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
+TOKENS_OF_A_RUN = 8192  # tokens of the micro-batch whose memory is measured
+CACHE_BYTES = 2 * 24 * 2 * 64 * 2  # KV cache of a token of QWEN_05B: keys and values, layers, heads, width, bfloat16
+Finding = tuple[str, bool]  # (what was measured, whether it holds)
+
+QWEN_05B = Qwen2Config(
+    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+SMALL = Qwen2Config(
+    hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=5000, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Args:
+    list: bool = False  # Print the checks and leave.
+    only: tuple[str, ...] = ()  # Names of checks. Default: all.
+    output: str = "runs/gpu_check"  # Folder of the report.
+    here: bool = False  # Run them in this process, and print the findings as JSON: as the script does for each check.
+
+
+def write_model(folder: str | Path, config: Qwen2Config) -> str:
+    """Random weights of this shape and the embedded model's tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    arithmetic.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def random_rollout(prompts: int, group: int, prompt: int, response: int, vocabulary: int) -> Rollout:
+    """Groups of responses to shared prompts, of random tokens and lengths up to those given."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = lambda most: torch.randint(
+        3, vocabulary, (torch.randint(most // 2, most + 1, (), generator=generator),), generator=generator
+    ).tolist()
+    asked = [ids for ids in (tokens(prompt) for _ in range(prompts)) for _ in range(group)]
+    return collate(asked, [tokens(response) for _ in asked], None, [False] * len(asked), 0, DEVICE)
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median seconds of a call, after one to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        work()
+        if CUDA:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def machine() -> Iterator[Finding]:
+    """Driver, capability, packages."""
+    owner, twice = {}, []
+    for package in importlib.metadata.distributions():
+        name = package.name
+        for line in (package.read_text("RECORD") or "").splitlines():
+            file = line.partition(",")[0]
+            if not file.startswith("..") and "__pycache__" not in file and owner.setdefault(file, name) != name:
+                twice.append(file)
+    yield f"{len(twice)} files belong to two packages {twice[:3] or ''}".strip(), not twice
+    if not CUDA:
+        return
+    smi = lambda query: subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip()
+    driver = smi(["--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
+    new = torch.version.cuda.split(".")[0] != "13" or int(driver.split(".")[0]) >= NEEDED_DRIVER
+    yield f"driver {driver} for CUDA {torch.version.cuda}", new
+    yield f"capability {torch.cuda.get_device_capability()}", torch.cuda.get_device_capability() >= NEEDED_CAPABILITY
+    others = smi(["--query-compute-apps=pid", "--format=csv,noheader"]).split()
+    yield f"{len(others)} processes on the GPUs before the first check", not others
+    locked = re.search(r"^cuda-bindings==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("vllm"):
+        found = importlib.metadata.version("cuda-bindings")
+        yield f"cuda-bindings {found}, locked {locked}", found == locked
+
+
+def attend(groups: list[attention.Group], heads: int, keys: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of packed attention over these groups."""
+    tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
+    qkv = [x.to(torch.bfloat16).to(DEVICE, dtype).requires_grad_() for x in qkv]
+    spans = attention.spans(groups, DEVICE)
+    out, _ = attention.packed_attention(None, *qkv, None, scaling=width**-0.5, spans=spans)
+    out.backward(torch.randn(out.shape, generator=generator).to(DEVICE, dtype))
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def reference_attention(groups, heads: int, keys: int, width: int) -> list[torch.Tensor]:
+    """The same in float64, each sequence alone behind its prompt."""
+    tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
+    q, k, v = qkv = [x.to(torch.bfloat16).double().requires_grad_() for x in qkv]
+    outputs, start = [], 0
+    for prompt, responses in groups:
+        before = list(range(start, start + prompt))
+        start += prompt
+        for place, length in enumerate(responses):
+            row = before + list(range(start, start + length))
+            x = [part[:, :, row] for part in (q, k, v)]
+            out = F.scaled_dot_product_attention(*x, is_causal=True, scale=width**-0.5, enable_gqa=True)[0]
+            outputs.append(out.transpose(0, 1)[prompt if place else 0 :])  # (tokens, heads, width)
+            start += length
+    out = torch.cat(outputs)[None]
+    out.backward(torch.randn(out.shape, generator=generator).double())
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def check_attention() -> Iterator[Finding]:
+    """Packed attention and its gradients against float64."""
+    groups = [(70, [40, 1, 33, 7]), (33, [12]), (64, [50] * 16), (5, [1])]
+    for heads, keys, width in ((14, 2, 64), (8, 8, 128)):
+        pairs = zip(attend(groups, heads, keys, width, DTYPE), reference_attention(groups, heads, keys, width))
+        found = [relative(one.cpu(), two) for one, two in pairs]
+        text = f"{heads}:{keys} heads of {width}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}"
+        yield text, found[0] <= ERROR and max(found[1:]) <= 2 * ERROR
+
+
+def attention_memory() -> Iterator[Finding]:
+    """Peak memory of attention for 4, 8 and 16 thousand tokens: linear, or a mask was made."""
+    peaks = []
+    for tokens in (4096, 8192, 16384):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        attend([(512, [512] * 7)] * (tokens // 4096), 14, 2, 64, DTYPE)
+        peaks.append(torch.cuda.max_memory_allocated() / tokens)
+    yield ", ".join(f"{peak / 1024:.1f}" for peak in peaks) + " KiB a token", max(peaks) <= 1.1 * min(peaks)
+
+
+def check_head() -> Iterator[Finding]:
+    """Log-probs, entropies and gradients of the logit head against float64, and its time."""
+    rows, width, vocabulary = (3000, 896, 151936) if CUDA else (300, 64, 5000)
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, width, generator=generator).to(torch.bfloat16) for n in (rows, vocabulary))
+    targets = torch.randint(vocabulary, (rows,), generator=generator).to(DEVICE)
+    weight = torch.randn(rows, generator=generator).to(DEVICE)
+    own = [hidden.to(DEVICE).requires_grad_(), (0.15 * head).to(DEVICE).requires_grad_()]
+    own = [x.detach().to(DTYPE).requires_grad_() for x in own]
+    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, 1.0, True)
+    (logprobs * weight).sum().backward()
+    wide = [x.detach().double().requires_grad_() for x in own]
+    expected, entropies, gradients = [], [], [torch.zeros_like(x) for x in wide]
+    for part in torch.arange(rows, device=DEVICE).split(500):  # float64 logits of all rows would take 4 GB
+        z = (wide[0][part] @ wide[1].T).log_softmax(-1)
+        chosen = z.gather(1, targets[part, None])[:, 0]
+        for total, gradient in zip(gradients, torch.autograd.grad((chosen * weight[part]).sum(), wide)):
+            total += gradient
+        expected.append(chosen.detach())
+        entropies.append(-(z.detach().exp() * z.detach()).sum(1))
+    found = [relative(one, torch.cat(two)) for one, two in ((logprobs, expected), (entropy, entropies))]
+    yield f"log-probs {found[0]:.1e}, entropies {found[1]:.1e}", max(found) <= 1e-5
+    found = [relative(x.grad, gradient) for x, gradient in zip(own, gradients)]
+    yield f"gradients of hidden {found[0]:.1e} and head {found[1]:.1e}", max(found) <= (5e-3 if CUDA else 1e-5)
+
+    def both() -> None:
+        logits.ChunkedLogprobs.apply(*own, targets, 1.0, True)[0].sum().backward()
+
+    if CUDA:
+        micro = seconds(both) / rows * 1e6
+        yield f"{micro:.1f} us a token, forward and backward", True
+
+
+def check_activations() -> Iterator[Finding]:
+    """A model of 0.5 B: bytes that a token keeps, and the peak of an update, against common/run/memory.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(folder, QWEN_05B)
+        world = placement.init(0)
+        policy, sizes = model.load(path, world, DTYPE), memory.decoder(path)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    batch = random_rollout(32, 8, 300, 300, QWEN_05B.vocab_size)
+    micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(TOKENS_OF_A_RUN), world)
+    kept = 0.0
+    for step in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        for micro in micro_batches:
+            model.accumulate(policy, last=micro is micro_batches[-1])
+            before = torch.cuda.memory_allocated()
+            logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
+            kept = max(kept, (torch.cuda.memory_allocated() - before) / micro.input_ids.numel()) if step else 0.0
+            logprobs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    estimated = sizes.activation_bytes(DTYPE, False)
+    yield f"{kept / 1024:.0f} KiB a token, estimated {estimated / 1024:.0f}", 0.9 <= estimated / kept <= 1.15
+    peak = torch.cuda.max_memory_allocated()
+    gpu = memory.GPU(placement.rank_memory(), sizes, 1, DTYPE, engine="elsewhere")
+    expected = gpu.update(max(micro.input_ids.numel() for micro in micro_batches))
+    text = f"peak of an update {peak / 2**30:.1f} GiB, computed {expected / 2**30:.1f}"
+    yield text, 0.85 <= expected / peak <= 1.3
+    placement.finish(world)
+
+
+def check_gradient() -> Iterator[Finding]:
+    """One gradient, computed in several ways: packed or alone, recomputed, compiled, from host memory."""
+    ways = {
+        "one response at a time": (batching.Compute(1, shared_prompts=False), False),
+        "checkpointing": (batching.Compute(4096, activation_checkpointing=True), False),
+    }
+    if CUDA:
+        ways |= {
+            "--offload all": (batching.Compute(4096), True),
+            "--kernels compile": (batching.Compute(4096, kernels="compile"), False),
+        }
+        if importlib.util.find_spec("liger_kernel"):
+            ways["--kernels liger"] = (batching.Compute(4096, kernels="liger"), False)
+    world, batch = placement.init(0), random_rollout(4, 8, 60, 40, SMALL.vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(folder, SMALL)
+        for dtype, bound in {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}.items():
+            usual = gradient(path, batch, world, dtype, batching.Compute(4096), False)
+            for name, (compute, offload) in ways.items():
+                found = gradient(path, batch, world, dtype, compute, offload)
+                error = relative(found, usual)
+                yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound
+    placement.finish(world)
+
+
+def gradient(path: str, batch: Rollout, world, dtype: torch.dtype, compute, offload: bool) -> torch.Tensor:
+    """The gradient of the mean log-prob, all parameters in one vector, on the CPU."""
+    policy = model.load(path, world, dtype, compute, offload=offload)
+    micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
+    for micro in micro_batches:
+        model.accumulate(policy, last=micro is micro_batches[-1])
+        (model.response_logprobs(policy, micro, 1.0)[0].sum() / batch.response_mask.sum()).backward()
+    return torch.cat([p.grad.full_tensor().flatten().cpu() for p in policy.parameters()])
+
+
+def check_engine() -> Iterator[Finding]:
+    """vLLM in this process: its settings, seeds that repeat, and memory that it gives back."""
+    import numpy
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, world = write_model(folder, QWEN_05B), placement.init(0)
+        policy, weights = model.load(path, world, DTYPE), DTYPE.itemsize * memory.count_parameters(path)
+        began = time.perf_counter()
+        engine = engines.start("vllm", path, [1], world, DTYPE, max_model_len=256, sequences=64)
+    yield f"started in {time.perf_counter() - began:.0f} s", time.perf_counter() - began <= 240
+    config = engine.llm.llm_engine.vllm_config
+    graphs, head = config.compilation_config.cudagraph_mode.name, config.model_config.head_dtype
+    yield f"graphs {graphs}, head {head}, {engine.settings()}", graphs != "NONE" and head == torch.float32
+    prompts = [[5 + i, 6, 7, 8] for i in range(16)]
+    sample = lambda seed: engine.generate(prompts, n=4, temperature=1.0, max_tokens=32, seed=seed).response_ids
+    first = sample(1)
+    numpy.random.seed(3)
+    yield "the same seed samples the same tokens", sample(1) == first
+    differ = sum(one != two for one, two in zip(sample(2), first)) / len(first)
+    yield f"another seed changes {differ:.0%} of the responses", differ >= 0.9
+    used = lambda: torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
+    awake = used()
+    engine.sleep()
+    cache = config.cache_config.num_gpu_blocks * config.cache_config.block_size * CACHE_BYTES
+    freed, held = awake - used(), weights + cache
+    yield f"sleep frees {freed / 2**30:.1f} GiB of {held / 2**30:.1f}", freed >= 0.95 * held
+    taken, free = [], []
+    for _ in range(6):
+        began = time.perf_counter()
+        weight_sync.push(policy, engine)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+        sample(3)
+        engine.sleep()
+        free.append(torch.cuda.mem_get_info()[0])
+    drift = (max(free[1:]) - min(free[1:])) / 2**20
+    yield f"waking and a push {statistics.median(taken):.2f} s; free memory drifts {drift:.0f} MiB", drift <= 64
+    placement.finish(world, engine)
+
+
+def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
+    """(exit code, lines) of a command of this repository."""
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=limit)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def selftest(*flags: str, ranks: int = 1, config: Qwen2Config = QWEN_05B) -> Iterator[Finding]:
+    """scripts/selftest.py: rollout, gap to the trainer, gradients, weight sync, checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(folder, config)
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > 1 else []
+        code, said = lines_of([*launcher, "scripts/selftest.py", "--model", path, "--folder", folder, *flags])
+    rows = [line for line in said if line.startswith(("|", "log-probs", "gradient", "weight")) or "error[" in line]
+    yield " / ".join(rows[-8:]) or " ".join(said[-3:]), code == 0
+
+
+def check_update() -> Iterator[Finding]:
+    """FLOP/s of the update of 1.5 B, as a share of one large product's, with and without compiled layers."""
+    code, said = lines_of([
+        "scripts/bench/update_mfu.py", "--size", "qwen2.5-1.5b", "--prompts", 16, "--budgets", 4096, 8192, "--dtype",
+        "bfloat16", "--kernels", "eager", "compile",
+    ])  # fmt: skip
+    rows = [line for line in said if line.startswith(("| eager", "| compile"))]
+    best = max((int(row.rstrip("| ").rsplit("|", 1)[-1].strip(" %")) for row in rows), default=0)
+    yield f"best {best} % of a large product; " + " ".join(rows) + " ".join(said[-1:]), code == 0 and best >= 25
+
+
+def check_runs() -> Iterator[Finding]:
+    """The embedded task: GRPO and a resume of it, PPO, PRIME."""
+    backend = ["--rollout-backend", "vllm" if importlib.util.find_spec("vllm") else "hf"]
+    common = ["--prompts-per-step", 16, "--mini-batches", 2, "--eval-prompts", 32, *backend]
+    with tempfile.TemporaryDirectory() as folder:
+        grpo = ["algos/grpo.py", *common, "--run-dir", f"{folder}/grpo"]
+        runs = {
+            "grpo": [*grpo, "--steps", 3, "--save-every", 2],
+            "grpo, resumed": [*grpo, "--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002"],
+            "ppo": ["algos/ppo.py", *common, "--steps", 1, "--run-dir", f"{folder}/ppo"],
+            "prime": ["algos/prime.py", *common, "--gen-prompts", 16, "--steps", 1, "--run-dir", f"{folder}/prime"],
+        }
+        runs["grpo, resumed"] = [*runs["grpo, resumed"], "--run-dir", f"{folder}/again"]
+        for name, command in runs.items():
+            code, said = lines_of(command, 240)
+            steps = [line for line in said if line.startswith("step") or "error[" in line]
+            yield f"{name}: {steps[-1] if steps else ' '.join(said[-2:])}", code == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    run: Callable[[], Iterator[Finding]]
+    bound: str
+    limit_s: float
+    needs: tuple[str, ...] = ()  # "a GPU", "vLLM", "2 GPUs"
+
+
+CHECKS = {
+    "machine": Check(machine, f"driver >= {NEEDED_DRIVER}, capability >= 8.0, no file of two packages", 60),
+    "attention": Check(check_attention, "relative error <= 1e-2, gradients <= 2e-2 (CPU, float32: 1e-5)", 60),
+    "attention memory": Check(attention_memory, "linear in the tokens within 10 %", 30, ("a GPU",)),
+    "head": Check(check_head, "log-probs 1e-5, gradients 5e-3 (CPU: 1e-5); the time is only shown", 90),
+    "memory": Check(check_activations, "estimate / measured: activations 0.9-1.15, peak 0.85-1.3", 90, ("a GPU",)),
+    "gradient": Check(check_gradient, "relative difference <= 1e-5 in float32, 0.1 in bfloat16", 150),
+    "engine": Check(check_engine, "start <= 240 s, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")),
+    "self-test": Check(selftest, "exit code 0: its own bounds", 240, ("a GPU", "vLLM")),
+    "self-test, float32": Check(
+        lambda: selftest("--dtype", "float32", config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
+    ),
+    "self-test, hf": Check(
+        lambda: selftest("--rollout-backend", "hf", config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
+    ),
+    "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
+    "runs": Check(check_runs, "exit code 0", 300),
+    "2 ranks": Check(lambda: selftest(ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
+    "rollout tp 2": Check(lambda: selftest("--rollout-tp", "2", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
+    "sequence parallel 2": Check(
+        lambda: selftest("--sequence-parallel", "2", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")
+    ),
+    "shard size 1": Check(lambda: selftest("--shard-size", "1", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
+    "split": Check(
+        lambda: selftest("--rollout-placement", "split", "--rollout-devices", "1"), "exit code 0", 300,
+        ("2 GPUs", "vLLM"),
+    ),
+}  # fmt: skip
+
+
+def missing(check: Check) -> str:
+    """What a check needs and this machine lacks, or ""."""
+    there = {
+        "a GPU": CUDA,
+        "2 GPUs": torch.cuda.device_count() >= 2,
+        "vLLM": importlib.util.find_spec("vllm") is not None,
+    }
+    return ", ".join(need for need in check.needs if not there[need])
+
+
+def run_child(name: str, limit: float) -> dict:
+    """A check in a process of its own: its findings, seconds, and whether all hold."""
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--here", "--only", name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+        findings = [json.loads(line[9:]) for line in done.stdout.splitlines() if line.startswith("finding: ")]
+        ended = done.returncode == 0 and findings
+        if not ended:
+            findings.append([" ".join((done.stderr or done.stdout).split("\n")[-4:]).strip()[-600:], False])
+    except subprocess.TimeoutExpired:
+        findings, ended = [[f"no end within {limit:.0f} s", False]], False
+    passed = bool(ended) and all(holds for _, holds in findings)
+    return {"findings": findings, "passed": passed, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def about() -> dict[str, str]:
+    """The machine and versions that a report is worth nothing without."""
+    versions = {}
+    for name in ("torch", "transformers", "vllm", "triton"):
+        if importlib.util.find_spec(name):
+            versions[name] = getattr(__import__(name), "__version__", "?") if name != "vllm" else "installed"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if CUDA else "no GPU"
+    return {"device": device, "python": platform.python_version(), "commit": commit.stdout.strip(), **versions}
+
+
+def main(args: Args) -> int:
+    if unknown := [name for name in args.only if name not in CHECKS]:
+        raise errors.BadInput(f"--only {unknown[0]}: the checks are {', '.join(CHECKS)}")
+    if args.list:
+        width = max(map(len, CHECKS))
+        for name, check in CHECKS.items():
+            needs = f"; needs {', '.join(check.needs)}" if check.needs else ""
+            print(f"{name:<{width}}  {check.bound}; at most {check.limit_s:.0f} s{needs}")
+        return 0
+    if args.here:
+        for measured, holds in (finding for name in args.only for finding in CHECKS[name].run()):
+            print("finding: " + json.dumps([measured, bool(holds)]), flush=True)
+        return 0
+    if not CUDA:
+        print("no GPU here: only the checks that need none, small ones on the CPU")
+    results = {}
+    for name in args.only or CHECKS:
+        lacks = missing(CHECKS[name])
+        found = {"left out": f"needs {lacks}"} if lacks else run_child(name, CHECKS[name].limit_s)
+        results[name] = found
+        word = "left out" if lacks else "passed" if found["passed"] else "FAILED"
+        print(f"{name}: {word}" + (f", needs {lacks}" if lacks else f", {found['seconds']:.0f} s"), flush=True)
+        for measured, holds in found.get("findings", []):
+            print(f"    {'' if holds else 'FAILED '}{measured}", flush=True)
+    failed = [name for name, found in results.items() if not found.get("passed", True)]
+    write_report(Path(args.output), results, failed)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def write_report(folder: Path, results: dict[str, dict], failed: list[str]) -> None:
+    """gpu_check.json, and a page with the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machine_words, command = about(), "python scripts/gpu_check.py"
+    (folder / "gpu_check.json").write_text(
+        json.dumps({"about": machine_words, "command": command, "checks": results}, indent=2) + "\n"
+    )
+    words = ", ".join(f"{name} {value}" for name, value in machine_words.items())
+    page = [f"# {machine_words['device']}", "", f"`{command}`: {words}.", "", "| check | result | measured | s |"]
+    page.append("|---|---|---|---|")
+    for name, found in results.items():
+        if "left out" in found:
+            page.append(f"| {name} | left out: {found['left out']} | | |")
+            continue
+        measured = "<br>".join(
+            f"{'' if ok else '**failed** '}{text}".replace("|", "/") for text, ok in found["findings"]
+        )
+        page.append(f"| {name} | {'passed' if found['passed'] else '**failed**'} | {measured} | {found['seconds']} |")
+    (folder / "README.md").write_text("\n".join([*page, "", f"Failed: {', '.join(failed) or 'none'}.", ""]))
+    print(f"report: {folder / 'README.md'}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    parsed = tyro.cli(Args, description=__doc__)
+    errors.launch(lambda args: sys.exit(main(args)), parsed)
