@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from test_readme import load
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, masking_utils
 
 from common import placement, weight_sync
@@ -415,3 +416,43 @@ def test_on_a_gpu_the_allocators_segments_grow_unless_the_user_says_otherwise(mo
         with pytest.raises(Stop):
             placement.init(0)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == found
+
+
+def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_path, capsys):
+    check = load("scripts/gpu_check.py")
+    assert check.main(check.Args(list=True)) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(check.CHECKS) and all("at most" in line for line in listed)
+    assert "gradients <= 2e-2" in next(line for line in listed if line.startswith("attention "))
+    with pytest.raises(BadInput, match="--only nothing: the checks are machine, attention, "):
+        check.main(check.Args(only=("nothing",)))
+    assert check.main(check.Args(only=("attention", "split"), output=str(tmp_path))) == 0
+    said = capsys.readouterr().out
+    assert "attention: passed" in said
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["about"]["torch"] == torch.__version__ and report["checks"]["attention"]["passed"]
+    if torch.cuda.device_count() < 2:
+        assert "split: left out, needs 2 GPUs" in said
+        assert report["checks"]["split"] == {"left out": "needs 2 GPUs"}
+        assert "| split | left out: needs 2 GPUs | | |" in (tmp_path / "README.md").read_text()
+
+
+def test_gpu_check_ends_with_1_and_names_what_failed(tmp_path, monkeypatch, capsys):
+    """A check that does not hold, one that crashes, and one that never ends."""
+    check = load("scripts/gpu_check.py")
+    broken = (ROOT / "scripts/gpu_check.py").read_text().replace(
+        "CHECKS = {",
+        'def wrong():\n    yield "too much", False\n\n\ndef crash():\n    raise OSError("gone")\n    yield\n\n\n'
+        "def hang():\n    yield time.sleep(60), True\n\n\nCHECKS = {\n"
+        '    "wrong": Check(wrong, "", 60), "crash": Check(crash, "", 60), "hang": Check(hang, "", 0.5),\n',
+        1,
+    )  # fmt: skip
+    script = tmp_path / "gpu_check.py"
+    script.write_text(broken)
+    for name, limit in (("wrong", 60), ("crash", 60), ("hang", 0.5)):
+        monkeypatch.setitem(check.CHECKS, name, check.Check(check.machine, "", limit))
+    monkeypatch.setattr(check, "__file__", str(script))
+    assert check.main(check.Args(only=("wrong", "crash", "hang"), output=str(tmp_path))) == 1
+    said = capsys.readouterr().out
+    assert "FAILED too much" in said and "OSError: gone" in said and "no end within 0 s" in said
+    assert said.splitlines()[-1] == "failed: wrong, crash, hang"

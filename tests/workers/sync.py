@@ -48,6 +48,9 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
             chunk = torch.distributed.tensor.distribute_tensor(noise, world.mesh, parameter.placements)
             parameter.data.add_(chunk)
         weight_sync.push(policy, engine)
+    # Shards that are cast before they are gathered are the same bits as tensors that are cast afterwards.
+    for (name, tensor), parameter in zip(weight_sync.FullParameters(policy, torch.bfloat16), policy.parameters()):
+        assert torch.equal(tensor, parameter.detach().full_tensor().bfloat16()), name
     placement.finish(world, engine)
 
 
