@@ -46,7 +46,7 @@ class Layout:
     rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs, or CPU cores, for servers that this run starts
     rollout_urls: tuple[str, ...] = ()  # split: servers that are running already (scripts/serve_rollout.sh)
     max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
-    rollout_memory: float = 0.0  # share of a GPU's memory the engine may take; 0: what it needs, or is left
+    rollout_memory: float = 0.0  # share of a GPU's memory for the engine; 0: as much as its responses need
 
     @property
     def split(self) -> bool:
@@ -108,9 +108,6 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-            # Each waking of the engine empties torch's cache; what it takes anew should not leave gaps.
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         left = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
         device = torch.device("cuda", left[int(os.environ["LOCAL_RANK"])])
         torch.cuda.set_device(device)

@@ -38,7 +38,8 @@ class FullParameters:
         """One parameter as a full tensor. Shards are cast first, so that half as many bytes travel, and those of
         --offload travel between GPUs. Collective: every rank calls it.
         """
-        tensor = parameter.detach().to(device=device_type(parameter), dtype=self.dtype)
+        # Move first: the host would cast a tensor that is moved and cast in one call.
+        tensor = parameter.detach().to(device_type(parameter), non_blocking=True).to(dtype=self.dtype)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

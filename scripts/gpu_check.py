@@ -1,4 +1,4 @@
-"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes in all.
+"""Does a GPU do here what this repository relies on? Each check is a process with a limit; about ten minutes in all.
 
     python scripts/gpu_check.py                        every check that this machine can run, a table, and a page of it
     python scripts/gpu_check.py --list                 the checks, their bounds and what they need
@@ -9,6 +9,7 @@ several ranks with one GPU, and without a GPU all but a few, which then run smal
 one line that names what failed. --output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -16,12 +17,16 @@ import json
 import os
 import platform
 import re
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,9 +45,10 @@ ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
+LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 60e9
 NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
+TEMPERATURE = 0.7  # of the head's check
 ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
-TOKENS_OF_A_RUN = 8192  # tokens of the micro-batch whose memory is measured
 CACHE_BYTES = 2 * 24 * 2 * 64 * 2  # KV cache of a token of QWEN_05B: keys and values, layers, heads, width, bfloat16
 Finding = tuple[str, bool]  # (what was measured, whether it holds)
 
@@ -61,14 +67,17 @@ class Args:
     list: bool = False  # Print the checks and leave.
     only: tuple[str, ...] = ()  # Names of checks. Default: all.
     output: str = "runs/gpu_check"  # Folder of the report.
+    models: str = ""  # Folder for models with random weights, about 2 GB. Default: a temporary one.
     here: bool = False  # Run them in this process, and print the findings as JSON: as the script does for each check.
 
 
-def write_model(folder: str | Path, config: Qwen2Config) -> str:
-    """Random weights of this shape and the embedded model's tokenizer."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    arithmetic.tokenizer().save_pretrained(folder)
+def write_model(models: Path, config: Qwen2Config) -> str:
+    """The folder, in this one, of a model with random weights of this shape and the embedded model's tokenizer."""
+    folder = models / f"width-{config.hidden_size}"
+    if not folder.exists():  # All checks use the same folder, so that vLLM compiles once.
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        arithmetic.tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -98,25 +107,30 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(taken[1:])
 
 
-def machine() -> Iterator[Finding]:
+def machine(models: Path) -> Iterator[Finding]:
     """Driver, capability, packages."""
     owner, twice = {}, []
     for package in importlib.metadata.distributions():
         name = package.name
         for line in (package.read_text("RECORD") or "").splitlines():
-            file = line.partition(",")[0]
-            if not file.startswith("..") and "__pycache__" not in file and owner.setdefault(file, name) != name:
+            file, hashed = line.split(",")[:2]
+            if file.startswith("..") or "__pycache__" in file:
+                continue
+            if owner.setdefault(file, (name, hashed))[0] != name and owner[file][1] != hashed:
                 twice.append(file)
-    yield f"{len(twice)} files belong to two packages {twice[:3] or ''}".strip(), not twice
+    yield f"{len(twice)} files belong to two packages and differ {twice[:3] or ''}".strip(), not twice
     if not CUDA:
         return
+    if not shutil.which("nvidia-smi"):
+        yield "no nvidia-smi in PATH", False
+        return
     smi = lambda query: subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip()
+    used = torch.cuda.device_memory_used(0) / 2**30  # before this process has a context
+    yield f"{used:.1f} GiB of the first GPU are in use by others", used < 2
     driver = smi(["--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
     new = torch.version.cuda.split(".")[0] != "13" or int(driver.split(".")[0]) >= NEEDED_DRIVER
     yield f"driver {driver} for CUDA {torch.version.cuda}", new
     yield f"capability {torch.cuda.get_device_capability()}", torch.cuda.get_device_capability() >= NEEDED_CAPABILITY
-    others = smi(["--query-compute-apps=pid", "--format=csv,noheader"]).split()
-    yield f"{len(others)} processes on the GPUs before the first check", not others
     locked = re.search(r"^cuda-bindings==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("vllm"):
         found = importlib.metadata.version("cuda-bindings")
@@ -154,7 +168,7 @@ def reference_attention(groups, heads: int, keys: int, width: int) -> list[torch
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-def check_attention() -> Iterator[Finding]:
+def check_attention(models: Path) -> Iterator[Finding]:
     """Packed attention and its gradients against float64."""
     groups = [(70, [40, 1, 33, 7]), (33, [12]), (64, [50] * 16), (5, [1])]
     for heads, keys, width in ((14, 2, 64), (8, 8, 128)):
@@ -164,7 +178,7 @@ def check_attention() -> Iterator[Finding]:
         yield text, found[0] <= ERROR and max(found[1:]) <= 2 * ERROR
 
 
-def attention_memory() -> Iterator[Finding]:
+def attention_memory(models: Path) -> Iterator[Finding]:
     """Peak memory of attention for 4, 8 and 16 thousand tokens: linear, or a mask was made."""
     peaks = []
     for tokens in (4096, 8192, 16384):
@@ -175,7 +189,7 @@ def attention_memory() -> Iterator[Finding]:
     yield ", ".join(f"{peak / 1024:.1f}" for peak in peaks) + " KiB a token", max(peaks) <= 1.1 * min(peaks)
 
 
-def check_head() -> Iterator[Finding]:
+def check_head(models: Path) -> Iterator[Finding]:
     """Log-probs, entropies and gradients of the logit head against float64, and its time."""
     rows, width, vocabulary = (3000, 896, 151936) if CUDA else (300, 64, 5000)
     generator = torch.Generator().manual_seed(0)
@@ -184,12 +198,12 @@ def check_head() -> Iterator[Finding]:
     weight = torch.randn(rows, generator=generator).to(DEVICE)
     own = [hidden.to(DEVICE).requires_grad_(), (0.15 * head).to(DEVICE).requires_grad_()]
     own = [x.detach().to(DTYPE).requires_grad_() for x in own]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, 1.0, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)
     (logprobs * weight).sum().backward()
     wide = [x.detach().double().requires_grad_() for x in own]
     expected, entropies, gradients = [], [], [torch.zeros_like(x) for x in wide]
     for part in torch.arange(rows, device=DEVICE).split(500):  # float64 logits of all rows would take 4 GB
-        z = (wide[0][part] @ wide[1].T).log_softmax(-1)
+        z = (wide[0][part] @ wide[1].T / TEMPERATURE).log_softmax(-1)
         chosen = z.gather(1, targets[part, None])[:, 0]
         for total, gradient in zip(gradients, torch.autograd.grad((chosen * weight[part]).sum(), wide)):
             total += gradient
@@ -201,30 +215,29 @@ def check_head() -> Iterator[Finding]:
     yield f"gradients of hidden {found[0]:.1e} and head {found[1]:.1e}", max(found) <= (5e-3 if CUDA else 1e-5)
 
     def both() -> None:
-        logits.ChunkedLogprobs.apply(*own, targets, 1.0, True)[0].sum().backward()
+        logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)[0].sum().backward()
 
     if CUDA:
         micro = seconds(both) / rows * 1e6
         yield f"{micro:.1f} us a token, forward and backward", True
 
 
-def check_activations() -> Iterator[Finding]:
+def check_activations(models: Path) -> Iterator[Finding]:
     """A model of 0.5 B: bytes that a token keeps, and the peak of an update, against common/run/memory.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(folder, QWEN_05B)
-        world = placement.init(0)
-        policy, sizes = model.load(path, world, DTYPE), memory.decoder(path)
+    path, world = write_model(models, QWEN_05B), placement.init(0)
+    policy, sizes = model.load(path, world, DTYPE), memory.decoder(path)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    batch = random_rollout(32, 8, 300, 300, QWEN_05B.vocab_size)
-    micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(TOKENS_OF_A_RUN), world)
-    kept = 0.0
+    batch, tokens = random_rollout(32, 8, 300, 300, QWEN_05B.vocab_size), 8192 if LARGE else 2048
+    micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(tokens), world)
+    gathered, kept = DTYPE.itemsize * sizes.parameters, 0.0  # every forward gathers the weights anew
     for step in range(3):
         torch.cuda.reset_peak_memory_stats()
         for micro in micro_batches:
             model.accumulate(policy, last=micro is micro_batches[-1])
             before = torch.cuda.memory_allocated()
             logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
-            kept = max(kept, (torch.cuda.memory_allocated() - before) / micro.input_ids.numel()) if step else 0.0
+            if step and micro.input_ids.numel() > 0.8 * tokens:
+                kept = max(kept, (torch.cuda.memory_allocated() - before - gathered) / micro.input_ids.numel())
             logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -238,7 +251,7 @@ def check_activations() -> Iterator[Finding]:
     placement.finish(world)
 
 
-def check_gradient() -> Iterator[Finding]:
+def check_gradient(models: Path) -> Iterator[Finding]:
     """One gradient, computed in several ways: packed or alone, recomputed, compiled, from host memory."""
     ways = {
         "one response at a time": (batching.Compute(1, shared_prompts=False), False),
@@ -252,14 +265,13 @@ def check_gradient() -> Iterator[Finding]:
         if importlib.util.find_spec("liger_kernel"):
             ways["--kernels liger"] = (batching.Compute(4096, kernels="liger"), False)
     world, batch = placement.init(0), random_rollout(4, 8, 60, 40, SMALL.vocab_size)
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(folder, SMALL)
-        for dtype, bound in {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}.items():
-            usual = gradient(path, batch, world, dtype, batching.Compute(4096), False)
-            for name, (compute, offload) in ways.items():
-                found = gradient(path, batch, world, dtype, compute, offload)
-                error = relative(found, usual)
-                yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound
+    path = write_model(models, SMALL)
+    bounds = {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}
+    usual = {dtype: gradient(path, batch, world, dtype, batching.Compute(4096), False) for dtype in bounds}
+    for name, (compute, offload) in ways.items():  # Liger last: it stays in this process
+        for dtype, bound in bounds.items():
+            error = relative(gradient(path, batch, world, dtype, compute, offload), usual[dtype])
+            yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound
     placement.finish(world)
 
 
@@ -273,19 +285,22 @@ def gradient(path: str, batch: Rollout, world, dtype: torch.dtype, compute, offl
     return torch.cat([p.grad.full_tensor().flatten().cpu() for p in policy.parameters()])
 
 
-def check_engine() -> Iterator[Finding]:
+def check_engine(models: Path) -> Iterator[Finding]:
     """vLLM in this process: its settings, seeds that repeat, and memory that it gives back."""
     import numpy
 
-    with tempfile.TemporaryDirectory() as folder:
-        path, world = write_model(folder, QWEN_05B), placement.init(0)
-        policy, weights = model.load(path, world, DTYPE), DTYPE.itemsize * memory.count_parameters(path)
-        began = time.perf_counter()
-        engine = engines.start("vllm", path, [1], world, DTYPE, max_model_len=256, sequences=64)
+    path, world = write_model(models, QWEN_05B), placement.init(0)
+    policy, weights = model.load(path, world, DTYPE), DTYPE.itemsize * memory.count_parameters(path)
+    gpu = memory.this_gpu(batching.Compute(), path, DTYPE, 1)
+    layout = memory.plan_engine(placement.Layout(), gpu, 1, 1024, 256)
+    began = time.perf_counter()
+    engine = engines.start("vllm", path, [1], world, DTYPE, max_model_len=1024, sequences=256, layout=layout)
     yield f"started in {time.perf_counter() - began:.0f} s", time.perf_counter() - began <= 240
     config = engine.llm.llm_engine.vllm_config
     graphs, head = config.compilation_config.cudagraph_mode.name, config.model_config.head_dtype
     yield f"graphs {graphs}, head {head}, {engine.settings()}", graphs != "NONE" and head == torch.float32
+    tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+    yield f"KV cache of {tokens} tokens, planned 1024 x 256", tokens >= 0.9 * 1024 * 256
     prompts = [[5 + i, 6, 7, 8] for i in range(16)]
     sample = lambda seed: engine.generate(prompts, n=4, temperature=1.0, max_tokens=32, seed=seed).response_ids
     first = sample(1)
@@ -296,8 +311,7 @@ def check_engine() -> Iterator[Finding]:
     used = lambda: torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
     awake = used()
     engine.sleep()
-    cache = config.cache_config.num_gpu_blocks * config.cache_config.block_size * CACHE_BYTES
-    freed, held = awake - used(), weights + cache
+    freed, held = awake - used(), weights + tokens * CACHE_BYTES
     yield f"sleep frees {freed / 2**30:.1f} GiB of {held / 2**30:.1f}", freed >= 0.95 * held
     taken, free = [], []
     for _ in range(6):
@@ -315,32 +329,52 @@ def check_engine() -> Iterator[Finding]:
 
 def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
     """(exit code, lines) of a command of this repository."""
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=limit)
-    return done.returncode, (done.stdout + done.stderr).splitlines()
+    code, out, err = finish([sys.executable, *map(str, command)], limit)
+    return code, (out + err).splitlines()
 
 
-def selftest(*flags: str, ranks: int = 1, config: Qwen2Config = QWEN_05B) -> Iterator[Finding]:
+def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
+    """(exit code or None after the limit, output, errors) of a command. Nothing that it started outlives the limit."""
+    mark = f"GPU_CHECK={uuid.uuid4()}"  # inherited by all that the command starts, also in sessions of their own
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | dict([mark.split("=")]),
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit)
+        return process.returncode, out, err
+    except subprocess.TimeoutExpired:
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+        out, err = process.communicate()
+        return None, out, err
+
+
+def selftest(models: Path, *, flags: tuple = (), ranks: int = 1, config: Qwen2Config = QWEN_05B) -> Iterator[Finding]:
     """scripts/selftest.py: rollout, gap to the trainer, gradients, weight sync, checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_model(folder, config)
+        path = write_model(models, config)
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > 1 else []
         code, said = lines_of([*launcher, "scripts/selftest.py", "--model", path, "--folder", folder, *flags])
     rows = [line for line in said if line.startswith(("|", "log-probs", "gradient", "weight")) or "error[" in line]
     yield " / ".join(rows[-8:]) or " ".join(said[-3:]), code == 0
 
 
-def check_update() -> Iterator[Finding]:
+def check_update(models: Path) -> Iterator[Finding]:
     """FLOP/s of the update of 1.5 B, as a share of one large product's, with and without compiled layers."""
-    code, said = lines_of([
-        "scripts/bench/update_mfu.py", "--size", "qwen2.5-1.5b", "--prompts", 16, "--budgets", 4096, 8192, "--dtype",
-        "bfloat16", "--kernels", "eager", "compile",
-    ])  # fmt: skip
-    rows = [line for line in said if line.startswith(("| eager", "| compile"))]
-    best = max((int(row.rstrip("| ").rsplit("|", 1)[-1].strip(" %")) for row in rows), default=0)
-    yield f"best {best} % of a large product; " + " ".join(rows) + " ".join(said[-1:]), code == 0 and best >= 25
+    size, best = "qwen2.5-1.5b" if LARGE else "qwen2.5-0.5b", 0
+    for kernels in ("eager", "compile"):  # one at a time: each has a model and its optimizer
+        flags = ["--size", size, "--prompts", 16, "--budgets", 4096, "--dtype", "bfloat16", "--kernels", kernels]
+        code, said = lines_of(["scripts/bench/update_mfu.py", *flags])
+        rows = [line for line in said if line.startswith(f"| {kernels}")]
+        best = max([best, *(int(row.rstrip("| ").rsplit("|", 1)[-1].strip(" %")) for row in rows)])
+        yield f"{size}: " + " ".join(rows) + " ".join(said[-1:]), code == 0
+    yield f"best {best} % of a large product", best >= 25
 
 
-def check_runs() -> Iterator[Finding]:
+def check_runs(models: Path) -> Iterator[Finding]:
     """The embedded task: GRPO and a resume of it, PPO, PRIME."""
     backend = ["--rollout-backend", "vllm" if importlib.util.find_spec("vllm") else "hf"]
     common = ["--prompts-per-step", 16, "--mini-batches", 2, "--eval-prompts", 32, *backend]
@@ -361,12 +395,13 @@ def check_runs() -> Iterator[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    run: Callable[[], Iterator[Finding]]
+    run: Callable[[Path], Iterator[Finding]]  # The path is the folder of models.
     bound: str
     limit_s: float
     needs: tuple[str, ...] = ()  # "a GPU", "vLLM", "2 GPUs"
 
 
+TWO = ("2 GPUs", "vLLM")
 CHECKS = {
     "machine": Check(machine, f"driver >= {NEEDED_DRIVER}, capability >= 8.0, no file of two packages", 60),
     "attention": Check(check_attention, "relative error <= 1e-2, gradients <= 2e-2 (CPU, float32: 1e-5)", 60),
@@ -374,25 +409,27 @@ CHECKS = {
     "head": Check(check_head, "log-probs 1e-5, gradients 5e-3 (CPU: 1e-5); the time is only shown", 90),
     "memory": Check(check_activations, "estimate / measured: activations 0.9-1.15, peak 0.85-1.3", 90, ("a GPU",)),
     "gradient": Check(check_gradient, "relative difference <= 1e-5 in float32, 0.1 in bfloat16", 150),
-    "engine": Check(check_engine, "start <= 240 s, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")),
+    "engine": Check(
+        check_engine, "start <= 240 s, planned cache, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")
+    ),
     "self-test": Check(selftest, "exit code 0: its own bounds", 240, ("a GPU", "vLLM")),
     "self-test, float32": Check(
-        lambda: selftest("--dtype", "float32", config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
+        partial(selftest, flags=("--dtype", "float32"), config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
     ),
     "self-test, hf": Check(
-        lambda: selftest("--rollout-backend", "hf", config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
+        partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
     ),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
     "runs": Check(check_runs, "exit code 0", 300),
-    "2 ranks": Check(lambda: selftest(ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
-    "rollout tp 2": Check(lambda: selftest("--rollout-tp", "2", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
+    "2 ranks": Check(partial(selftest, ranks=2), "exit code 0", 240, TWO),
+    "rollout tp 2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), "exit code 0", 240, TWO),
     "sequence parallel 2": Check(
-        lambda: selftest("--sequence-parallel", "2", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")
+        partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), "exit code 0", 240, TWO
     ),
-    "shard size 1": Check(lambda: selftest("--shard-size", "1", ranks=2), "exit code 0", 240, ("2 GPUs", "vLLM")),
+    "shard size 1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), "exit code 0", 240, TWO),
     "split": Check(
-        lambda: selftest("--rollout-placement", "split", "--rollout-devices", "1"), "exit code 0", 300,
-        ("2 GPUs", "vLLM"),
+        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")), "exit code 0", 300,
+        TWO,
     ),
 }  # fmt: skip
 
@@ -407,23 +444,16 @@ def missing(check: Check) -> str:
     return ", ".join(need for need in check.needs if not there[need])
 
 
-def run_child(name: str, limit: float) -> dict:
+def run_child(name: str, limit: float, models: str) -> dict:
     """A check in a process of its own: its findings, seconds, and whether all hold."""
     began = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--here", "--only", name],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-        findings = [json.loads(line[9:]) for line in done.stdout.splitlines() if line.startswith("finding: ")]
-        ended = done.returncode == 0 and findings
-        if not ended:
-            findings.append([" ".join((done.stderr or done.stdout).split("\n")[-4:]).strip()[-600:], False])
-    except subprocess.TimeoutExpired:
-        findings, ended = [[f"no end within {limit:.0f} s", False]], False
+    code, out, err = finish([sys.executable, __file__, "--here", "--models", models, "--only", name], limit)
+    findings = [json.loads(line[9:]) for line in out.splitlines() if line.startswith("finding: ")]
+    ended = code == 0 and findings
+    if code is None:
+        findings.append([f"no end within {limit:.0f} s", False])
+    elif not ended:
+        findings.append([" ".join((err or out).split("\n")[-4:]).strip()[-600:], False])
     passed = bool(ended) and all(holds for _, holds in findings)
     return {"findings": findings, "passed": passed, "seconds": round(time.perf_counter() - began, 1)}
 
@@ -449,25 +479,31 @@ def main(args: Args) -> int:
             print(f"{name:<{width}}  {check.bound}; at most {check.limit_s:.0f} s{needs}")
         return 0
     if args.here:
-        for measured, holds in (finding for name in args.only for finding in CHECKS[name].run()):
+        for measured, holds in (finding for name in args.only for finding in CHECKS[name].run(Path(args.models))):
             print("finding: " + json.dumps([measured, bool(holds)]), flush=True)
         return 0
     if not CUDA:
         print("no GPU here: only the checks that need none, small ones on the CPU")
-    results = {}
-    for name in args.only or CHECKS:
-        lacks = missing(CHECKS[name])
-        found = {"left out": f"needs {lacks}"} if lacks else run_child(name, CHECKS[name].limit_s)
-        results[name] = found
-        word = "left out" if lacks else "passed" if found["passed"] else "FAILED"
-        print(f"{name}: {word}" + (f", needs {lacks}" if lacks else f", {found['seconds']:.0f} s"), flush=True)
-        for measured, holds in found.get("findings", []):
-            print(f"    {'' if holds else 'FAILED '}{measured}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        results = run_checks(args.only or tuple(CHECKS), args.models or scratch)
     failed = [name for name, found in results.items() if not found.get("passed", True)]
     write_report(Path(args.output), results, failed)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
+
+
+def run_checks(names: tuple[str, ...], models: str) -> dict[str, dict]:
+    results = {}
+    for name in names:
+        lacks = missing(CHECKS[name])
+        found = {"left out": f"needs {lacks}"} if lacks else run_child(name, CHECKS[name].limit_s, models)
+        results[name] = found
+        word = "left out" if lacks else "passed" if found["passed"] else "FAILED"
+        print(f"{name}: {word}" + (f", needs {lacks}" if lacks else f", {found['seconds']:.0f} s"), flush=True)
+        for measured, holds in found.get("findings", []):
+            print(f"    {'' if holds else 'FAILED '}{measured}", flush=True)
+    return results
 
 
 def write_report(folder: Path, results: dict[str, dict], failed: list[str]) -> None:

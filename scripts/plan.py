@@ -249,9 +249,7 @@ class Step:
         prompts = job.prompts_per_step / self.train / job.mini_batches
         if refusal := self.gpu.update_refusal(min(self.token_budget, self.trained_tokens(prompts))):
             return refusal
-        if job.rollout_memory and self.running_responses() < 1:
-            return "weights and the longest response's KV cache do not fit into the engine's share"
-        return self.gpu.engine_refusal(self.tp, longest)
+        return self.gpu.engine_refusal(self.tp, longest, self.engine_share)
 
 
 def layouts(model: Decoder, job: Job, hardware: Hardware, gpus: int) -> list[Step]:

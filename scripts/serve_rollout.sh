@@ -10,8 +10,11 @@
 set -euo pipefail
 model=${1:?"a model's folder or Hub name"}
 root=$(dirname "$0")/..
-export VLLM_SERVER_DEV_MODE=1  # opens the routes for weight updates
+export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1  # the first opens the routes for weight updates
 if nvidia-smi -L > /dev/null 2>&1; then
+  # As common/rollout/engines.py: no TF32 in float32 (bfloat16 does not use it), no all-reduce that nvcc has to compile.
+  export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
+  export VLLM_ALLREDUCE_USE_FLASHINFER=${VLLM_ALLREDUCE_USE_FLASHINFER:-0}
   own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}')
 else
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} TORCHDYNAMO_DISABLE=1

@@ -69,8 +69,7 @@ def start(
         except ValueError as error:
             if "memory" not in str(error):
                 raise
-            share = f"--rollout-memory {layout.rollout_memory}" if world.device.type == "cuda" else "KV cache"
-            said = f"vLLM with {share}, {limits}: {str(error).split('. ')[0]}"
+            said = f"vLLM with {limits}: {str(error).split('. ')[0]}"
             raise RunFailed(f"{said}; {MEMORY_CURE}", code="engine-memory") from None
     say(f"engine: {engine.settings()}")
     use_cores()  # vLLM has changed the number of threads

@@ -37,7 +37,8 @@ def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", shardin
 
 def check_gpus() -> None:
     """Refuse to train on the CPU of a machine whose GPUs torch cannot use. CUDA_VISIBLE_DEVICES="" asks for the CPU."""
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not shutil.which("nvidia-smi"):
+    wants_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.cuda.is_available() or wants_cpu or not shutil.which("nvidia-smi"):
         return
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     if "GPU " in listed:

@@ -120,8 +120,9 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     """Check the whole input before a model is loaded. Raises BadInput.
 
     models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
-    Replaces args.model by a folder, and fills in what was left open: args.dtype, args.max_logprob_gap and the token
-    budget of args.compute. Prints the layout of ranks and models, and with --dry-run the whole plan.
+    Replaces args.model by a folder, and fills in what was left open: args.dtype, args.max_logprob_gap, the token budget
+    of args.compute and the engine's memory in args.layout. Prints the layout of ranks and models, and with --dry-run
+    the whole plan.
     """
     ranges.check(args)
     name = Path(inspect.getfile(type(args))).stem

@@ -24,10 +24,10 @@ from common.trainer.sequence_parallel import check_heads
 
 GIB = 2**30  # bytes
 MASTER_BYTES, GRADIENT_BYTES, FROZEN_BYTES = 12, 4, 4  # a parameter: master and Adam's moments, gradient, frozen weight
-FREE = 0.05  # share of a GPU's memory that stays free, for its context and for fragmentation
+FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
 ENGINE_ASLEEP = 2 * GIB  # bytes that a colocated engine keeps while its rank trains: CUDA graphs, libraries
 ENGINE_WORKSPACE = 4 * GIB  # bytes that an engine needs beside weights and KV cache
-CPU_ACTIVATION_SHARE = 0.2  # share of a CPU rank's memory that the activations of one micro-batch may take
+ACTIVATION_SHARE = 0.2  # share of a rank's memory for the activations of one micro-batch, on a CPU and in float32
 MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 1024, 16384  # beyond the maximum a micro-batch is no faster
 
 
@@ -91,7 +91,7 @@ class GPU:
     frozen: int = 0  # models without
     offload: str = "none"  # "others" and "all" as in --offload
     checkpointing: bool = False
-    engine: Literal["asleep", "copy", "elsewhere"] = "asleep"  # state of this GPU's engine while the rank trains
+    engine: Literal["asleep", "copy", "elsewhere"] = "asleep"  # see engine_state(); "elsewhere" also without any engine
     other: float = 0.0  # bytes of reward models
 
     @property
@@ -107,7 +107,7 @@ class GPU:
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
-        return self.offload == "none" and 4 * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
+        return self.offload != "all" and 4 * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
 
     @property
     def activation_bytes(self) -> int:
@@ -125,39 +125,52 @@ class GPU:
         return self.states + engine + passing + tokens * self.activation_bytes
 
     def token_budget(self) -> int:
-        """Tokens of one forward that fit: a multiple of MIN_BUDGET_TOKENS, and one of them even if it does not fit."""
-        fit = (self.usable - self.update(0)) / self.activation_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
+        """Tokens of one forward that fit: a multiple of MIN_BUDGET_TOKENS, and one of them even if it does not fit.
+
+        In float32 attention has no kernel of its own: it pads and keeps more than is estimated, and gets a fixed share.
+        """
+        room = self.usable - self.update(0)
+        if self.dtype == torch.float32:
+            room = min(room, ACTIVATION_SHARE * self.memory)
+        fit = room / self.activation_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
         return int(max(MIN_BUDGET_TOKENS, min(fit, MAX_BUDGET_TOKENS)))
 
     def update_refusal(self, tokens: float) -> str:
         """Why an update does not fit, or ""."""
         return "" if self.update(tokens) <= self.usable else (
             f"an update needs {self.update(tokens) / GIB:.1f} GiB a rank, {self.usable / GIB:.1f} of "
-            f"{self.memory / GIB:.0f} can be used: more ranks, --offload, --activation-checkpointing"
+            f"{self.memory / GIB:.0f} can be used: a smaller --token-budget, more ranks, --offload, "
+            "--activation-checkpointing"
         )  # fmt: skip
 
     def engine_room(self) -> float:
         """Bytes that an engine may take while it samples: of a GPU of its own, or what the trainer's states leave."""
-        return self.usable - FREE * self.memory - (0 if self.engine == "elsewhere" else self.states)
+        return self.usable - (0 if self.engine == "elsewhere" else self.states)
 
     def engine_needs(self, tp: int, tokens: float) -> float:
         """Bytes of an engine over tp GPUs, on each of them, with a KV cache for that many tokens."""
         weights = self.model.parameters * self.dtype.itemsize
         return (weights + tokens * self.model.kv_bytes(self.dtype)) / tp + ENGINE_WORKSPACE
 
-    def engine_refusal(self, tp: int, longest: int) -> str:
-        """Why an engine over tp GPUs with one response of the longest length does not fit, or ""."""
-        needs, room = self.engine_needs(tp, longest), self.engine_room()
-        return "" if needs <= room else (
-            f"the engine needs {needs / GIB:.1f} GiB of each GPU for weights and one response, and "
-            f"{max(0, room) / GIB:.1f} of {self.memory / GIB:.0f} are left for it: a larger --rollout-tp, more ranks, "
-            "--offload"
-        )  # fmt: skip
-
     def engine_share(self, tp: int, tokens: float) -> float:
         """Share of the GPU's memory for an engine, in hundredths: as much as that many tokens need, or what is left."""
         needs, room = self.engine_needs(tp, tokens) / self.memory, self.engine_room() / self.memory
         return min(math.ceil(100 * needs), math.floor(100 * room)) / 100
+
+    def engine_refusal(self, tp: int, longest: float, share: float) -> str:
+        """Why an engine over tp GPUs cannot take this share of the memory, or ""."""
+        needs, takes, room = self.engine_needs(tp, longest), share * self.memory, self.engine_room()
+        if needs > takes:
+            return (
+                f"the engine needs {needs / GIB:.1f} GiB of each GPU for weights and one response, and has "
+                f"{max(0, takes) / GIB:.1f} of {self.memory / GIB:.0f}: a larger --rollout-tp, more ranks, --offload"
+            )
+        if takes > room and self.engine != "elsewhere":
+            return (
+                f"--rollout-memory {share:g} takes {takes / GIB:.1f} GiB of each GPU, and the trainer leaves "
+                f"{room / GIB:.1f} of {self.memory / GIB:.0f}"
+            )
+        return ""
 
 
 def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_the_gpu) -> Compute:
@@ -191,20 +204,24 @@ def this_gpu(compute: Compute, model_path: str, dtype: torch.dtype, size: int, *
 def cpu_token_budget(per_token: int) -> int:
     """The largest power of two whose activations take no more than their share of a CPU rank's memory."""
     budget = MIN_BUDGET_TOKENS
-    while budget < MAX_BUDGET_TOKENS and 2 * budget * per_token <= CPU_ACTIVATION_SHARE * rank_memory():
+    while budget < MAX_BUDGET_TOKENS and 2 * budget * per_token <= ACTIVATION_SHARE * rank_memory():
         budget *= 2
     return budget
 
 
+def engine_state(layout: Layout, backend: str) -> str:
+    """The engine while a rank trains: "elsewhere" on other GPUs, "asleep" (vLLM), or a "copy" that stays (hf)."""
+    return "elsewhere" if layout.split else "asleep" if backend == "vllm" else "copy"
+
+
 def plan_engine(layout: Layout, gpu: GPU, tp: int, longest: int, sequences: int) -> Layout:
-    """Fill in and print the share of a GPU's memory that vLLM may take, if it is 0. Raises BadInput.
+    """Fill in and print the share of a GPU's memory that vLLM may take, if it is 0. Raises BadInput if it does not fit.
 
     longest: tokens of the longest prompt and response. sequences: responses that one engine works on at once.
     """
-    if layout.rollout_memory:
-        return layout
-    if refusal := gpu.engine_refusal(tp, longest):
+    share = layout.rollout_memory or gpu.engine_share(tp, longest * sequences)
+    if refusal := gpu.engine_refusal(tp, longest, share):
         raise BadInput(refusal)
-    share = gpu.engine_share(tp, longest * sequences)
-    say(f"engine: {share:.0%} of the GPU's {gpu.memory / GIB:.0f} GiB")
+    if not layout.rollout_memory:
+        say(f"engine: {share:.0%} of the GPU's {gpu.memory / GIB:.0f} GiB")
     return replace(layout, rollout_memory=share)

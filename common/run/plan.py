@@ -81,7 +81,7 @@ def fit_memory(
         "trained": len(models) - ("reference" in models),
         "frozen": int("reference" in models),
         "offload": args.offload,
-        "engine": "elsewhere" if args.layout.split else "asleep" if vllm else "copy",
+        "engine": memory.engine_state(args.layout, args.rollout_backend),
         "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items()),
     }
     args.compute = memory.plan(args.compute, args.model, dtype, size, **on_the_gpu)

@@ -15,6 +15,8 @@ from common.placement import rounded_products
 LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exist 128 MiB at a time,
 GPU_LOGITS_PER_CHUNK = 2**28  # or 1 GiB on a GPU, where fewer and larger products are faster
 
+FUSED_MIN_ROWS = 256  # The first compilation sets how work is divided. The check at a start has 16 rows.
+
 
 class ChunkedLogprobs(torch.autograd.Function):
     """logprobs = log_softmax(hidden head^T / temperature) at the targets (R,) float32, and entropies (R,) float32.
@@ -29,7 +31,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool):
         logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
         for rows, z in logits_in_chunks(hidden, head):
-            measure = fused(row_statistics) if z.is_cuda else row_statistics
+            measure = fused(row_statistics, z)
             log_z[rows], logprobs[rows], entropy[rows] = measure(z, targets[rows], temperature, with_entropy)
         ctx.save_for_backward(hidden, head, targets, log_z)
         ctx.temperature = temperature
@@ -43,7 +45,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)  # (R, d), (V, d)
         for rows, z in logits_in_chunks(hidden, head):
-            differentiate = fused(logit_gradient) if z.is_cuda else logit_gradient
+            differentiate = fused(logit_gradient, z)
             grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature).to(hidden.dtype)
             torch.mm(grad_z, head, out=grad_hidden[rows])
             if wide == head.dtype:
@@ -72,9 +74,13 @@ def logit_gradient(z, targets, log_z, grad, temperature: float) -> torch.Tensor:
     return grad_z.scatter_add_(1, targets[:, None], grad[:, None])
 
 
+def fused(function: Callable, z: torch.Tensor) -> Callable:
+    """The function, on a GPU as few kernels that read the logits z (r, V) once. They are made for many rows."""
+    return compiled(function) if z.is_cuda and len(z) >= FUSED_MIN_ROWS else function
+
+
 @cache
-def fused(function: Callable) -> Callable:
-    """The function as few kernels that read the logits once, for any number of rows. For GPUs."""
+def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)
 
 

@@ -1,5 +1,6 @@
 """How rank 0 sends weights to vLLM's servers. common/rollout/vllm_weights.py receives them there."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from common.rollout.servers.client import Control
 from common.rollout.servers.process import is_local
 from common.weight_sync import FullParameters, Parameter
 
-NCCL_BUFFER_BYTES = 2**28  # each of two buffers has them, at both ends; vLLM's 1 GiB is much for a small GPU
+NCCL_BUFFER_BYTES = 2**28  # in each of two buffers at both ends, which may hold one tensor more; vLLM's own is 1 GiB
 FILE_BYTES = 64 * 2**20  # in shared memory at the same time; a larger tensor has a file of its own
 
 
@@ -64,9 +65,9 @@ def nccl_sender(source: SingleIteration, control: Control):
     from vllm.utils.network_utils import get_ip, get_open_port
 
     address = "127.0.0.1" if all(map(is_local, control.urls)) else get_ip()  # get_ip() obeys VLLM_HOST_IP
-    ranks = 1 + sum(control.workers)
+    ranks, parameters = 1 + sum(control.workers), source.metadata()
     info = NCCLTrainerInitInfo(
         master_address=address, master_port=get_open_port(), world_size=ranks, rank=0,
-        packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
+        packed_buffer_size_bytes=max(NCCL_BUFFER_BYTES, *(math.prod(p.shape) * p.dtype.itemsize for p in parameters)),
     )  # fmt: skip
     return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
