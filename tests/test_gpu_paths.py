@@ -439,7 +439,8 @@ def test_gpu_check_ends_with_1_and_names_what_failed(tmp_path, monkeypatch, caps
     check = load("scripts/gpu_check.py")
     broken = (ROOT / "scripts/gpu_check.py").read_text().replace(
         "CHECKS = {",
-        'def wrong(models):\n    yield "too much", False\n\n\ndef crash(models):\n    raise OSError("gone")\n    yield\n\n\n'
+        'def wrong(models):\n    yield "too much", False\n\n\n'
+        'def crash(models):\n    raise OSError("gone")\n    yield\n\n\n'
         "def hang(models):\n    yield time.sleep(60), True\n\n\nCHECKS = {\n"
         '    "wrong": Check(wrong, "", 60), "crash": Check(crash, "", 60), "hang": Check(hang, "", 0.5),\n',
         1,
