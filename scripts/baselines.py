@@ -5,7 +5,7 @@
     python scripts/baselines.py --run grpo ppo --seeds 0 1 2        trains on the embedded task again, then rebuilds
     python scripts/baselines.py --task sums --run grpo --seeds 0    trains SmolLM2-135M (scripts/smollm2_from_pypi.py)
     python scripts/baselines.py --task sums --run start             evaluates it untrained, in three wordings
-    python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline
+    python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
 
 A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Its CSV has
 the curve. Its JSON is the run.json, without this machine's folders, and for pretrained models what scripts/evaluate.py
@@ -83,6 +83,7 @@ class Args:
     run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS, CONTROLS, start).
     seeds: tuple[int, ...] = (0, 1, 2)
     add: tuple[str, ...] = ()  # Folders of runs to take as baselines.
+    name: str = ""  # With --add: name of the run in RUNS, where it is not its algorithm's.
     rebuild: bool = False  # Write tables and curves.
     flags: str = ""  # Name of a run whose flags are printed.
 
@@ -259,7 +260,7 @@ def main(args: Args) -> None:
             train(args.task, run, seed)
     for folder in args.add:
         run = json.loads((Path(folder) / "run.json").read_text())
-        add(Path(folder), run["args"]["dataset"][0], run["algorithm"])
+        add(Path(folder), run["args"]["dataset"][0], args.name or run["algorithm"])
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:

@@ -400,7 +400,9 @@ def test_ctrl_c_before_anything_is_trained_leaves_at_once(tmp_path):
     """While it imports Python may still print a traceback of its own; from the first line on there is none."""
     command = [sys.executable, str(ROOT / "algos/grpo.py"), "--rollout-backend", "hf", "--steps", "100000"]
     command += ["--run-dir", str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=heard) as run:
         assert run.stdout.readline()
         run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=120)  # a second, unless the machine is busy with something else
