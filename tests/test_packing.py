@@ -284,7 +284,7 @@ def test_the_token_budget_follows_from_memory(models, monkeypatch, capsys):
     small = plan(Compute())
     assert f"token budget: {small.token_budget} a forward and rank" in capsys.readouterr().out
     per_token = memory.decoder(models["tied"]).activation_bytes(torch.float32, False)
-    share = memory.CPU_ACTIVATION_SHARE * 1e9
+    share = memory.ACTIVATION_SHARE * 1e9
     assert small.token_budget * per_token <= share < 2 * small.token_budget * per_token
     assert plan(Compute(activation_checkpointing=True)).token_budget > small.token_budget
     assert plan(Compute(77)) == Compute(77)
