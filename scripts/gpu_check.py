@@ -125,7 +125,9 @@ def machine(models: Path) -> Iterator[Finding]:
         yield "no nvidia-smi in PATH", False
         return
     smi = lambda query: subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip()
-    used = torch.cuda.device_memory_used(0) / 2**30  # before this process has a context
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    # MiB, read before this process takes memory for a context of its own
+    used = float(smi(["--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"])) / 1024
     yield f"{used:.1f} GiB of the first GPU are in use by others", used < 2
     driver = smi(["--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
     new = torch.version.cuda.split(".")[0] != "13" or int(driver.split(".")[0]) >= NEEDED_DRIVER
