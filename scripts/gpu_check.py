@@ -49,7 +49,6 @@ LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 60e9
 NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
 TEMPERATURE = 0.7  # of the head's check
 ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
-CACHE_BYTES = 2 * 24 * 2 * 64 * 2  # KV cache of a token of QWEN_05B: keys and values, layers, heads, width, bfloat16
 Finding = tuple[str, bool]  # (what was measured, whether it holds)
 
 QWEN_05B = Qwen2Config(
@@ -107,17 +106,24 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(taken[1:])
 
 
-def machine(models: Path) -> Iterator[Finding]:
-    """Driver, capability, packages."""
-    owner, twice = {}, []
+def files_of_two_packages() -> dict[str, bool]:
+    """The installed files that two packages own, and whether they differ in the two."""
+    owner, found = {}, {}
     for package in importlib.metadata.distributions():
-        name = package.name
+        name = package.name  # reads the package's metadata, so once
         for line in (package.read_text("RECORD") or "").splitlines():
             file, hashed = line.split(",")[:2]
             if file.startswith("..") or "__pycache__" in file:
                 continue
-            if owner.setdefault(file, (name, hashed))[0] != name and owner[file][1] != hashed:
-                twice.append(file)
+            first, as_first = owner.setdefault(file, (name, hashed))
+            if first != name:
+                found[file] = found.get(file, False) or hashed != as_first
+    return found
+
+
+def machine(models: Path) -> Iterator[Finding]:
+    """Driver, capability, packages."""
+    twice = [file for file, differs in files_of_two_packages().items() if differs]
     yield f"{len(twice)} files belong to two packages and differ {twice[:3] or ''}".strip(), not twice
     if not CUDA:
         return
@@ -292,7 +298,7 @@ def check_engine(models: Path) -> Iterator[Finding]:
     import numpy
 
     path, world = write_model(models, QWEN_05B), placement.init(0)
-    policy, weights = model.load(path, world, DTYPE), DTYPE.itemsize * memory.count_parameters(path)
+    policy = model.load(path, world, DTYPE)
     gpu = memory.this_gpu(batching.Compute(), path, DTYPE, 1)
     layout = memory.plan_engine(placement.Layout(), gpu, 1, 1024, 256)
     began = time.perf_counter()
@@ -313,7 +319,8 @@ def check_engine(models: Path) -> Iterator[Finding]:
     used = lambda: torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
     awake = used()
     engine.sleep()
-    freed, held = awake - used(), weights + tokens * CACHE_BYTES
+    held = gpu.model.parameters * DTYPE.itemsize + tokens * gpu.model.kv_bytes(DTYPE)
+    freed = awake - used()
     yield f"sleep frees {freed / 2**30:.1f} GiB of {held / 2**30:.1f}", freed >= 0.95 * held
     taken, free = [], []
     for _ in range(6):
@@ -381,16 +388,14 @@ def check_runs(models: Path) -> Iterator[Finding]:
     backend = ["--rollout-backend", "vllm" if importlib.util.find_spec("vllm") else "hf"]
     common = ["--prompts-per-step", 16, "--mini-batches", 2, "--eval-prompts", 32, *backend]
     with tempfile.TemporaryDirectory() as folder:
-        grpo = ["algos/grpo.py", *common, "--run-dir", f"{folder}/grpo"]
-        runs = {
-            "grpo": [*grpo, "--steps", 3, "--save-every", 2],
-            "grpo, resumed": [*grpo, "--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002"],
-            "ppo": ["algos/ppo.py", *common, "--steps", 1, "--run-dir", f"{folder}/ppo"],
-            "prime": ["algos/prime.py", *common, "--gen-prompts", 16, "--steps", 1, "--run-dir", f"{folder}/prime"],
+        runs = {  # the name of the run's folder, the algorithm, and its own flags
+            "grpo": ("grpo", ["--steps", 3, "--save-every", 2]),
+            "resumed": ("grpo", ["--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002"]),
+            "ppo": ("ppo", ["--steps", 1]),
+            "prime": ("prime", ["--gen-prompts", 16, "--steps", 1]),
         }
-        runs["grpo, resumed"] = [*runs["grpo, resumed"], "--run-dir", f"{folder}/again"]
-        for name, command in runs.items():
-            code, said = lines_of(command, 240)
+        for name, (algorithm, flags) in runs.items():
+            code, said = lines_of([f"algos/{algorithm}.py", *common, *flags, "--run-dir", f"{folder}/{name}"], 240)
             steps = [line for line in said if line.startswith("step") or "error[" in line]
             yield f"{name}: {steps[-1] if steps else ' '.join(said[-2:])}", code == 0
 

@@ -119,6 +119,10 @@ def test_a_float32_engine_does_not_round_to_tf32(dtype, said, models, monkeypatc
     with pytest.raises(Stop):
         engines.start("vllm", models["tied"], [1], an_engine().world, dtype, max_model_len=64, sequences=8)
     assert os.environ.get("TRITON_F32_DEFAULT") == said and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    script = (ROOT / "scripts/serve_rollout.sh").read_text()  # a server that a user starts has the same variables
+    assert all(
+        name in script for name in ("TRITON_F32_DEFAULT", "VLLM_NO_USAGE_STATS", "VLLM_ALLREDUCE_USE_FLASHINFER")
+    )
 
 
 FAKED_H100 = """
@@ -272,9 +276,10 @@ def kept_bytes(policy, tokens: int, spans) -> int:
 
 def test_transformers_does_not_ask_the_gpu_whether_rows_are_packed(models, world, monkeypatch):
     """It would wait for the GPU in every forward."""
-    policy = model.load(models["tied"], world, torch.float32)  # its first forwards are those of check_packing
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
+    policy, asked = model.load(models["tied"], world, torch.float32), []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked.append)
     model.check_packing(policy, models["tied"], world, 1e-3)
+    assert asked == []
 
 
 @on_a_cpu

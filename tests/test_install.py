@@ -4,23 +4,17 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from test_launch import executable
+from test_readme import load
 
 from common.errors import BadInput
 from common.run import checks
 
 LOCKED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
-
-
-def executable(path: Path, text: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture
@@ -29,7 +23,7 @@ def install(tmp_path, monkeypatch):
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/install.sh", "requirements.txt", "requirements-cpu.txt", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    stub = executable(tmp_path / "python", '[ "$1" != -m ] || exit 9')
+    stub = executable(tmp_path / "python", '#!/bin/sh\n[ "$1" != -m ] || exit 9\n')
     monkeypatch.setenv("PYTHON", str(stub))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
@@ -42,12 +36,12 @@ def install(tmp_path, monkeypatch):
 
 
 def test_the_machine_decides_which_packages_are_installed_and_machine_overrides_it(install, tmp_path, monkeypatch):
-    smi = executable(tmp_path / "bin/nvidia-smi", "exit 1")
+    smi = executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nexit 1\n")
     monkeypatch.delenv("MACHINE", raising=False)
     assert install()[0] == 9 and "installing the cpu requirements" in install()[1]
     monkeypatch.setenv("MACHINE", "gpu")
     assert "installing the gpu requirements" in install()[1]
-    executable(smi, "echo 'GPU 0: NVIDIA H100'")
+    executable(smi, "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
     monkeypatch.delenv("MACHINE")
     assert "installing the gpu requirements" in install()[1]
     monkeypatch.setenv("MACHINE", "cpu")
@@ -63,13 +57,13 @@ def test_gpus_that_torch_cannot_use_end_the_run(cuda, hint, tmp_path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    smi = executable(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'")
+    smi = executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
     with pytest.raises(BadInput, match=hint):
         checks.check_world(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert checks.check_world(1) == 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    executable(smi, "echo 'No devices were found'")
+    executable(smi, "#!/bin/sh\necho 'No devices were found'\n")
     assert checks.check_world(1) == 1
 
 
@@ -96,10 +90,4 @@ def test_cuda_packages_are_of_one_version():
 
 
 def test_no_file_belongs_to_two_installed_packages():
-    owner = {}
-    for package in distributions():
-        name = package.name
-        for line in (package.read_text("RECORD") or "").splitlines():
-            file = line.partition(",")[0]
-            if not file.startswith("..") and "__pycache__" not in file:
-                assert owner.setdefault(file, name) == name, file
+    assert load("scripts/gpu_check.py").files_of_two_packages() == {}

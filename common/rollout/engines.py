@@ -32,7 +32,7 @@ def start(
 ):  # fmt: skip
     """Load an engine on this rank (with rollout_tp > 1: on these ranks together), or start the layout's servers.
 
-    Collective: every rank calls it. Raises RunFailed if the memory does not do for it, or a server does not start.
+    Collective: every rank calls it. Raises RunFailed if there is too little memory, or a server does not start.
     model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
     max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
     """
@@ -52,7 +52,8 @@ def start(
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}
-    os.environ["VLLM_LOGGING_LEVEL"] = environment["VLLM_LOGGING_LEVEL"]  # vLLM reads these when it is imported
+    # vLLM reads its environment when it is imported, which rank 0 does to send weights to servers, too.
+    os.environ["VLLM_LOGGING_LEVEL"] = environment["VLLM_LOGGING_LEVEL"]
     if layout.split:
         from common.rollout.servers.engine import ServerEngine
 

@@ -107,7 +107,7 @@ class GPU:
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
-        return self.offload != "all" and 4 * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
+        return self.offload != "all" and GRADIENT_BYTES * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
 
     @property
     def activation_bytes(self) -> int:
