@@ -34,7 +34,7 @@ class Args:
     model: str = ""  # Folder, Hub name or modelscope:OWNER/NAME. Default: an embedded model with random weights.
     dataset: tuple[str, ...] = ("arithmetic",)  # Data with solutions: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
-    max_prompt_tokens: int = 512  # Longest prompt in tokens. --overlong-prompts says what happens to longer ones.
+    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
 
     # optimization
     steps: int = 260  # Optimizer steps.

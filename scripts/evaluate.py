@@ -40,7 +40,7 @@ class Args:
     prompts: int = 0  # Number of prompts. 0: all.
     n: int = 0  # Sampled responses per prompt. 0: greedy decoding only.
     temperature: float = 1.0  # Temperature of the sampled responses.
-    max_prompt_tokens: int = 512  # Longest prompt in tokens. --overlong-prompts says what happens to longer ones.
+    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
     max_response_tokens: int = 48  # Longest response in tokens.
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # Engine that generates the responses.
     rollout_tp: int = 1  # Ranks that hold one engine together (tensor parallelism).

@@ -435,7 +435,7 @@ CHECKS = {
     ),
     "shard size 1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), "exit code 0", 240, TWO),
     "split": Check(
-        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")), "exit code 0", 300,
+        partial(selftest, flags=("--rollout-placement", "split", "--rollout-servers", "1")), "exit code 0", 300,
         TWO,
     ),
 }  # fmt: skip

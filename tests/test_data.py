@@ -72,37 +72,6 @@ def test_long_prompts_are_dropped_and_counted_never_cut(rows, capsys):
         load(path, limit=2)
 
 
-def test_long_prompts_as_an_error_are_named_and_counted(rows):
-    path = rows(*OVERLONG)
-    lines = [f"{path}:{line}: 8 tokens, more than --max-prompt-tokens 6" for line in (1, 3, 5, 7, 9)]
-    with pytest.raises(BadInput) as error:
-        load(path, limit=6, overlong_prompts="error")
-    assert str(error.value).split("\n") == [*lines, "... and 2 more"]
-
-
-def test_long_prompts_cut_on_the_left_keep_their_end(rows, capsys):
-    path = rows(*OVERLONG)
-    prompts = load(path, limit=6, overlong_prompts="truncate-left")
-    assert [prompt.text for prompt in prompts] == ["345678", "1+1="] * 7
-    assert all(TOKENIZER(prompt.text)["input_ids"] == prompt.ids for prompt in prompts)
-    assert f"{path}: cut on the left 7 of 14 prompts over 6 tokens: {path}:1" in capsys.readouterr().out
-
-
-def test_a_cut_takes_nothing_of_the_templates(rows):
-    """The system prompt and the marks of the chat template stay. A single message is cut like a string."""
-    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "q {prompt}."}]
-    template = rows(json.dumps(chat), name="chat.json")
-    path = rows('{"prompt": [{"role": "user", "content": "12345678"}], "answer": "1"}')
-    given = {"tokenizer": CHAT, "template": template, "overlong_prompts": "truncate-left"}
-    (prompt,) = load(path, limit=23, **given)
-    assert prompt.text == "(system)add(user)q 78.=" and len(prompt.ids) == 23
-    with pytest.raises(BadInput, match="rows.jsonl:1: nothing of its own text fits beside the template in --max-prom"):
-        load(path, limit=21, **given)
-    talk = '{"prompt": [{"role": "user", "content": "1"}, {"role": "user", "content": "2345678"}], "answer": "1"}'
-    with pytest.raises(BadInput, match="truncate-left cuts one text, and this prompt is a conversation of 2 messages"):
-        load(rows(talk), limit=16, tokenizer=CHAT, overlong_prompts="truncate-left")
-
-
 def test_raw_gsm8k(tmp_path, rows):
     path = rows('{"question": "How many?", "answer": "9*2 = <<9*2=18>>18\\n#### 1,018"}', name="train.jsonl")
     (prompt,) = load(f"gsm8k:{tmp_path}", limit=500)
@@ -147,12 +116,6 @@ def test_two_bos_are_refused(rows):
     assert said.value.code == "double-bos"
     prompt = load(path, tokenizer=tokenizer, template=rows("q<bos>{prompt}", name="text.txt"))[0]
     assert prompt.ids.count(0) == 2  # a BOS in any other place is what the user wants
-
-
-def test_a_cut_leaves_whole_characters_and_the_bos(rows):
-    path = rows('{"question": "1\u00e9\u00e9\u00e9", "answer": 2}')
-    (prompt,) = load(path, limit=6, tokenizer=bytes_tokenizer(), overlong_prompts="truncate-left")
-    assert prompt.text == "éé" and len(prompt.ids) == 5 and prompt.ids[0] == 0
 
 
 def test_what_the_chat_template_refuses_is_named(rows):

@@ -416,8 +416,8 @@ def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch
 @on_a_cpu
 def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    with pytest.raises(BadInput, match="--rollout-devices are of one node"):
-        check_layout(Layout("split", (min(os.sched_getaffinity(0)),)), 1, "vllm")
+    with pytest.raises(BadInput, match="devices are of one node"):
+        check_layout(Layout("split", (str(min(os.sched_getaffinity(0))),)), 1, "vllm")
 
 
 def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_path, capsys):

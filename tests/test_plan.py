@@ -255,8 +255,8 @@ def test_a_run_on_a_gpu_takes_these_rules(seven, monkeypatch, capsys):
         (["policy"], {}, {"trained": 1, "frozen": 0, "engine": "asleep"}),
         (["policy", "critic", "reference"], {"offload": "others"}, {"trained": 2, "frozen": 1, "offload": "others"}),
         (["policy"], {"rollout_backend": "hf"}, {"engine": "copy"}),
-        (["policy"], {"layout": Layout("split", (1,))}, {"engine": "elsewhere"}),
-        (["policy"], {"layout": Layout("split", rollout_urls=("http://a",))}, {"engine": "elsewhere"}),
+        (["policy"], {"layout": Layout("split", ("1",))}, {"engine": "elsewhere"}),
+        (["policy"], {"layout": Layout("split", ("http://a",))}, {"engine": "elsewhere"}),
     ],
 )
 def test_a_run_counts_its_models_and_its_engine(seven, monkeypatch, models, flags, expected):

@@ -18,7 +18,7 @@ NAMES = ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
 def flags(name: str) -> dict[str, float]:
     """Numeric flags of an algorithm, with a number of each one's type."""
     args = importlib.import_module(f"algos.{name}").Args()
-    tuples = {"rollout_devices": 0, "profile": 0}  # they are empty by default
+    tuples = {"profile": 0}  # empty by default
     return dict(ranges.numbers(args)) | {flag: number for flag, number in tuples.items() if name != "sft"}
 
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +25,6 @@ INSTRUCTIONS = {  # text after each question of a built-in data set, unless --te
 class Source:
     columns: tuple[str, ...] = ()  # Columns of a file or Hub data set: prompt=problem answer=meta.gold.
     template: str = ""  # File that surrounds each {prompt}: a text, or chat messages in a .json file.
-    overlong_prompts: Literal["drop", "error", "truncate-left"] = "drop"  # Fate of prompts over --max-prompt-tokens.
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,6 @@ def load_one(
         text, ids = templates.render(where, question, tokenizer, template)
         if len(ids) > limit:
             overlong.append(where)
-            if source.overlong_prompts == "error":
-                raise BadInput(f"{where}: {len(ids)} tokens, more than --max-prompt-tokens {limit}")
-            if source.overlong_prompts == "truncate-left":
-                text, ids = templates.cut_left(where, question, tokenizer, template, limit)
         return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)
 
     prompts = sources.collect(rows, make)
@@ -123,8 +118,7 @@ def load_one(
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {limit}")
     if overlong:
         names = ", ".join(overlong[:5]) + (" ..." if len(overlong) > 5 else "")
-        action = "dropped" if source.overlong_prompts == "drop" else "cut on the left"
-        say(f"{spec}: {action} {len(overlong)} of {len(prompts)} prompts over {limit} tokens: {names}")
+        say(f"{spec}: dropped {len(overlong)} of {len(prompts)} prompts over {limit} tokens: {names}")
     return kept
 
 

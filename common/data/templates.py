@@ -89,7 +89,10 @@ def render(
 ) -> tuple[str, list[int]]:
     """Text and ids of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput."""
     if template:
-        own = own_text(where, content, "--template takes")
+        if isinstance(content, list) and len(content) > 1:
+            said = f"--template takes one text, and this prompt is a conversation of {len(content)} messages"
+            raise BadInput(f"{where}: {said}")
+        own = content if isinstance(content, str) else content[0]["content"]
         fill = lambda text: text.replace("{prompt}", own)  # str.format would trip over the braces of LaTeX
         chat = isinstance(template, list)
         content = [{**m, "content": fill(m["content"])} for m in template] if chat else fill(template)
@@ -110,29 +113,4 @@ def render(
             "one, so --template and the prompts must have none",
             code="double-bos",
         )
-    return text, ids
-
-
-def own_text(where: str, content: str | Messages, who: str) -> str:
-    """The text of a prompt without templates. Raises BadInput for a conversation of several messages."""
-    if isinstance(content, list) and len(content) > 1:
-        raise BadInput(f"{where}: {who} one text, and this prompt is a conversation of {len(content)} messages")
-    return content if isinstance(content, str) else content[0]["content"]
-
-
-def cut_left(
-    where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template, limit: int
-) -> tuple[str, list[int]]:
-    """Text and ids of at most `limit` tokens. The row's own text loses its start, no template does. Raises BadInput."""
-    own = own_text(where, content, "--overlong-prompts truncate-left cuts")
-    words = tokenizer(own, add_special_tokens=False)["input_ids"]
-    text, ids = render(where, content, tokenizer, template)
-    keep = len(words)
-    while len(ids) > limit:  # a shorter text that is encoded again may have a few tokens more than were kept
-        keep -= len(ids) - limit
-        if keep <= 0:
-            raise BadInput(f"{where}: nothing of its own text fits beside the template in --max-prompt-tokens {limit}")
-        rest = tokenizer.decode(words[-keep:]).lstrip("\ufffd")  # half a character, where the cut went through one
-        shorter = rest if isinstance(content, str) else [{**content[0], "content": rest}]
-        text, ids = render(where, shorter, tokenizer, template)
     return text, ids

@@ -54,7 +54,7 @@ class Flags:
     dataset: tuple[str, ...] = ("gsm8k",)  # arithmetic, sums, gsm8k, math, FILE, owner/name ... Several: each =WEIGHT.
     source: Annotated[data.TrainSource, OmitArgPrefixes] = data.TrainSource()
     reward: tuple[str, ...] = ("gsm8k",)  # gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT.
-    max_prompt_tokens: int = 512  # Longest prompt. --overlong-prompts says what happens to longer ones.
+    max_prompt_tokens: int = 512  # Longest prompt. Longer ones are dropped.
     # rollout
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf samples slowly with transformers, where vLLM is missing.
     rollout_tp: int = 1  # Number of ranks that share one engine by tensor parallelism.

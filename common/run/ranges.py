@@ -48,7 +48,6 @@ RANGES = {
     "max_grad_norm": "(0, inf)",
     # computing
     "rollout_tp": "[1, inf)",
-    "rollout_devices": "[0, inf)",
     "rollout_memory": "[0, 1]",
     "max_inflight_batches": "[1, 2]",
     "sequence_parallel": "[1, inf)",

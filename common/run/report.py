@@ -18,7 +18,7 @@ from common.run.directory import described, read_metrics
 
 PHASES = {  # phase of a step -> ways to make it faster
     "rollout": "shorter responses (--max-response-tokens), more memory for the engine (--rollout-memory)",
-    "wait": "more --rollout-devices, because responses take longer than training",
+    "wait": "more --rollout-servers, because responses take longer than training",
     "reward": "more workers, or a service on another machine (docs/rewards.md)",
     "logprobs": "--mini-batches 1, which needs no forward for old log-probs; a larger --token-budget",
     "prm": "a larger --token-budget, no --activation-checkpointing or --offload if memory allows",

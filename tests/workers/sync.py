@@ -17,7 +17,7 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
     layout = placement.Layout()
     if backend == "servers":
         backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
-        layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
+        layout = placement.Layout(rollout_placement="split", rollout_servers=tuple(map(str, cores)))
     world = placement.init(0, tp)
     policy = model.load(model_path, world, dtype)
     sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}
