@@ -1,4 +1,8 @@
-"""Weight sync from the trainer to the engine: the policy's parameters are gathered one at a time."""
+"""Weight sync from the trainer to the engine: the policy's parameters are gathered one at a time.
+
+vLLM's loaders know the names in a model's safetensors files. Some differ from those in transformers' model: there the
+experts of a layer are one parameter, and in the files one each.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 
 class Parameter(NamedTuple):
@@ -16,31 +21,58 @@ class Parameter(NamedTuple):
 
 
 class FullParameters:
-    """Iterates over (name, full tensor) of every parameter. One tensor at a time is whole, two on a GPU.
+    """Iterates over (name, full tensor) of every parameter and every buffer that is saved with the model. One parameter
+    at a time is whole, two on a GPU.
 
     Each iteration gathers the current weights. Tied parameters appear once, under their first name. vLLM's trainer
     engines also take it as their weight source, and ask for metadata() first. Collective: every rank iterates.
     """
 
-    def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
-        """dtype: data type of the engine's weights, or None for that of the parameters (float32)."""
-        self.policy, self.dtype = policy, dtype
+    def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None, saved_names: bool = False):
+        """dtype: data type of the engine's weights, or None for that of the parameters (float32). saved_names: yield
+        names and shapes as in the model's files, which cuts some parameters into several tensors.
+        """
+        self.policy, self.dtype, self.saved_names = policy, dtype, saved_names
 
     def metadata(self) -> list[Parameter]:
-        """Name, dtype and full shape of each parameter that an iteration yields. Nothing is gathered."""
-        return [Parameter(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.policy.named_parameters()]
+        """Name, dtype and full shape of each tensor that an iteration yields. Nothing is gathered."""
+        empty = ((name, torch.empty(x.shape, dtype=self.dtype or x.dtype, device="meta")) for name, x in self.tensors())
+        return [Parameter(name, x.dtype, tuple(x.shape)) for pair in empty for name, x in self.named(*pair)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        pairs = ((name, self.gather(parameter)) for name, parameter in self.policy.named_parameters())
-        return one_ahead(pairs) if device_type(next(self.policy.parameters())) == "cuda" else pairs
+        gathered = ((name, self.whole(name, tensor)) for name, tensor in self.tensors())
+        if device_type(next(self.policy.parameters())) == "cuda":
+            gathered = one_ahead(gathered)
+        return (named for pair in gathered for named in self.named(*pair))
 
-    def gather(self, parameter: nn.Parameter) -> torch.Tensor:
-        """One parameter as a full tensor. Shards are cast first, so that half as many bytes travel, and those of
-        --offload travel between GPUs. Collective: every rank calls it.
-        """
-        # Move first: the host would cast a tensor that is moved and cast in one call.
-        tensor = parameter.detach().to(device_type(parameter), non_blocking=True).to(dtype=self.dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters under their first name, without adapters, and the buffers that belong to a state dict."""
+        yield from ((n, p) for n, p in self.policy.named_parameters() if not n.endswith((".lora_a", ".lora_b")))
+        saved = self.policy.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in saved)
+
+    def named(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The full tensor under the name that the engine knows, or the tensors into which its files cut it."""
+        if not self.saved_names:
+            return [(name, tensor)]
+        return list(revert_weight_conversion(self.policy, {name: tensor}).items())
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """One parameter or buffer as a full tensor, the layer's adapters added. Collective: every rank calls it."""
+        module, _, kind = name.rpartition(".")
+        layer = self.policy.get_submodule(module)
+        if kind != "weight" or not hasattr(layer, "lora_a"):
+            return gather(tensor, self.dtype)
+        return layer.merged(*(gather(x, None) for x in (tensor, layer.lora_a, layer.lora_b))).to(self.dtype)
+
+
+def gather(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """One parameter as a full tensor. Shards are cast first, so that half as many bytes travel, and those of --offload
+    travel between GPUs. Collective: every rank calls it.
+    """
+    # Move first: the host would cast a tensor that is moved and cast in one call.
+    tensor = parameter.detach().to(device_type(parameter), non_blocking=True).to(dtype=dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def device_type(parameter: torch.Tensor) -> str:
@@ -69,7 +101,7 @@ def one_ahead(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 def push(policy: nn.Module, engine) -> None:
     """Give the engine the policy's current weights. Collective: every rank calls it."""
-    engine.load_weights(FullParameters(policy, engine.wire_dtype))
+    engine.load_weights(FullParameters(policy, engine.wire_dtype, engine.saved_names))
 
 
 def checksum(tensor: torch.Tensor) -> int:

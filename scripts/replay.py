@@ -61,7 +61,7 @@ class ReplayEngine:
     """Answers each prompt with its responses in the file, in order."""
 
     def __init__(self, rows: list[dict], device):
-        self.device, self.wire_dtype = device, None
+        self.device, self.wire_dtype, self.saved_names = device, None, False
         self.weight_version = max(version for row in rows for version in row["weight_versions"])
         self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
         self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines

@@ -203,13 +203,16 @@ def reference_kernel(
     query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa
 ):
     """varlen_attn, one sequence at a time: causal, with the ends of queries and keys aligned."""
-    assert window_size == (-1, 0) and query_ends.dtype == key_ends.dtype == torch.int32
+    assert window_size[1] == 0 and query_ends.dtype == key_ends.dtype == torch.int32
     assert [int(ends.diff().max()) for ends in (query_ends, key_ends)] == [most_queries, most_keys]
     out = []
     for q, k, v in zip(
         query.split(query_ends.diff().tolist()), *(x.split(key_ends.diff().tolist()) for x in (key, value))
     ):
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        place, key_place = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+        mask = key_place <= place
+        if window_size[0] >= 0:
+            mask &= place - key_place <= window_size[0]
         rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
         one = torch.nn.functional.scaled_dot_product_attention(*rows, mask, scale=scale, enable_gqa=enable_gqa)
         out.append(one[0].transpose(0, 1))
@@ -217,8 +220,9 @@ def reference_kernel(
 
 
 @on_a_cpu
+@pytest.mark.parametrize("window", [None, 1, 25])
 @pytest.mark.parametrize("groups", [[(40, [17, 30, 5]), (33, [9]), (50, [20, 20])], [(7, [3]), (5, [1])]])
-def test_attention_on_cuda_is_attention_on_a_cpu(groups, monkeypatch):
+def test_attention_on_cuda_is_attention_on_a_cpu(groups, window, monkeypatch):
     """Forward and gradients, with a reference in the place of the kernel: its arguments are what is tested."""
     on_cuda = as_on_cuda(attention, monkeypatch)
     on_cuda.varlen_attn = reference_kernel
@@ -227,7 +231,8 @@ def test_attention_on_cuda_is_attention_on_a_cpu(groups, monkeypatch):
     found = []
     for module, device in ((attention, torch.device("cpu")), (on_cuda, NamedCUDA())):
         own = [x.clone().requires_grad_() for x in qkv]
-        out, _ = module.packed_attention(None, *own, None, scaling=0.25, spans=module.spans(groups, device))
+        spans = module.spans(groups, device)
+        out, _ = module.packed_attention(None, *own, None, scaling=0.25, spans=spans, sliding_window=window)
         out.square().sum().backward()
         found.append([out, *(x.grad for x in own)])
     for one, two in zip(*found):

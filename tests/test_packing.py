@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Lfm2Config
 from common.data import arithmetic
 from common.errors import BadInput
 from common.rollout.rollout import collate
-from common.run import memory
-from common.trainer import attention, batching, logits, model, sequence_parallel
+from common.run import checks, memory
+from common.trainer import attention, batching, logits, model
 from common.trainer.attention import Sequence, similar_lengths
 from common.trainer.batching import Compute
 
@@ -224,21 +224,27 @@ def test_pack_keeps_the_budget_and_every_row(world):
     assert batching.pack(rollout, rows[:0], Compute(60), world) == []
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 7, 100])
-def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk):
-    """Log-probs, entropies and both gradients, with targets that repeat and a temperature."""
+@pytest.mark.parametrize("rows_per_chunk, cap", [(1, None), (7, None), (100, None), (7, 2.0)])
+def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk, cap):
+    """Log-probs, entropies and both gradients, with targets that repeat, a temperature, and a cap of the logits.
+
+    A head that LoRA does not train changes nothing in the gradient of the hidden states.
+    """
     monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", rows_per_chunk * 50 + 1)
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (20, 50))
     targets, weights = torch.arange(20) % 6, torch.linspace(-1, 1, 20)
-    table = (3 * hidden @ head.t() / TEMPERATURE).log_softmax(-1)
+    z = 3 * hidden @ head.t() / TEMPERATURE
+    table = (z if cap is None else cap * torch.tanh(z / cap)).log_softmax(-1)
     expected = table[range(20), targets]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True, cap)
     assert torch.allclose(logprobs, expected, atol=1e-5) and not entropy.requires_grad
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
     ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
     theirs = torch.autograd.grad((expected * weights).sum(), (hidden, head))
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, theirs))
+    alone, _ = logits.ChunkedLogprobs.apply(3 * hidden, head.detach(), targets, TEMPERATURE, True, cap)
+    assert torch.equal(torch.autograd.grad((alone * weights).sum(), hidden)[0], ours[0])
 
 
 def test_logits_of_bfloat16_weights_are_float32():
@@ -304,9 +310,9 @@ def test_heads_that_cannot_be_dealt_to_the_ranks_are_refused(models, kind, ranks
 def test_slices_refuse_positions_that_depend_on_the_row(models):
     config = arithmetic.config()
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    sequence_parallel.check_heads(config, 1, "m")
+    checks.check_heads(config, 1, "m")
     with pytest.raises(BadInput, match="--sequence-parallel 2: .* rotary frequencies of --model m depend"):
-        sequence_parallel.check_heads(config, 2, "m")
+        checks.check_heads(config, 2, "m")
 
 
 def test_similar_lengths_bounds_the_padding():
@@ -331,7 +337,7 @@ def test_mask_comes_from_lengths_not_from_token_ids():
         {"logit_scale": 0.5},
         {"logits_scaling": 8.0},
         {"attention_dropout": 0.1},
-        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
     ],
 )
 def test_architectures_that_the_packed_forward_cannot_compute_are_refused(models, change):

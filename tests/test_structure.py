@@ -118,8 +118,9 @@ def test_importing_grpo_loads_at_most_2800_lines():
     assert int(found.stdout) <= 2800
 
 
-def test_following_grpo_takes_at_most_2100_lines():
-    assert sum(lines(ROOT / path) for path in READING_PATH) <= 2100
+def test_following_grpo_takes_at_most_2250_lines():
+    """2,100 before model families and LoRA; environments may bring it to 2,400."""
+    assert sum(lines(ROOT / path) for path in READING_PATH) <= 2250
 
 
 @pytest.mark.parametrize("path", [*ALGORITHMS, *COMMON], ids=lambda path: str(path.relative_to(ROOT)))

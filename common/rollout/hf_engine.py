@@ -32,6 +32,8 @@ class LogprobRecorder(LogitsProcessor):
 class HFEngine:
     """A full copy of the model on each rank, without paging or continuous batching. Prompts are padded."""
 
+    saved_names = False  # the trainer's model is of the same class
+
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         safe = has_safetensors(model_path)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
@@ -65,7 +67,7 @@ class HFEngine:
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy (name, full tensor) pairs into the model. Collective, because gathering the tensors is."""
-        parameters = dict(self.model.named_parameters())
+        parameters = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for name, tensor in named_tensors:
             parameters[name].copy_(tensor)
         self.weight_version += 1

@@ -62,15 +62,20 @@ def request_seed(seed: int, number: int, n: int) -> int:
 class VLLMEngine:
     """One engine per rank, or one for `world.rollout_tp` ranks, which then make every call together."""
 
+    saved_names = True  # vLLM's loaders know the names in a model's files
+
     def __init__(
         self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, layout: Layout,
         **limits: int,
     ):  # fmt: skip
         from vllm import LLM
+        from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
         from common.rollout import vllm_weights
 
         vllm_weights.register()
+        # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
+        TorchCompileWithNoGuardsWrapper.do_not_compile = True  # vLLM's own instances say it for themselves
         self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
         self.weight_version, self.asleep = 0, False
         self.llm = LLM(

@@ -48,9 +48,11 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
 
     def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
+        # Gemma 2 has no head beside its embeddings.
+        self.head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens
         if device.type == "cpu" and self.model_config.dtype == torch.bfloat16:
-            model.lm_head.quant_method = Float32Head()
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+            self.head.quant_method = Float32Head()
+            self.head.quant_method.process_weights_after_loading(self.head)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """There is no connection to open."""
@@ -69,11 +71,17 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
+        if self.device.type != "cpu":
+            return
+        if self.model_config.hf_text_config.tie_word_embeddings:
             # The reload repacks the embedding, but the head that shares it keeps its old packed copy. Without this
             # line log-probs are off by 8e-2 after the first update and by 2e-1 after the third, and nothing fails.
-            head = self.model.lm_head
-            head.quant_method.process_weights_after_loading(head)
+            self.head.quant_method.process_weights_after_loading(self.head)
+        for layer in self.model.modules():
+            # Experts that were packed once keep that copy: log-probs would be off by 2 to 4, and nothing fails.
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """There is no connection to close."""

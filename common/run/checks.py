@@ -135,3 +135,19 @@ def check_weights(folder: str) -> None:
         + [f"--model {folder}: config.json describes no {name}" for name in sorted(found["unexpected_keys"])]
         + [f"--model {folder}: {said}" for said in shapes]
     )
+
+
+def check_heads(config, ranks: int, model_path: str) -> None:
+    """Refuse a model whose attention cannot be dealt to so many ranks. Raises BadInput."""
+    queries = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if ranks < 1 or queries % ranks or keys % ranks:
+        raise BadInput(
+            f"--sequence-parallel {ranks} does not divide the {queries} query heads and {keys} key and value heads of "
+            f"--model {model_path}"
+        )
+    if ranks > 1 and (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
+        raise BadInput(
+            f"--sequence-parallel {ranks}: a slice does not see the longest position of its row, on which the "
+            f"rotary frequencies of --model {model_path} depend"
+        )

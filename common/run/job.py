@@ -29,6 +29,7 @@ from common.data import prompts as data
 from common.data import tokenizer as tokenizers
 from common.errors import BadInput
 from common.placement import World
+from common.rollout import engines
 from common.run import checkpoint, checks, diagnosis, directory, evaluation, guards, precision, ranges, sampling
 from common.run.plan import fit_memory, show_roles
 from common.run.plan import show as show_plan
@@ -138,6 +139,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     checks.try_rewards(reward, prompts, tokenizer)
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out)
+    engines.check_family(args.rollout_backend, args.model)
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
@@ -145,7 +147,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     show_roles(
         args.model, [m for m in models if m != "reference"], [m for m in models if m == "reference"], reward.rewards,
         size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
-        offload=args.offload, shards=args.compute.shard_size,
+        offload=args.offload, shards=args.compute.shard_size, lora_rank=args.compute.lora_rank,
     )  # fmt: skip
     directory.check_configuration(args, name)
     directory.leave_if_done(args, resume)

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
+from common.run.checks import check_heads
 from common.trainer.batching import Compute
 from common.trainer.kernels import check_kernels
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
 from common.trainer.model import GRADIENT_MEMORY_SHARE
-from common.trainer.sequence_parallel import check_heads
 
 GIB = 2**30  # bytes
 MASTER_BYTES, GRADIENT_BYTES, FROZEN_BYTES = 12, 4, 4  # a parameter: master and Adam's moments, gradient, frozen weight
@@ -48,6 +48,11 @@ class Decoder:
         """Bytes of KV cache for one token: a key and a value of each layer."""
         return 2 * self.num_hidden_layers * self.key_width * dtype.itemsize
 
+    def adapters(self, rank: int) -> int:
+        """Parameters of LoRA beside the seven products of each layer: an input and an output width each, times rank."""
+        attention = 2 * (self.hidden_size + self.query_width) + 2 * (self.hidden_size + self.key_width)
+        return rank * self.num_hidden_layers * (attention + 3 * (self.hidden_size + self.intermediate_size))
+
     def activation_bytes(self, dtype: torch.dtype, checkpointing: bool) -> int:
         """Estimated bytes that one token keeps for the backward. Each layer keeps 4 hidden sizes in float32 (norms and
         residuals), 5 hidden sizes and 4 feed-forward widths. With checkpointing, all layers but one keep their input.
@@ -63,6 +68,24 @@ def count_parameters(model_path: str) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@lru_cache
+def trained_parameters(model_path: str, lora_rank: int) -> int:
+    """Number of parameters that a policy trains: all, or those of its adapters. Raises BadInput without such layers."""
+    if not lora_rank:
+        return count_parameters(model_path)
+    from common.trainer import lora
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    lora.insert(model, lora_rank, 1.0, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def trained_bytes(parameters: int, trained: int, dtype: torch.dtype) -> int:
+    """Bytes of masters and moments of a trained model. With LoRA, what is frozen is kept in the compute dtype."""
+    return MASTER_BYTES * trained + (dtype.itemsize * parameters if trained < parameters else 0)
 
 
 def decoder(model_path: str) -> Decoder:
@@ -89,6 +112,7 @@ class GPU:
     dtype: torch.dtype  # data type of forward and backward, and of the engine
     trained: int = 1  # models with gradients and an optimizer
     frozen: int = 0  # models without
+    adapters: int = 0  # parameters of a model that LoRA trains; 0 without LoRA
     offload: str = "none"  # "others" and "all" as in --offload
     checkpointing: bool = False
     engine: Literal["asleep", "copy", "elsewhere"] = "asleep"  # see engine_state(); "elsewhere" also without any engine
@@ -102,12 +126,19 @@ class GPU:
     def states(self) -> float:
         """Bytes that stay: masters and moments of trained models, frozen models, reward models."""
         trained, frozen = {"none": (self.trained, self.frozen), "others": (1, 0), "all": (0, 0)}[self.offload]
-        return (MASTER_BYTES * trained + FROZEN_BYTES * frozen) * self.model.parameters / self.shards + self.other
+        count = self.model.parameters
+        whole = trained * trained_bytes(count, self.with_gradient, self.dtype) + frozen * FROZEN_BYTES * count
+        return whole / self.shards + self.other
+
+    @property
+    def with_gradient(self) -> int:
+        """Parameters of a trained model that have a gradient and an optimizer state."""
+        return self.adapters or self.model.parameters
 
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
-        return self.offload != "all" and GRADIENT_BYTES * self.model.parameters <= GRADIENT_MEMORY_SHARE * self.memory
+        return self.offload != "all" and GRADIENT_BYTES * self.with_gradient <= GRADIENT_MEMORY_SHARE * self.memory
 
     @property
     def activation_bytes(self) -> int:
@@ -118,8 +149,9 @@ class GPU:
         model = self.model
         ends, layer = model.parameters - model.inner, model.inner / model.num_hidden_layers
         gathered = self.dtype.itemsize * (model.parameters if self.shards == 1 else ends + 2 * layer)
-        unreduced = GRADIENT_BYTES * (model.parameters if self.whole_gradients else max(ends, layer))
-        gradients = 0 if self.offload == "all" else GRADIENT_BYTES * model.parameters / self.shards
+        largest = min(self.with_gradient, max(ends, layer))
+        unreduced = GRADIENT_BYTES * (self.with_gradient if self.whole_gradients else largest)
+        gradients = 0 if self.offload == "all" else GRADIENT_BYTES * self.with_gradient / self.shards
         engine = {"asleep": ENGINE_ASLEEP, "copy": model.parameters * self.dtype.itemsize, "elsewhere": 0}[self.engine]
         passing = gathered + unreduced + gradients + 3 * 4 * GPU_LOGITS_PER_CHUNK
         return self.states + engine + passing + tokens * self.activation_bytes

@@ -21,9 +21,7 @@ from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
 from common.rollout import engines
 from common.run import folders, memory
-from common.run.memory import FROZEN_BYTES, GIB, GRADIENT_BYTES, MASTER_BYTES, count_parameters
-
-TRAINED_BYTES = MASTER_BYTES + GRADIENT_BYTES  # a parameter
+from common.run.memory import FROZEN_BYTES, GIB, GRADIENT_BYTES, count_parameters, trained_bytes, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Role:
 
 def show_roles(
     model_path: str, trained: list[str], frozen: list[str], rewards: dict[str, Callable], *, size: int, layout: Layout,
-    backend: str, rollout_tp: int, dtype: torch.dtype, offload: str, shards: int = 0,
+    backend: str, rollout_tp: int, dtype: torch.dtype, offload: str, shards: int = 0, lora_rank: int = 0,
 ) -> list[Role]:  # fmt: skip
     """Print the table of roles, which all start from one model, and return them. Raises BadInput if they cannot fit.
 
@@ -45,11 +43,16 @@ def show_roles(
     shards: ranks that hold one copy of the weights together; 0 means all.
     """
     tp = rollout_tp if backend == "vllm" else 1
-    bytes_each = dict.fromkeys(trained, TRAINED_BYTES) | dict.fromkeys(frozen, FROZEN_BYTES)
+    count, updated = count_parameters(model_path), trained_parameters(model_path, lora_rank)
+    of_trained = trained_bytes(count, updated, dtype) + GRADIENT_BYTES * updated
     roles = []
-    for name, each in bytes_each.items():
+    for name, total in (dict.fromkeys(trained, of_trained) | dict.fromkeys(frozen, FROZEN_BYTES * count)).items():
         offloaded = offload == "all" or (offload == "others" and name != "policy")
-        roles.append(sharded_role(name, model_path, each, shards or size, dtype, offloaded))
+        roles.append(sharded_role(name, total, shards or size, dtype, offloaded))
+    if lora_rank:
+        adapters = f"{updated / 1e6:,.2f} M trained"
+        roles = [dataclasses.replace(role, dtype=f"{role.dtype}; {adapters}") for role in roles[: len(trained)]]
+        roles += [Role(name, "the policy without its adapters", "") for name in frozen]
     roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
     roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
     rows = [("role", "lives on", "dtype", "GiB a rank")]
@@ -79,7 +82,8 @@ def fit_memory(
     vllm = args.rollout_backend == "vllm"
     on_the_gpu = {
         "trained": len(models) - ("reference" in models),
-        "frozen": int("reference" in models),
+        "frozen": int("reference" in models and not args.compute.lora_rank),
+        "adapters": trained_parameters(args.model, args.compute.lora_rank) if args.compute.lora_rank else 0,
         "offload": args.offload,
         "engine": memory.engine_state(args.layout, args.rollout_backend),
         "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items()),
@@ -91,9 +95,9 @@ def fit_memory(
         args.layout = memory.plan_engine(args.layout, gpu, args.rollout_tp, longest, together)
 
 
-def sharded_role(name: str, path: str, bytes_each: int, shards: int, dtype: torch.dtype, offloaded: bool) -> Role:
-    """A model that the trainer's ranks share."""
-    share = bytes_each * count_parameters(path) / shards
+def sharded_role(name: str, total: int, shards: int, dtype: torch.dtype, offloaded: bool) -> Role:
+    """A model of so many bytes that the trainer's ranks share."""
+    share = total / shards
     lives = f"sharded over {shards} rank(s)" + (", in host memory" if offloaded else "")
     computes = f"float32, computes in {str(dtype).removeprefix('torch.')}"
     return Role(name, lives, computes, 0.0 if offloaded else share, share if offloaded else 0.0)

@@ -53,6 +53,8 @@ RANGES = {
     "sequence_parallel": "[1, inf)",
     "shard_size": "[0, inf)",
     "token_budget": "[0, inf)",
+    "lora_rank": "[0, inf)",
+    "lora_alpha": "(0, inf)",
     # bookkeeping
     "seed": "[0, 1000000000]",  # the engine's seeds are seed x 2^20 + step, in 64 bits
     "eval_prompts": "[0, inf)",

@@ -20,6 +20,15 @@ ASKS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.
 WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
 
 
+class Scores(NamedTuple):
+    """How a layer gets from query key^T to weights. transformers passes what its family needs."""
+
+    scale: float | None = None  # factor of the products; None is 1 / sqrt(width of a query)
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it (Mistral, Gemma)
+    cap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
+    sinks: torch.Tensor | None = None  # (heads,) score of one more key, whose value is 0 (gpt-oss)
+
+
 class Sequence(NamedTuple):
     """Tokens of a packed row that attend causally to one another and, if they have a context, to all tokens of it."""
 
@@ -38,6 +47,10 @@ class Spans:
     key_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of keys, with those of the contexts
     keys: torch.Tensor | None = None  # their places in the row, a context before its sequence; None: all, in order
     longest: tuple[int, int] = (0, 0)  # most queries and most keys of one sequence
+
+    def to_owner(self, values: torch.Tensor) -> torch.Tensor:
+        """Results (R,) on the rank that trains on them: this one, unless it holds a slice of a row."""
+        return values
 
 
 def spans(groups: list[Group], device: torch.device) -> Spans:
@@ -64,22 +77,29 @@ def spans(groups: list[Group], device: torch.device) -> Spans:
     return Spans(runs, ends[0].contiguous(), ends[1].contiguous(), keys, tuple(lengths.amax(0).tolist()))
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, spans=None, **kwargs):
+def packed_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, spans=None, sliding_window=None,
+    softcap=None, s_aux=None, **kwargs,
+):  # fmt: skip
     """Causal attention inside each sequence of a packed row. transformers calls it in every layer.
 
-    query (1, heads, L, d), key and value (1, key heads, L, d) -> (1, L, heads, d). CUDA computes the row in one
-    variable-length kernel. Elsewhere, and in float32, neighbours of similar length share one padded call. The padding
-    stands on the right, where a causal mask already hides it: no token sees a later one.
+    query (1, heads, L, d), key (1, key heads, L, d), value (1, key heads, L, v) -> (1, L, heads, v). CUDA computes the
+    row in one variable-length kernel. Elsewhere, in float32, and for layers that the kernel does not know, neighbours
+    of similar length share one padded call. The padding stands on the right, where a causal mask already hides it: no
+    token sees a later one.
     """
+    scores = Scores(scaling, sliding_window, softcap, s_aux)
     gqa = query.shape[1] != key.shape[1]  # grouped-query attention: several query heads share keys and values
-    if query.is_cuda and query.dtype != torch.float32:
+    written_out = softcap is not None or s_aux is not None
+    if query.is_cuda and query.dtype != torch.float32 and not written_out and query.shape[-1] == value.shape[-1]:
         flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # (L, heads, d)
         if spans.keys is not None:
             flat[1:] = [x.index_select(0, spans.keys) for x in flat[1:]]
-        # The kernel aligns the ends of queries and keys for its causal mask, so every query sees the whole context.
+        # The kernel aligns the ends of queries and keys for its mask, so a query sees the context that it should.
         ends = (spans.query_ends, spans.key_ends, *spans.longest)
-        out = varlen_attn(*flat, *ends, scale=scaling, window_size=(-1, 0), **({"enable_gqa": gqa} if ASKS_GQA else {}))
-        return out[None], None
+        before = -1 if sliding_window is None else sliding_window - 1  # tokens that a token sees before itself
+        grouped = {"enable_gqa": gqa} if ASKS_GQA else {}
+        return varlen_attn(*flat, *ends, scale=scaling, window_size=(before, 0), **grouped)[None], None
     outputs, prompts, prompts_start = [], [], 0  # prompts: keys and values of the latest prompts, for their responses
     # Split the row once: the backward of a slice is as long as the whole row, so one slice a run would be slow.
     sizes = [sum(s.length for s in run) for run in spans.runs]
@@ -92,33 +112,45 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
             rows[1:] = [torch.cat(pair, dim=2) for pair in zip(contexts, rows[1:])]  # (n, heads, context + longest, d)
         else:
             prompts, prompts_start = piece[1:], run[0].start
-        if rows[1].shape[2] <= WRITTEN_OUT_MAX_KEYS:
-            out = written_out_attention(*rows, context, scaling)
+        if written_out or rows[1].shape[2] <= WRITTEN_OUT_MAX_KEYS:
+            out = written_out_attention(*rows, context, scores)
         else:
-            mask = causal_mask(rows[0].shape[2], context, query.device) if context else None
+            masked = context or sliding_window
+            mask = causal_mask(rows[0].shape[2], context, sliding_window, query.device) if masked else None
             out = F.scaled_dot_product_attention(*rows, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         outputs.append(unpadded(out, run))
     return torch.cat(outputs)[None], None
 
 
-def written_out_attention(query, key, value, context: int, scale: float | None) -> torch.Tensor:
+def written_out_attention(query, key, value, context: int, scores: Scores) -> torch.Tensor:
     """softmax(scale query key^T + causal mask) value, with the weights in memory. Shapes as in packed_attention's call.
 
     For short sequences on a CPU it is 1.6 times as fast as the fused kernel, forward and backward together.
     """
     n, heads, longest, width = query.shape
     key_heads = key.shape[1]  # each serves `heads / key_heads` query heads, which become rows of one product
-    query = (query * (scale or width**-0.5)).reshape(n * key_heads, -1, width)
+    query = (query * (scores.scale or width**-0.5)).reshape(n * key_heads, -1, width)
     bias = torch.zeros(longest, context + longest, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~causal_mask(longest, context, query.device), -torch.inf)
-    key, value = (x.reshape(n * key_heads, -1, width) for x in (key, value))
-    weights = torch.baddbmm(bias.repeat(heads // key_heads, 1), query, key.transpose(1, 2)).softmax(-1)
-    return torch.bmm(weights, value).view(n, heads, longest, width)
+    bias.masked_fill_(~causal_mask(longest, context, scores.window, query.device), -torch.inf)
+    bias = bias.repeat(heads // key_heads, 1)
+    key, value = (x.reshape(n * key_heads, context + longest, -1) for x in (key, value))
+    if scores.cap is None:
+        products = torch.baddbmm(bias, query, key.transpose(1, 2))
+    else:
+        products = torch.bmm(query, key.transpose(1, 2)).div(scores.cap).tanh().mul(scores.cap) + bias
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(products.dtype).view(1, key_heads, -1, 1).expand(n, -1, -1, longest)
+        products = torch.cat([products, sinks.reshape(n * key_heads, -1, 1)], dim=-1)
+    weights = products.softmax(-1)[..., : context + longest]
+    return torch.bmm(weights, value).view(n, heads, longest, -1)
 
 
-def causal_mask(queries: int, context: int, device: torch.device) -> torch.Tensor:
-    """(queries, context + queries) bool, True where a token may look: at the context, at itself and before itself."""
-    return torch.ones(queries, context + queries, dtype=torch.bool, device=device).tril(context)
+def causal_mask(queries: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(queries, context + queries) bool, True where a token may look: at the context, at itself and before itself, and
+    with a window at no more than so many tokens.
+    """
+    mask = torch.ones(queries, context + queries, dtype=torch.bool, device=device).tril(context)
+    return mask if window is None else mask.triu(context - window + 1)
 
 
 def padded(x: torch.Tensor, run: list[Sequence]) -> torch.Tensor:

@@ -21,19 +21,20 @@ from common.placement import Sharding, World
 from common.rollout.rollout import Rollout
 from common.trainer.attention import Spans, spans
 from common.trainer.kernels import Kernels
-from common.trainer.sequence_parallel import cut, take_turns
 
 SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call costs more than sharing saves
 
 
 @dataclass(frozen=True)
 class Compute(Sharding):
-    """Settings of the trainer's forward and backward. They change results only by rounding."""
+    """Settings of the trainer's forward and backward. All but those of LoRA change results only by rounding."""
 
     token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
+    lora_rank: int = 0  # Freeze the model and train adapters of this rank (LoRA), at ten times the learning rate.
+    lora_alpha: float = 32.0  # Adapters are multiplied by lora_alpha / lora_rank.
 
 
 @dataclass
@@ -69,6 +70,8 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -
         dummy.response_mask.zero_()
     if world.sp_group is None:
         return micro_batches
+    from common.trainer.sequence_parallel import cut, take_turns
+
     turns = take_turns([texts_of(rollout, groups) for groups in bins], world.sp_group)
     whole = lambda own, texts: lay_out(texts, [], rollout.response_mask) if own is None else micro_batches[own]
     return [cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns]

@@ -19,7 +19,8 @@ FUSED_MIN_ROWS = 256  # The first compilation sets how work is divided. The chec
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """logprobs = log_softmax(hidden head^T / temperature) at the targets (R,) float32, and entropies (R,) float32.
+    """logprobs = log_softmax(z) at the targets (R,) float32, and entropies (R,) float32. The logits z are
+    hidden head^T / temperature, or with a cap, cap tanh(hidden head^T / temperature / cap).
 
     hidden (R, d), head (V, d), targets (R,) int64. Logits exist for a chunk of rows at a time and are computed again in
     the backward. They are float32 whatever the dtype of the weights, as in the engine: rounded to bfloat16, a logit of
@@ -28,13 +29,13 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool):
+    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool, cap: float | None = None):
         logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
         for rows, z in logits_in_chunks(hidden, head):
             measure = fused(row_statistics, z)
-            log_z[rows], logprobs[rows], entropy[rows] = measure(z, targets[rows], temperature, with_entropy)
+            log_z[rows], logprobs[rows], entropy[rows] = measure(z, targets[rows], temperature, with_entropy, cap)
         ctx.save_for_backward(hidden, head, targets, log_z)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.cap = temperature, cap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -43,21 +44,32 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, head, targets, log_z = ctx.saved_tensors
         grad = grad / ctx.temperature  # (R,)
         wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)  # (R, d), (V, d)
+        grad_hidden, grad_head = torch.empty_like(hidden), None  # (R, d), (V, d) unless the head is frozen
+        if ctx.needs_input_grad[1]:
+            grad_head = torch.zeros_like(head, dtype=wide)
         for rows, z in logits_in_chunks(hidden, head):
             differentiate = fused(logit_gradient, z)
-            grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature).to(hidden.dtype)
+            grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature, ctx.cap)
+            grad_z = grad_z.to(hidden.dtype)
             torch.mm(grad_z, head, out=grad_hidden[rows])
-            if wide == head.dtype:
+            if grad_head is not None and wide == head.dtype:
                 grad_head.addmm_(grad_z.t(), hidden[rows])
-            else:
+            elif grad_head is not None:
                 torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
-        return grad_hidden, grad_head.to(head.dtype), None, None, None
+        return grad_hidden, grad_head if grad_head is None else grad_head.to(head.dtype), None, None, None, None
 
 
-def row_statistics(z, targets, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, ...]:
-    """log Z, the target's log-prob and the entropy (r,) of each row of logits z (r, V). A CPU's z is overwritten."""
+def scaled(z: torch.Tensor, temperature: float, cap: float | None) -> torch.Tensor:
+    """Logits (r, V) from the products z of hidden states and head. A CPU's z is overwritten."""
     z = z / temperature if z.is_cuda else z.div_(temperature)
+    return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+
+
+def row_statistics(
+    z, targets, temperature: float, with_entropy: bool, cap: float | None = None
+) -> tuple[torch.Tensor, ...]:
+    """log Z, the target's log-prob and the entropy (r,) of each row of products z (r, V). A CPU's z is overwritten."""
+    z = scaled(z, temperature, cap)
     top = z.amax(1, keepdim=True)  # (r, 1)
     z -= top
     p = z.exp()  # (r, V), not normalized
@@ -67,11 +79,14 @@ def row_statistics(z, targets, temperature: float, with_entropy: bool) -> tuple[
     return total.log() + top[:, 0], logprob, entropy
 
 
-def logit_gradient(z, targets, log_z, grad, temperature: float) -> torch.Tensor:
-    """(r, V): the gradient at the logits z, which is grad (r,) times d logprob / d logits = one-hot - softmax."""
-    z = z / temperature if z.is_cuda else z.div_(temperature)
-    grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad[:, None])
-    return grad_z.scatter_add_(1, targets[:, None], grad[:, None])
+def logit_gradient(z, targets, log_z, grad, temperature: float, cap: float | None = None) -> torch.Tensor:
+    """(r, V): the gradient at the products z, but for 1 / temperature. It is grad (r,) times d logprob / d logits, that
+    is one-hot - softmax, times the slope of the cap.
+    """
+    z = scaled(z, temperature, cap)
+    slope = None if cap is None else 1 - (z / cap) ** 2  # (r, V)
+    grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
+    return grad_z if slope is None else grad_z.mul_(slope)
 
 
 def fused(function: Callable, z: torch.Tensor) -> Callable:

@@ -19,18 +19,20 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from common.data.tokenizer import has_safetensors
 from common.errors import BadInput
 from common.placement import World, rank_memory
 from common.rollout.rollout import Rollout, collate
+from common.trainer.attention import packed_attention
 from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
 from common.trainer.kernels import use_kernels
 from common.trainer.logits import ChunkedLogprobs
-from common.trainer.sequence_parallel import SlicedSpans, sliced_attention, to_owner
 
-SUPPORTED = "supported are decoders with rotary positions and full attention: Llama, Qwen2, Qwen3, SmolLM3, OLMo 2, ..."
+SUPPORTED = "supported are decoders like Llama's, with sliding windows and experts too: see docs/models.md"
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
 
@@ -57,12 +59,19 @@ def load(
     disable_progress_bar()  # transformers' progress bars would interrupt those of the run
     # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
     # Without a mask function of that name transformers makes no mask, and does not ask the GPU whether rows are packed.
-    AttentionInterface.register("packed", torch.compiler.disable(sliced_attention))
+    attend = packed_attention
+    if world.sp_group is not None:
+        from common.trainer.sequence_parallel import sliced_attention as attend
+    AttentionInterface.register("packed", torch.compiler.disable(attend))
     config = AutoConfig.from_pretrained(model_path)
     config._attn_implementation = "packed"
     if value_head:
         config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
     model = skeleton(config, model_path, auto_class)
+    if compute.lora_rank:
+        from common.trainer import lora
+
+        lora.insert(model, compute.lora_rank, compute.lora_alpha, dtype)
     # Only rank 0 reads the weights; the other ranks receive their shards.
     state, buffers = {}, {}
     if world.is_main:
@@ -73,6 +82,8 @@ def load(
         if "score.weight" in info["missing_keys"]:
             nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
         state, buffers = source.state_dict(), dict(source.named_buffers())
+        if compute.lora_rank:
+            state |= lora.initial(model)
 
     use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
@@ -88,6 +99,7 @@ def load(
 
     model.to_empty(device="cpu" if offload else world.device)
     model.tie_weights()
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # weight_sync names weights by it
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for name, buffer in list(model.named_buffers()):  # rotary frequencies, which are not part of a state dict
         path, _, last = name.rpartition(".")
@@ -95,13 +107,24 @@ def load(
         dist.broadcast(whole, src=0)
         setattr(model.get_submodule(path), last, whole)  # on the GPU even when the parameters are offloaded
 
-    gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())  # float32
+    gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * rank_memory()
     setattr(model, forward.__name__, MethodType(forward, model))
     register_fsdp_forward_method(model, forward.__name__)
     if not value_head:
         check_packing(model, model_path, world, 0.1 if dtype.itemsize < 4 else 1e-3)
     return model.train()
+
+
+def load_reference(policy: nn.Module, model_path: str, world: World, dtype, compute: Compute, *, offload: bool):
+    """The policy as it is before training, frozen: a second copy, or with LoRA the policy without its adapters, which
+    takes no memory. frozen_logprobs takes it. Collective: every rank calls it.
+    """
+    if compute.lora_rank:
+        from common.trainer.lora import WithoutAdapters
+
+        return WithoutAdapters(policy)
+    return load(model_path, world, dtype, compute, offload=offload).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -134,16 +157,39 @@ def skeleton(config, model_path: str, auto_class=AutoModelForCausalLM) -> nn.Mod
         if "Unrecognized configuration class" not in str(error):
             raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
         raise BadInput(f"{refused} their encoder; {SUPPORTED}") from None
-    layers, kinds = getattr(model.base_model, "layers", []), getattr(config, "layer_types", None)
+    layers, kinds = getattr(model.base_model, "layers", []), getattr(config, "layer_types", None) or []
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         raise BadInput(f"{refused} layers unlike Llama's; {SUPPORTED}")
-    head, scales = model.get_output_embeddings(), ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    if getattr(head, "bias", None) is not None or any((getattr(config, name, None) or 1) != 1 for name in scales):
-        raise BadInput(f"{refused} biased, scaled or capped logits; {SUPPORTED}")
-    windows = {*kinds} - {"full_attention"} if kinds else getattr(config, "sliding_window", None)
-    if windows or getattr(config, "attention_dropout", 0):
-        raise BadInput(f"{refused} sliding windows, other kinds of attention, or attention dropout; {SUPPORTED}")
+    if other := {*kinds} - {"full_attention", "sliding_attention"}:
+        raise BadInput(f"{refused} {', '.join(sorted(other))} in some layers; {SUPPORTED}")
+    if getattr(config, "attention_dropout", 0):
+        raise BadInput(f"{refused} attention dropout: set attention_dropout to 0 in config.json")
+    if auto_class is AutoModelForCausalLM and not logits_are_ours(model):
+        raise BadInput(f"{refused} logits that are neither scaled nor capped products with the head; {SUPPORTED}")
     return model
+
+
+@torch.no_grad()
+def logits_are_ours(model: nn.Module) -> bool:
+    """Whether the model's own forward makes the logits of hidden states that ChunkedLogprobs makes. The model may be on
+    the meta device: a small head stands in for its own, and the decoder's result is made up.
+    """
+    decoder, head = model.base_model, model.get_output_embeddings()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hidden = 30 * torch.randn(1, 1, head.in_features)  # large enough for a cap to bend the logits
+        small = nn.Linear(head.in_features, 32, bias=head.bias is not None)
+    decoder.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    model.set_output_embeddings(small)
+    theirs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits[0, 0]
+    del decoder.forward
+    model.set_output_embeddings(head)
+    scale, cap = logit_shape(model.config)
+    ours = [
+        ChunkedLogprobs.apply(hidden[0], small.weight, torch.tensor([token]), 1 / scale, False, cap)[0]
+        for token in range(32)
+    ]
+    return torch.allclose(torch.cat(ours), theirs.float().log_softmax(-1), atol=1e-3)
 
 
 def token_logprobs(
@@ -153,8 +199,16 @@ def token_logprobs(
     hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
     hidden = hidden.last_hidden_state[0].index_select(0, predictors)  # (R, hidden size)
     head = self.get_output_embeddings().weight
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, temperature, with_entropy)
+    scale, cap = logit_shape(self.config)
+    cap = None if cap is None else cap / temperature
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, temperature / scale, with_entropy, cap)
     return logprobs, entropy if with_entropy else None
+
+
+def logit_shape(config) -> tuple[float, float | None]:
+    """(scale, cap): a model's logits are z = scale hidden head^T (Cohere, Granite) or cap tanh(z / cap) (Gemma 2)."""
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
 
 
 def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
@@ -195,9 +249,7 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
-    if isinstance(micro.spans, SlicedSpans):
-        values = to_owner(values, micro.spans)
-    shape = micro.response_mask.shape
+    values, shape = micro.spans.to_owner(values), micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common.errors import BadInput
 from common.trainer.attention import Spans, packed_attention
 
 
@@ -27,21 +26,11 @@ class SlicedSpans(Spans):
     owner: int = 0  # rank in the group whose responses the row holds
     counts: list[int] = dataclasses.field(default_factory=list)  # response tokens predicted in each rank's slice
 
-
-def check_heads(config, ranks: int, model_path: str) -> None:
-    """Refuse a model whose attention cannot be dealt to so many ranks. Raises BadInput."""
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    if ranks < 1 or queries % ranks or keys % ranks:
-        raise BadInput(
-            f"--sequence-parallel {ranks} does not divide the {queries} query heads and {keys} key and value heads of "
-            f"--model {model_path}"
-        )
-    if ranks > 1 and (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
-        raise BadInput(
-            f"--sequence-parallel {ranks}: a slice does not see the longest position of its row, on which the "
-            f"rotary frequencies of --model {model_path} depend"
-        )
+    def to_owner(self, values: torch.Tensor) -> torch.Tensor:
+        """(R_k,) of each slice -> (R,) of all slices on the owner, (0,) on the others. Collective over the group."""
+        ranks, owned = len(self.counts), dist.get_rank(self.group) == self.owner
+        sent = [len(values) if rank == self.owner else 0 for rank in range(ranks)]
+        return AllToAll.apply(values, sent, self.counts if owned else [0] * ranks, self.group)
 
 
 def take_turns(texts: list, group: dist.ProcessGroup) -> list[tuple[int, int | None, list]]:
@@ -73,15 +62,17 @@ def cut(micro, owner: int, group: dist.ProcessGroup):
     )
 
 
-def sliced_attention(module, query, key, value, attention_mask, spans=None, **settings):
+def sliced_attention(module, query, key, value, attention_mask, spans=None, s_aux=None, **settings):
     """packed_attention of a row or, collective over the group, of a slice: (1, heads, size, d) -> (1, size, heads, d).
 
-    Query, key and value heads are dealt in blocks, so query heads find their keys and values in the same block.
+    Query, key and value heads are dealt in blocks, so query heads find their keys, values and sinks in the same block.
     """
     if not isinstance(spans, SlicedSpans):
-        return packed_attention(module, query, key, value, attention_mask, spans=spans, **settings)
+        return packed_attention(module, query, key, value, attention_mask, spans=spans, s_aux=s_aux, **settings)
     whole = [whole_row(x[0], spans)[None] for x in (query, key, value)]  # (1, heads / K, L, d)
-    out, _ = packed_attention(module, *whole, attention_mask, spans=spans, **settings)  # (1, L, heads / K, d)
+    if s_aux is not None:
+        s_aux = s_aux.chunk(len(spans.counts))[dist.get_rank(spans.group)]  # (heads / K,)
+    out, _ = packed_attention(module, *whole, attention_mask, spans=spans, s_aux=s_aux, **settings)
     return own_slice(out[0], spans)[None], None
 
 
@@ -98,13 +89,6 @@ def own_slice(x: torch.Tensor, spans: SlicedSpans) -> torch.Tensor:
     blocks = F.pad(x, (0, 0, 0, 0, 0, ranks * spans.size - spans.length)).unflatten(0, (ranks, spans.size))
     blocks = AllToAll.apply(blocks, None, None, spans.group)  # (K, size, heads / K, d), one block of heads a rank
     return blocks.transpose(0, 1).flatten(1, 2)
-
-
-def to_owner(values: torch.Tensor, spans: SlicedSpans) -> torch.Tensor:
-    """(R_k,) of each slice -> (R,) of all slices on the owner, (0,) on the others. Collective over the group."""
-    ranks, owned = len(spans.counts), dist.get_rank(spans.group) == spans.owner
-    sent = [len(values) if rank == spans.owner else 0 for rank in range(ranks)]
-    return AllToAll.apply(values, sent, spans.counts if owned else [0] * ranks, spans.group)
 
 
 class AllToAll(torch.autograd.Function):

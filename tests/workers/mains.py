@@ -35,7 +35,7 @@ OWN = {
 
 
 class StubEngine:
-    weight_version, wire_dtype = 0, None
+    weight_version, wire_dtype, saved_names = 0, None, False
 
     def __init__(self, world):
         self.world, self.tokenizer = world, embedded.tokenizer()

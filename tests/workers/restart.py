@@ -52,7 +52,7 @@ def main() -> None:
     process.start = lambda *args, **limits: [Server(f"http://own{next(started)}")]
     client.Control, client.ask_all = Control, ask_all
     world = placement.init(0)
-    layout, limits = placement.Layout("split", (1,)), {"max_model_len": 64, "max_num_seqs": 8}
+    layout, limits = placement.Layout("split", ("1",)), {"max_model_len": 64, "max_num_seqs": 8}
     engine = ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
     engine.load_weights(Weights())
     batch = engine.generate([[5]], n=1, temperature=1.0, max_tokens=1, seed=0)

@@ -23,6 +23,8 @@ from common.weight_sync import FullParameters
 class ServerEngine:
     """The four methods of common/rollout/engines.py over HTTP. generate() may run in a thread beside the trainer."""
 
+    saved_names = True  # vLLM's loaders know the names in a model's files
+
     def __init__(
         self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, rollout_tp: int,
         layout: Layout, environment: dict[str, str], **limits: int,
