@@ -189,8 +189,9 @@ def main(args: Args) -> None:
     )
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
-        ref_policy.requires_grad_(False)
+        ref_policy = model.load_reference(
+            policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+        )
     critic = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none", value_head=True)
     critic_optimizer = torch.optim.AdamW(
         critic.parameters(), lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

@@ -204,8 +204,9 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    ref_policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
-    ref_policy.requires_grad_(False)
+    ref_policy = model.load_reference(
+        policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+    )
     prm = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
     prm_optimizer = torch.optim.AdamW(
         prm.parameters(), lr=args.prm_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

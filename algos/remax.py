@@ -135,8 +135,9 @@ def main(args: Args) -> None:
     )
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
-        ref_policy.requires_grad_(False)
+        ref_policy = model.load_reference(
+            policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+        )
     engine = engines.start(
         args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
         sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,

@@ -47,6 +47,7 @@ class Job:
     mini_batches: int = 4
     epochs: int = 1
     reference: bool = False  # Whether a reference policy is loaded, as --kl-coef > 0 does.
+    lora_rank: int = 0  # As --lora-rank: only adapters have gradients and moments, and no reference is loaded.
     activation_checkpointing: bool = False
     token_budget: int = 0  # Tokens of one forward; 0 takes as many as memory allows.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -123,7 +124,8 @@ class Step:
     def gpu(self) -> GPU:
         """A GPU that trains, and what the layout puts on it."""
         return GPU(
-            self.hardware.memory, self.model, self.train, self.dtype, frozen=int(self.job.reference),
+            self.hardware.memory, self.model, self.train, self.dtype, adapters=self.model.adapters(self.job.lora_rank),
+            frozen=int(self.job.reference and not self.job.lora_rank),
             checkpointing=self.job.activation_checkpointing, engine="elsewhere" if self.split else "asleep",
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ CUTS = {  # ranks -> fields of batching.Compute, and the number of micro-batches
     ],
     4: [({**PLAIN, "token_budget": 5, "sequence_parallel": 2, "shard_size": 2}, 4)],  # 3 and a dummy
 }
+LORA = {"lora_rank": 4}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,25 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
         assert len(cut) == 9 and max(differences.values()) <= 1e-6, (compute, differences)
 
 
-def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: tuple = (SYNC,)) -> list[float]:
+@pytest.mark.slow
+def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path):
+    """LoRA under all seven algorithms, PPO's critic too: only adapters and the value head have a gradient."""
+    launch(GRADIENT, models["tied and grouped"], tmp_path / "1", json.dumps(PLAIN | LORA))
+    cuts = [{"token_budget": 20, **LORA}, {**PLAIN, "token_budget": 5, "sequence_parallel": 2, **LORA}]
+    launch(GRADIENT, models["tied and grouped"], tmp_path / "2", *map(json.dumps, cuts), ranks=2)
+    (whole,) = torch.load(tmp_path / "1")
+    assert whole.pop("micro-batches") == 1
+    assert all(name.endswith(("lora_a", "lora_b")) for name in whole["grpo"]) and len(whole["grpo"]) == 2 * 7 * 3
+    assert {name for name in whole["ppo critic"] if "lora" not in name} == {"score.weight", "score.bias"}
+    for cut in torch.load(tmp_path / "2"):
+        cut.pop("micro-batches")
+        differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
+        assert len(cut) == 9 and max(differences.values()) <= 1e-6, differences
+
+
+def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: tuple = (SYNC,), lora_rank: int = 0) -> list[float]:
     """Largest difference between the trainer's and the engine's log-probs, at the start and after each of 5 updates."""
-    result = launch(*worker, *command, dtype, ranks=ranks, fresh=worker[0] == "-c")
+    result = launch(*worker, *command, dtype, lora_rank, ranks=ranks, fresh=worker[0] == "-c")
     return [float(x) for x in re.findall(r"gap (\S+)", result.stdout)]
 
 
@@ -62,6 +79,13 @@ def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: tuple = (SYNC
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_engine_follows_the_trainer(models, kind, ranks, tp):
     measured = gaps(models[kind], tp, "vllm", ranks=ranks)
+    assert len(measured) == 6 and max(measured) <= 1e-5, measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, ranks, tp", [("tied", 1, 1), ("grouped", 2, 2)])
+def test_engine_follows_adapters(models, kind, ranks, tp):
+    measured = gaps(models[kind], tp, "vllm", ranks=ranks, lora_rank=4)
     assert len(measured) == 6 and max(measured) <= 1e-5, measured
 
 

@@ -103,9 +103,7 @@ class Saver:
             say(f"--resume: saved by {saved['ranks']} ranks, now {self.world.size}: it goes on, but not bit for bit")
         read_states(state, folder / "trainer")
         for name, (model, optimizer) in self.trained.items():
-            if name not in saved["fresh"]:
-                set_optimizer_state_dict(model, optimizer, state[name]["optimizer"])
-            set_model_state_dict(model, state[name]["model"])
+            restore(model, optimizer, state[name])
         for name, value in state.get("random", {}).items():
             (torch.cuda if name.endswith("cuda") else torch).set_rng_state(value)
         self.loader.position = saved["position"]
@@ -208,7 +206,7 @@ class Saver:
 
     def check_space(self, step: int) -> None:
         """Raise RunFailed on all ranks without room for float32 masters, two moments of each and the export."""
-        count = lambda model: sum(parameter.numel() for parameter in model.parameters())
+        count = lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad)
         needed = sum(12 * count(model) for model, _ in self.trained.values())
         needed += self.dtype.itemsize * count(self.trained["policy"][0])
         free = self.world.min(shutil.disk_usage(self.run_dir).free if self.world.is_main else math.inf)
@@ -229,18 +227,31 @@ def export(
 
 def whole_weights(policy: nn.Module, dtype: torch.dtype, copy: bool = False) -> dict[str, torch.Tensor]:
     """name -> tensor in host memory on rank 0; {} on other ranks. Without `copy` it may share memory with the trainer.
-    Collective: every rank calls it.
+    With LoRA these are the adapters, in float32. Collective: every rank calls it.
     """
-    weights = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    weights = get_model_state_dict(policy, options=whole)
     if policy.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # a second name for the embedding
+    dtype = torch.float32 if lora_of(policy) else dtype
     return {name: tensor.to(dtype, copy=copy) for name, tensor in weights.items()}
 
 
 def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder, or with LoRA a peft folder."""
     policy.config.dtype = dtype
-    policy.save_pretrained(folder, state_dict=weights)
+    if lora_of(policy):
+        from common.trainer.lora import write_adapter
+
+        write_adapter(policy, weights, folder)
+    else:
+        policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+
+
+def lora_of(model: nn.Module) -> bool:
+    """Whether only a part of the model is trained."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
 
 
 def random_states(world: World) -> dict[str, torch.Tensor]:
@@ -261,13 +272,20 @@ def states(trained: Trained, fresh: list[str]) -> dict:
 
     Asked for the state of an optimizer without one, torch steps it on zeros: its first step would become its second.
     """
-    out = {}
+    out, trained_only = {}, StateDictOptions(ignore_frozen_params=True)
     for name, (model, optimizer) in trained.items():
         if name in fresh:
-            out[name] = {"model": get_model_state_dict(model)}
+            out[name] = {"model": get_model_state_dict(model, options=trained_only)}
         else:
-            out[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            out[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=trained_only)))
     return out
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Give a model and its optimizer one entry of states(). Collective: every rank calls it."""
+    if "optimizer" in state:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not lora_of(model)))
 
 
 class MetadataUnpickler(pickle.Unpickler):

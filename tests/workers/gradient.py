@@ -64,14 +64,18 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         for micro in micro_batches:
             model.accumulate(trained, last=micro is micro_batches[-1])
             (loss_of(micro) * world.size).backward()
-        out = {name: parameter.grad.full_tensor().clone() for name, parameter in trained.named_parameters()}
+        given = ((name, parameter.grad) for name, parameter in trained.named_parameters())
+        out = {name: grad.full_tensor().clone() for name, grad in given if grad is not None}  # LoRA freezes most
         trained.zero_grad()
         return out
 
     policy = model.load(model_path, world, torch.float64, compute)
     critic = model.load(model_path, world, torch.float64, compute, value_head=True)
-    with torch.no_grad():  # a head of zeros would hide the layers below it
+    with torch.no_grad():  # heads and adapters of zeros would hide the layers below them
         critic.score.weight.fill_(0.1)
+        for name, parameter in (*policy.named_parameters(), *critic.named_parameters()):
+            if name.endswith("lora_b"):
+                parameter.fill_(0.01)
 
     def policy_gradients(algorithm, advantages, denominator, *kl, **keywords):
         def loss_of(micro):

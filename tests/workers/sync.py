@@ -1,6 +1,6 @@
 """Prints max |log-prob of the trainer - log-prob of the engine| at the start and after each of 5 random updates.
 
-sync.py MODEL TP BACKEND DTYPE, where BACKEND is vllm, hf or servers (one vLLM server on each of two cores).
+sync.py MODEL TP BACKEND DTYPE LORA_RANK, where BACKEND is vllm, hf or servers (one vLLM server on each of two cores).
 """
 
 import os
@@ -10,16 +10,16 @@ import torch
 
 from common import placement, weight_sync
 from common.rollout import engines
-from common.trainer import batching, model
+from common.trainer import batching, lora, model
 
 
-def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
+def main(model_path: str, tp: int, backend: str, dtype: torch.dtype, lora_rank: int) -> None:
     layout = placement.Layout()
     if backend == "servers":
         backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
         layout = placement.Layout(rollout_placement="split", rollout_servers=tuple(map(str, cores)))
     world = placement.init(0, tp)
-    policy = model.load(model_path, world, dtype)
+    policy = model.load(model_path, world, dtype, batching.Compute(lora_rank=lora_rank))
     sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}
     engine = engines.start(backend, model_path, [1], world, dtype, **sizes)
     if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
@@ -43,15 +43,23 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype) -> None:
         if world.is_main:
             print(f"gap {gap:.3e}", flush=True)
         for parameter in policy.parameters():  # every weight moves as in training, but further
+            if not parameter.requires_grad:
+                continue
             whole = parameter.detach().full_tensor()
             noise = torch.randn(whole.shape, generator=generator) * 0.02
             chunk = torch.distributed.tensor.distribute_tensor(noise, world.mesh, parameter.placements)
             parameter.data.add_(chunk)
         weight_sync.push(policy, engine)
+    if lora_rank:  # The engine has moved with the adapters, and would otherwise sample as it did at first.
+        with lora.switched_off(policy):
+            base = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
+        moved = (base - batch.rollout_logprobs)[batch.response_mask].abs().max()
+        assert moved > 0.1, moved
+        return placement.finish(world, engine)
     # Shards that are cast before they are gathered are the same bits as tensors that are cast afterwards.
     for (name, tensor), parameter in zip(weight_sync.FullParameters(policy, torch.bfloat16), policy.parameters()):
         assert torch.equal(tensor, parameter.detach().full_tensor().bfloat16()), name
     placement.finish(world, engine)
 
 
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3], getattr(torch, sys.argv[4]))
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3], getattr(torch, sys.argv[4]), int(sys.argv[5]))

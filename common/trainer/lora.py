@@ -1,0 +1,125 @@
+"""LoRA (arXiv:2106.09685): a linear layer becomes y = W x + (alpha / rank) B A x, of which only A and B are trained.
+
+The layer changes its class and W keeps its name, so that checkpoints load, and the engine receives, the names of the
+model itself. Adapters are put in on the meta device, before FSDP2 shards the model. The engine gets W + (alpha / rank)
+B A, summed in float32 for each push and never in place: no rounding error stays in W.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from common.errors import BadInput
+
+NAMES = ("lora_a", "lora_b")
+
+
+class LoraLinear(nn.Linear):
+    """weight (out, in) and bias are frozen, lora_a (rank, in) and lora_b (out, rank) are trained."""
+
+    scaling: float  # alpha / rank; 0 while the adapters are switched off
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = F.linear(x, self.weight, self.bias)
+        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.scaling else base
+
+    def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        """W + (alpha / rank) B A in float32, from full tensors."""
+        return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=self.scaling)
+
+
+def insert(model: nn.Module, rank: int, alpha: float, frozen_dtype: torch.dtype) -> None:
+    """Freeze the model, and give each linear layer of its decoder adapters. A value head is trained as a whole.
+
+    frozen_dtype: data type in which frozen weights are kept. The forward would cast them to its own anyway. Raises
+    BadInput for a decoder layer without linear layers. Experts, which are no linear layers in transformers, get none.
+    """
+    model.requires_grad_(False)
+    for layer in model.base_model.layers:
+        found = [module for module in layer.modules() if type(module) is nn.Linear]
+        if not found:
+            raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
+        for linear in found:
+            linear.__class__, linear.scaling = LoraLinear, alpha / rank
+            linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=linear.weight.device))
+            linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=linear.weight.device))
+    if hasattr(model, "score"):
+        model.score.requires_grad_(True)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(frozen_dtype)
+
+
+def initial(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters before training: A uniform in +- 1 / sqrt(in), B zero, so that the model is its base.
+
+    The run's seed, which placement.init has set, decides A.
+    """
+    generator, state = torch.Generator().manual_seed(torch.initial_seed()), {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_a"):
+            state[name] = (2 * torch.rand(parameter.shape, generator=generator) - 1) / math.sqrt(parameter.shape[1])
+        elif name.endswith("lora_b"):
+            state[name] = torch.zeros(parameter.shape)
+    return state
+
+
+def adapted(model: nn.Module) -> list[tuple[str, LoraLinear]]:
+    """The layers that have adapters, and their names."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)]
+
+
+class WithoutAdapters:
+    """A policy with its adapters switched off, in the place of a second copy of its base."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy, self.modules = policy, policy.modules
+
+    def token_logprobs(self, *args) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Like the policy's, for forwards without gradient. Collective: every rank calls it."""
+        with switched_off(self.policy):
+            return self.policy.token_logprobs(*args)
+
+
+@contextlib.contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    layers = [(layer, layer.scaling) for _, layer in adapted(model)]
+    for layer, _ in layers:
+        layer.scaling = 0.0
+    try:
+        yield
+    finally:
+        for layer, scaling in layers:
+            layer.scaling = scaling
+
+
+def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a folder that peft loads on top of the base model. weights: full tensors of the adapters by name."""
+    layers = adapted(model)
+    _, first = layers[0]
+    rank = first.lora_a.shape[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config._name_or_path,
+        "r": rank,
+        "lora_alpha": first.scaling * rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name, _ in layers}),
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    names = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+    tensors = {
+        f"base_model.model.{name}.{names[kind]}": weights[f"{name}.{kind}"].contiguous()
+        for name, _ in layers
+        for kind in NAMES
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,177 @@
+"""LoRA: adapters beside frozen weights, under the same trainer, checkpoints and engines."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, launch
+from safetensors.torch import load_file
+from test_readme import load
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.data import arithmetic
+from common.errors import BadInput
+from common.rollout.rollout import collate
+from common.run import checkpoint, memory, plan
+from common.run.directory import read_metrics
+from common.trainer import batching, lora, model
+from common.trainer.batching import Compute
+from common.weight_sync import FullParameters
+
+RANK = Compute(token_budget=200, lora_rank=4, lora_alpha=8.0)
+
+
+def some_rows():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(3, 18, (n,), generator=generator).tolist()
+    prompt = draw(40)
+    return collate([prompt] * 4, [draw(n) for n in (9, 3, 7, 5)], None, [False] * 4, 0, torch.device("cpu"))
+
+
+def logprobs(policy, world):
+    rows = some_rows()
+    return model.frozen_logprobs(policy, rows, batching.pack(rows, torch.arange(4), RANK, world), 0.9)
+
+
+def train(policy, optimizer, world, steps: int = 3) -> None:
+    rows = some_rows()
+    for _ in range(steps):
+        micro_batches = batching.pack(rows, torch.arange(4), RANK, world)
+        for micro in micro_batches:
+            model.accumulate(policy, last=micro is micro_batches[-1])
+            found, _ = model.response_logprobs(policy, micro, 0.9)
+            (-found[micro.response_mask].sum() / 24).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adam(policy, **settings):
+    return torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True, **settings)
+
+
+def frozen(policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_starts_as_its_base_and_moves_nothing_else(models, world, dtype):
+    """Bit for bit. Frozen weights are kept in the compute dtype, to which the forward would cast masters anyway; weight
+    decay does not reach them. The reference policy is the base, also after training.
+    """
+    base, policy = (model.load(models["grouped"], world, dtype, compute) for compute in (Compute(), RANK))
+    assert torch.equal(logprobs(base, world), logprobs(policy, world))
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    assert {tensor.dtype for tensor in frozen(policy).values()} == {dtype}
+    reference, before = (
+        model.load_reference(policy, models["grouped"], world, dtype, RANK, offload=False),
+        frozen(policy),
+    )
+    train(policy, adam(policy, weight_decay=0.1), world)
+    assert (logprobs(base, world) - logprobs(policy, world)).abs().max() > 0.1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(policy).items()) and before
+    assert torch.equal(logprobs(base, world), logprobs(reference, world))
+    assert (logprobs(base, world) - logprobs(policy, world)).abs().max() > 0.1  # the adapters are on again
+
+
+def test_each_linear_layer_of_the_decoder_has_adapters(models, world):
+    policy, critic = (model.load(models["tied"], world, torch.float32, RANK, value_head=head) for head in (False, True))
+    names = {name.rpartition(".")[2] for name, _ in lora.adapted(policy)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(lora.adapted(policy)) == 7 * 3  # three layers; neither embeddings nor head
+    assert {n for n, p in critic.named_parameters() if p.requires_grad and "lora" not in n} == {
+        "score.weight",
+        "score.bias",
+    }
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    other.model.layers[0] = torch.nn.Identity()
+    with pytest.raises(BadInput, match="--lora-rank 2: layers of llama have no linear layers to adapt"):
+        lora.insert(other, 2, 32.0, torch.float32)
+
+
+def test_seeds_draw_different_adapters(models, world):
+    drawn = []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        policy = model.load(models["tied"], world, torch.float32, RANK)
+        drawn.append(torch.cat([layer.lora_a.full_tensor().flatten() for _, layer in lora.adapted(policy)]))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    assert all(drawn[0].abs().max() <= 1 / layer.in_features**0.5 for _, layer in lora.adapted(policy)[:1])
+
+
+def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, world, tmp_path):
+    """peft's names and settings, and W + (alpha / rank) B A after merging."""
+    policy = model.load(models["tied"], world, torch.float32, RANK)
+    train(policy, adam(policy), world)
+    checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "adapters", torch.float32, world)
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (4, 8.0)
+    assert config["base_model_name_or_path"] == models["tied"] and len(config["target_modules"]) == 7
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    shape = tensors["base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"].shape
+    assert len(tensors) == 2 * 7 * 3 and shape == (128, 4)
+    merge = load("scripts/merge_lora.py")
+    merge.main(merge.Args(tmp_path / "adapters", tmp_path / "merged", dtype="float32"))
+    merged = model.load(str(tmp_path / "merged"), world, torch.float32)
+    assert (logprobs(merged, world) - logprobs(policy, world)).abs().max() <= 1e-5
+    pushed = dict(FullParameters(policy))
+    assert all(torch.allclose(pushed[n], p.full_tensor(), atol=1e-6) for n, p in merged.named_parameters())
+    for wrong, said in ((tmp_path / "merged", "has no adapter_config.json"), (tmp_path / "adapters", "exists already")):
+        with pytest.raises(BadInput, match=said):
+            merge.main(merge.Args(wrong, tmp_path / "merged"))
+
+
+def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_path):
+    policy = model.load(models["untied"], world, torch.float32, RANK)
+    optimizer = adam(policy)
+    train(policy, optimizer, world)
+    state = checkpoint.states({"policy": (policy, optimizer)}, [])
+    assert len(state["policy"]["model"]) == 2 * 7 * 3
+    assert all(name.endswith(("lora_a", "lora_b")) for name in state["policy"]["model"])
+    moments = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.numel() > 1)
+    assert moments == 2 * memory.trained_parameters(models["untied"], 4)
+    dcp.save(state, checkpoint_id=tmp_path)
+    again = model.load(models["untied"], world, torch.float32, RANK)
+    restored = adam(again)
+    state = checkpoint.states({"policy": (again, restored)}, [])
+    checkpoint.read_states(state, tmp_path)
+    checkpoint.restore(again, restored, state["policy"])
+    assert torch.equal(logprobs(policy, world), logprobs(again, world))
+    for one, other in ((policy, optimizer), (again, restored)):
+        train(one, other, world, 1)
+    assert torch.equal(logprobs(policy, world), logprobs(again, world))
+
+
+def test_the_planned_memory_is_that_of_adapters(models, capsys):
+    whole, adapters = (memory.trained_parameters(models["tied"], rank) for rank in (0, 4))
+    sizes = memory.decoder(models["tied"])
+    assert whole == sizes.parameters and adapters == sizes.adapters(4) < 0.1 * whole
+    gpu = memory.GPU(80e9, sizes, 1, torch.bfloat16)
+    small = memory.GPU(80e9, sizes, 1, torch.bfloat16, adapters=adapters)
+    assert gpu.states == 12 * whole and small.states == 12 * adapters + 2 * whole
+    assert small.update(0) < gpu.update(0)
+    given = {"rewards": {}, "size": 1, "layout": plan.Layout(), "backend": "hf", "rollout_tp": 1, "offload": "none"}
+    policy, reference, _ = plan.show_roles(
+        models["tied"], ["policy"], ["reference"], dtype=torch.bfloat16, lora_rank=4, **given
+    )
+    assert policy.device == 16 * adapters + 2 * whole and reference.device == 0
+    assert "the policy without its adapters" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_run(tmp_path):
+    """PPO with a reference policy: both models have adapters, and the critic its head."""
+    flags = ["--lora-rank", "4", "--learning-rate", "2e-3", "--kl-coef", "0.01", "--prompts-per-step", "16"]
+    flags += ["--critic-warmup-steps", "0", "--mini-batches", "2", "--eval-prompts", "8", "--rollout-backend", "hf"]
+    flags += ["--save-every", "1", "--schedule", "constant", "--max-response-tokens", "24"]
+    ppo, folder = ROOT / "algos/ppo.py", tmp_path / "run"
+    launch(ppo, *flags, "--steps", 3, "--run-dir", tmp_path / "whole")
+    launch(ppo, *flags, "--steps", 1, "--run-dir", folder)
+    launch(ppo, *flags, "--steps", 3, "--run-dir", folder, "--resume", "auto")
+    keys = ("reward/mean", "loss/policy", "train/grad_norm", "critic/grad_norm", "loss/value")
+    runs = [read_metrics(path) for path in (tmp_path / "whole", folder)]
+    curves = [[{key: row.get(key) for key in keys} for row in run if row["step"]] for run in runs]
+    assert curves[0] == curves[1] and len(curves[0]) == 3 and curves[0][2]["train/grad_norm"] > 0
+    left = launch(ppo, "--model", folder / "checkpoints/step_000003/model", check=False, fresh=False)
+    assert left.returncode == 2 and "holds LoRA adapters; scripts/merge_lora.py makes a model" in left.stderr
