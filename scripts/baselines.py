@@ -48,6 +48,7 @@ RECIPES = {  # task: flags of all its runs
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
 }
 RUNS = {  # (task, run): further flags; without an entry the run is the algorithm's file with the task's recipe
+    ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",

@@ -39,7 +39,7 @@ def whole(models, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whole, tmp_path, ranks):
-    """All seven algorithms, also where one rank has micro-batches and another has dummies.
+    """All algorithms, also where one rank has micro-batches and another has dummies.
 
     The layers compute in float64. In float32 rounding alone is up to 1.5e-6 where advantages of opposite sign cancel. A
     wrong denominator changes a gradient by more than 1e-2.
@@ -49,12 +49,12 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
     for (compute, count), cut in zip(CUTS[ranks], torch.load(tmp_path / "cut"), strict=True):
         assert cut.pop("micro-batches") == count, compute
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 9 and max(differences.values()) <= 1e-6, (compute, differences)
+        assert len(cut) == 10 and max(differences.values()) <= 1e-6, (compute, differences)
 
 
 @pytest.mark.slow
 def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path):
-    """LoRA under all seven algorithms, PPO's critic too: only adapters and the value head have a gradient."""
+    """LoRA under all algorithms, PPO's critic too: only adapters and the value head have a gradient."""
     launch(GRADIENT, models["tied and grouped"], tmp_path / "1", json.dumps(PLAIN | LORA))
     cuts = [{"token_budget": 20, **LORA}, {**PLAIN, "token_budget": 5, "sequence_parallel": 2, **LORA}]
     launch(GRADIENT, models["tied and grouped"], tmp_path / "2", *map(json.dumps, cuts), ranks=2)
@@ -65,7 +65,7 @@ def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path
     for cut in torch.load(tmp_path / "2"):
         cut.pop("micro-batches")
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 9 and max(differences.values()) <= 1e-6, differences
+        assert len(cut) == 10 and max(differences.values()) <= 1e-6, differences
 
 
 def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: tuple = (SYNC,), lora_rank: int = 0) -> list[float]:
@@ -138,7 +138,7 @@ def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
     for ranks in (1, 2):
         launch(MAINS, models["untied"], tmp_path / str(ranks), ranks=ranks)
     same = re.compile("reward/mean|reward/kl|loss/.*|.*grad_norm|critic/.*|prm/.*|train/entropy|train/clip_frac")
-    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "ppo", "prime"):
+    for name in ("grpo", "dr_grpo", "max_rl", "rloo", "remax", "dapo", "ppo", "prime"):
         lines = [(tmp_path / str(ranks) / name / "metrics.jsonl").read_text().splitlines() for ranks in (1, 2)]
         for step, (one, two) in enumerate(zip(*[map(json.loads, run) for run in lines])):
             for key in filter(same.fullmatch, one):
@@ -150,7 +150,7 @@ def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
 def test_a_single_update_needs_no_forward_for_old_logprobs(models, tmp_path):
     """With one mini-batch and no KL, a run equals one whose old log-probs come from a forward before the update."""
     launch(MAINS, models["untied"], tmp_path, "single")
-    for name in ("grpo", "dr_grpo", "rloo", "remax", "dapo", "prime"):
+    for name in ("grpo", "dr_grpo", "max_rl", "rloo", "remax", "dapo", "prime"):
         runs = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in (name, f"{name}-pass")]
         for one, other in zip(*[map(json.loads, run) for run in runs]):
             assert one["train/clip_frac"] == 0 and one["train/grad_norm"] > 0

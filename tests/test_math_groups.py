@@ -1,15 +1,16 @@
 """Advantages inside a group -- GRPO, Dr. GRPO, RLOO, DAPO -- and the KL terms, against numbers worked out by hand."""
 
+import itertools
 import math
 import statistics
 
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, rloo
+from algos import dapo, dr_grpo, grpo, max_rl, rloo
 from algos.grpo import kl_to_reference
 
-MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "dapo": dapo}
+MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "max_rl": max_rl, "rloo": rloo, "dapo": dapo}
 names = pytest.mark.parametrize("name", MODULES)
 
 
@@ -24,7 +25,8 @@ def slow_advantages(name: str, rewards: list[float], size: int) -> list[float]:
         elif name == "rloo":
             out.append(reward - sum(others) / len(others))
         else:
-            out.append((reward - statistics.mean(group)) / (1 if name == "dr_grpo" else statistics.stdev(group) + 1e-6))
+            unit = {"dr_grpo": 1.0, "max_rl": statistics.mean(group)}.get(name, statistics.stdev(group) + 1e-6)
+            out.append((reward - statistics.mean(group)) / unit)
     return out
 
 
@@ -37,6 +39,9 @@ def slow_advantages(name: str, rewards: list[float], size: int) -> list[float]:
         ("dr_grpo", [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
         ("dr_grpo", [1, 1, 0, 0], [0.5, 0.5, -0.5, -0.5]),
         ("dr_grpo", [2, 0.5, -1, 0.5], [1.5, 0.0, -1.5, 0.0]),
+        ("max_rl", [1, 0, 0, 0], [3.0, -1.0, -1.0, -1.0]),
+        ("max_rl", [1, 1, 1, 0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("max_rl", [1, -1, -1, -1], [0.0, 0.0, 0.0, 0.0]),  # the mean of negative rewards is no probability
         ("rloo", [1, 0, 0, 0], [1.0, -1 / 3, -1 / 3, -1 / 3]),
         ("rloo", [1, 1, 0, 0], [2 / 3, 2 / 3, -2 / 3, -2 / 3]),
         ("rloo", [2, 0.5, -1, 0.5], [2.0, 0.0, -2.0, 0.0]),
@@ -46,6 +51,21 @@ def slow_advantages(name: str, rewards: list[float], size: int) -> list[float]:
 def test_advantages_by_hand(name, rewards, expected):
     advantages = MODULES[name].compute_advantages(torch.tensor(rewards, dtype=torch.float32), group_size=4)
     assert torch.allclose(advantages, torch.tensor(expected), atol=1e-5)
+
+
+def test_max_rl_follows_the_likelihood_of_being_right():
+    """Over all draws of G rewards from a policy that is right with probability p = sigmoid(z), the expected gradient is
+    that of the first G - 1 terms of log p = - sum_k (1 - p)^k / k. Dr. GRPO's is (G - 1) / G of that of p.
+    """
+    size, p = 5, 0.3
+    for module, slope in ((max_rl, sum((1 - p) ** k for k in range(size - 1))), (dr_grpo, (size - 1) / size)):
+        expected = 0.0
+        for draw in itertools.product((0.0, 1.0), repeat=size):
+            chance = math.prod(p if right else 1 - p for right in draw)
+            advantages = module.compute_advantages(torch.tensor(draw, dtype=torch.float64), size)
+            scores = torch.tensor([1 - p if right else -p for right in draw], dtype=torch.float64)  # d log P(draw) / dz
+            expected += chance * (advantages * scores).mean().item()
+        assert expected == pytest.approx(slope * p * (1 - p), abs=1e-12), module.__name__  # d p / dz = p (1 - p)
 
 
 @names
@@ -69,10 +89,13 @@ def test_equal_rewards_give_exactly_zero(name, size):
 def test_advantage_properties(name):
     compute_advantages = MODULES[name].compute_advantages
     rewards = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if name == "max_rl":
+        rewards = rewards.abs()
     advantages = compute_advantages(rewards, 8)
     assert advantages.view(-1, 8).sum(1).abs().max() < 1e-9
-    assert torch.allclose(compute_advantages(rewards + 3, 8), advantages)
-    scale = 1 if name in ("grpo", "dapo") else 7
+    same = torch.allclose(compute_advantages(rewards + 3, 8), advantages)
+    assert same == (name != "max_rl")  # a mean that is a probability cannot be shifted
+    scale = 1 if name in ("grpo", "dapo", "max_rl") else 7
     assert torch.allclose(compute_advantages(rewards * 7, 8), advantages * scale, atol=1e-5)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
     shuffled = rewards.view(-1, 8)[:, order].reshape(-1)

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, ppo, prime, remax, rloo
+from algos import dapo, dr_grpo, grpo, max_rl, ppo, prime, remax, rloo
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # algorithm -> (module, keywords of its loss beside the clip, its advantages are (n, T), it has a KL term)
 ALGORITHMS = {
     "grpo": (grpo, {"kl_coef": 0.04}, False, True),
     "dr_grpo": (dr_grpo, {"kl_coef": 0.04}, False, True),
+    "max_rl": (max_rl, {"kl_coef": 0.04}, False, True),
     "dapo": (dapo, {"clip_dual": 3.0}, False, False),
     "rloo": (rloo, {}, False, False),
     "remax": (remax, {}, True, False),
@@ -161,7 +162,14 @@ def test_inputs_are_not_changed(name):
 
 @pytest.mark.parametrize(
     "name, denominator, expected",
-    [("grpo", 2, 2.25), ("dr_grpo", 2 * 4, 1.875), ("rloo", 6, 2.5), ("dapo", 6, 2.5), ("ppo", 6, 2.5)],
+    [
+        ("grpo", 2, 2.25),
+        ("dr_grpo", 2 * 4, 1.875),
+        ("max_rl", 2 * 4, 1.875),
+        ("rloo", 6, 2.5),
+        ("dapo", 6, 2.5),
+        ("ppo", 6, 2.5),
+    ],
 )
 def test_four_ways_to_aggregate(name, denominator, expected):
     """Token losses 1, 2 and 3, 3, 3, 3, with K = 4: sequences, sequences times K, or tokens below the line."""

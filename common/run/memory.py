@@ -95,8 +95,12 @@ def decoder(model_path: str) -> Decoder:
         config.num_attention_heads, count_parameters(model_path), config.vocab_size * config.hidden_size
     )  # fmt: skip
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits so many of them
+    width = max(
+        config.intermediate_size, experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    )
     return Decoder(
-        config.hidden_size, config.intermediate_size, config.num_hidden_layers, heads * head_dim,
+        config.hidden_size, width, config.num_hidden_layers, heads * head_dim,
         config.num_key_value_heads * head_dim, embedding,
         count - embedding * (1 if config.tie_word_embeddings else 2), count,
     )  # fmt: skip
