@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from safetensors.torch import load_file
 from selftest_file import launch as launch_file
 from selftest_file import shard, squares
 from transformers import AutoModelForCausalLM
@@ -38,7 +39,7 @@ from common.rollout.rollout import Rollout
 from common.run import checks, memory, precision, ranges
 from common.run.checkpoint import Saver, Saving
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
-from common.trainer import batching, model
+from common.trainer import batching, lora, model
 
 GAP_NATS = 1e-4  # bound of the largest |trainer - engine| of a token's log-prob in float32
 GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # bound of the relative difference of a gradient cut in two ways
@@ -139,7 +140,7 @@ def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
     """Save after an optimizer step, change everything, load. Is everything back, and is the export the same model?"""
     (policy, optimizer), saved = saver.trained["policy"], folder / "checkpoints/step_000001"
     saver.run_dir = folder
-    for parameter in policy.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, policy.parameters()):
         parameter.grad = parameter.detach().clone()  # any gradient will do: the optimizer needs a state
     optimizer.step()
     optimizer.zero_grad()
@@ -153,11 +154,17 @@ def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
     with redirect_stdout(io.StringIO()):  # without the line "resumed after step 1"
         saver.load(saved)
     differ = count_different(before, checksums(policy, optimizer.state), saver.world)
-    exported, wrong = {}, 0
-    if saver.world.is_main:
+    exported, wrong, layers = {}, 0, lora.adapted(policy)
+    if saver.world.is_main and layers:
+        exported = load_file(saved / "model/adapter_model.safetensors")
+    elif saver.world.is_main:
         loaded = AutoModelForCausalLM.from_pretrained(saved / "model", dtype=saver.dtype, use_safetensors=True)
         exported = dict(loaded.named_parameters())
-    for name, tensor in weight_sync.FullParameters(policy, saver.dtype):
+    whole = weight_sync.FullParameters(policy, saver.dtype)
+    if layers:
+        names = ((f"{name}.{kind}", getattr(layer, kind)) for name, layer in layers for kind in lora.NAMES)
+        whole = ((lora.peft_name(name), weight_sync.gather(tensor, None)) for name, tensor in names)
+    for name, tensor in whole:
         if saver.world.is_main:
             wrong += name not in exported or not torch.equal(exported.pop(name), tensor.cpu())
     wrong = int(saver.world.sum(wrong + len(exported)))
@@ -170,10 +177,10 @@ def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
 
 @torch.no_grad()
 def perturb(trained: torch.nn.Module, world: World, share: float) -> None:
-    """Add noise of this share of its root mean square to every parameter. All copies of a shard get the same noise."""
+    """Add noise of this share of its root mean square to what is trained. All copies of a shard get the same noise."""
     model.reshard(trained)
     generator = torch.Generator().manual_seed(world.mesh.get_local_rank(world.mesh.ndim - 1))
-    for parameter in trained.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, trained.parameters()):
         values = shard(parameter)
         size = values.square().mean().sqrt().item() if values.numel() else 0.0
         values.add_(torch.randn(values.shape, generator=generator).to(values.device) * share * (size or 1.0))

@@ -170,9 +170,9 @@ def test_what_is_wrong_fails(tried, monkeypatch, engine, bug, fail):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, backend", [(1, "vllm"), (2, "hf")])
-def test_the_command_line(models, tmp_path, ranks, backend):
-    flags = ["--model", models["tied"], "--rollout-backend", backend, "--max-response-tokens", 24]
+@pytest.mark.parametrize("ranks, backend, rank", [(1, "vllm", 0), (2, "hf", 0), (1, "hf", 4)])
+def test_the_command_line(models, tmp_path, ranks, backend, rank):
+    flags = ["--model", models["tied"], "--rollout-backend", backend, "--max-response-tokens", 24, "--lora-rank", rank]
     result = launch(ROOT / "scripts/selftest.py", *flags, ranks=ranks, cwd=tmp_path)
     assert "selftest: 7 of 7 hold" in result.stdout and f"{16 * ranks} responses" in result.stdout
     assert not list(tmp_path.iterdir())

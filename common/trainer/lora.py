@@ -116,10 +116,12 @@ def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    names = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-    tensors = {
-        f"base_model.model.{name}.{names[kind]}": weights[f"{name}.{kind}"].contiguous()
-        for name, _ in layers
-        for kind in NAMES
-    }
+    names = [f"{name}.{kind}" for name, _ in layers for kind in NAMES]
+    tensors = {peft_name(name): weights[name].contiguous() for name in names}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def peft_name(name: str) -> str:
+    """peft's name of an adapter: base_model.model.LAYER.lora_A.weight for LAYER.lora_a."""
+    layer, _, kind = name.rpartition(".")
+    return f"base_model.model.{layer}.lora_{kind[-1].upper()}.weight"
