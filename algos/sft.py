@@ -48,7 +48,7 @@ class Args:
 
     # bookkeeping
     seed: int = 0  # Seed of the initial weights and of the order of the data.
-    output: str = "runs/sft"  # Folder that the trained model is written to, in Hugging Face format.
+    output: str = "runs/sft"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
 
 
 def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: float) -> torch.Tensor:
@@ -61,6 +61,8 @@ def main(args: Args) -> None:
     size = checks.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
+    if args.compute.lora_rank and not args.model:
+        raise errors.BadInput("--lora-rank: needs a --model, because adapters to random weights learn little")
     if args.model:
         args.model = resolve_model(args.model)
         tokenizer, _ = load_tokenizer(args.model)

@@ -55,12 +55,12 @@ class Layout:
     @property
     def rollout_devices(self) -> tuple[int, ...]:
         """GPUs or cores for servers that this run starts."""
-        return tuple(int(server) for server in self.rollout_servers if server.isdigit())
+        return tuple(int(server) for server in self.rollout_servers if server.isdecimal())
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:
         """Servers that are running already (scripts/serve_rollout.sh)."""
-        return tuple(server for server in self.rollout_servers if not server.isdigit())
+        return tuple(server for server in self.rollout_servers if not server.isdecimal())
 
 
 @dataclass(frozen=True)

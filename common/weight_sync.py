@@ -1,17 +1,19 @@
 """Weight sync from the trainer to the engine: the policy's parameters are gathered one at a time.
 
-vLLM's loaders know the names in a model's safetensors files. Some differ from those in transformers' model: there the
-experts of a layer are one parameter, and in the files one each.
+vLLM's loaders know the names in a model's files, where each expert has its own; in transformers they share one.
 """
 
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
+
+ADAPTERS = ("lora_a", "lora_b")  # names of LoRA's parameters (common/trainer/lora.py)
 
 
 class Parameter(NamedTuple):
@@ -36,18 +38,18 @@ class FullParameters:
 
     def metadata(self) -> list[Parameter]:
         """Name, dtype and full shape of each tensor that an iteration yields. Nothing is gathered."""
-        empty = ((name, torch.empty(x.shape, dtype=self.dtype or x.dtype, device="meta")) for name, x in self.tensors())
+        dtype = lambda tensor: self.dtype or tensor.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        empty = ((name, torch.empty(x.shape, dtype=dtype(x), device="meta")) for name, x in self.tensors())
         return [Parameter(name, x.dtype, tuple(x.shape)) for pair in empty for name, x in self.named(*pair)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        gathered = ((name, self.whole(name, tensor)) for name, tensor in self.tensors())
-        if device_type(next(self.policy.parameters())) == "cuda":
-            gathered = one_ahead(gathered)
-        return (named for pair in gathered for named in self.named(*pair))
+        gathered = (self.named(name, self.whole(name, tensor)) for name, tensor in self.tensors())
+        on_cuda = device_type(next(self.policy.parameters())) == "cuda"
+        return one_ahead(gathered) if on_cuda else chain.from_iterable(gathered)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters under their first name, without adapters, and the buffers that belong to a state dict."""
-        yield from ((n, p) for n, p in self.policy.named_parameters() if not n.endswith((".lora_a", ".lora_b")))
+        yield from ((n, p) for n, p in self.policy.named_parameters() if not n.endswith(ADAPTERS))
         saved = self.policy.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in saved)
 
@@ -58,9 +60,11 @@ class FullParameters:
         return list(revert_weight_conversion(self.policy, {name: tensor}).items())
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """One parameter or buffer as a full tensor, the layer's adapters added. Collective: every rank calls it."""
+        """One parameter as a full tensor, the layer's adapters added, or a buffer. Collective: every rank calls it."""
         module, _, kind = name.rpartition(".")
         layer = self.policy.get_submodule(module)
+        if not isinstance(tensor, nn.Parameter):
+            return gather(tensor, None)  # such as the biases of a router, which both sides keep in float32
         if kind != "weight" or not hasattr(layer, "lora_a"):
             return gather(tensor, self.dtype)
         return layer.merged(*(gather(x, None) for x in (tensor, layer.lora_a, layer.lora_b))).to(self.dtype)
@@ -80,23 +84,27 @@ def device_type(parameter: torch.Tensor) -> str:
     return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
 
 
-def one_ahead(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same pairs on a GPU. A second stream gathers the next one while the caller loads the current one."""
+def one_ahead(gathered: Iterator[list[tuple[str, torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All pairs of these lists, on a GPU. A second stream gathers the next list while the caller loads the current one.
+
+    A list has one parameter, or the tensors into which it was cut on that stream.
+    """
     gathering = torch.cuda.Stream()
     gathering.wait_stream(torch.cuda.current_stream())  # the update must have finished
 
-    def gathered() -> tuple[tuple[str, torch.Tensor] | None, torch.cuda.Event]:
+    def following() -> tuple[list[tuple[str, torch.Tensor]] | None, torch.cuda.Event]:
         with torch.cuda.stream(gathering):
-            return next(pairs, None), gathering.record_event()
+            return next(gathered, None), gathering.record_event()
 
-    pair, ready = gathered()
-    while pair is not None:
-        following = gathered()
-        user = torch.cuda.current_stream()  # ask each time: vLLM's sender changes it between two tensors
-        user.wait_event(ready)
-        pair[1].record_stream(user)  # otherwise the next gather could write to this memory while it is read
-        yield pair
-        pair, ready = following
+    pairs, ready = following()
+    while pairs is not None:
+        after = following()
+        for pair in pairs:
+            user = torch.cuda.current_stream()  # ask each time: vLLM's sender changes it between two tensors
+            user.wait_event(ready)
+            pair[1].record_stream(user)  # otherwise the next gather could write to this memory while it is read
+            yield pair
+        pairs, ready = after
 
 
 def push(policy: nn.Module, engine) -> None:

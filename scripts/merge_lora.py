@@ -41,7 +41,10 @@ def main(args: Args) -> None:
         down, up = tensors[name], tensors[name.replace("lora_A", "lora_B")]
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         model.get_submodule(layer).weight.addmm_(up, down, alpha=config["lora_alpha"] / config["r"])
-    model.to(getattr(torch, args.dtype)).save_pretrained(args.output)
+    for parameter in model.parameters():  # buffers keep their dtype
+        parameter.data = parameter.data.to(getattr(torch, args.dtype))
+    model.config.dtype = getattr(torch, args.dtype)
+    model.save_pretrained(args.output)
     AutoTokenizer.from_pretrained(args.adapters).save_pretrained(args.output)
     print(f"{len(tensors) // 2} layers adapted: {args.output}")
 

@@ -28,7 +28,6 @@ import tyro
 from safetensors.torch import load_file
 from selftest_file import launch as launch_file
 from selftest_file import shard, squares
-from transformers import AutoModelForCausalLM
 
 from common import errors, placement, rewards, weight_sync
 from common.data import arithmetic, prompts
@@ -155,14 +154,11 @@ def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
         saver.load(saved)
     differ = count_different(before, checksums(policy, optimizer.state), saver.world)
     exported, wrong, layers = {}, 0, lora.adapted(policy)
-    if saver.world.is_main and layers:
-        exported = load_file(saved / "model/adapter_model.safetensors")
-    elif saver.world.is_main:
-        loaded = AutoModelForCausalLM.from_pretrained(saved / "model", dtype=saver.dtype, use_safetensors=True)
-        exported = dict(loaded.named_parameters())
-    whole = weight_sync.FullParameters(policy, saver.dtype)
+    for file in sorted((saved / "model").glob("*.safetensors")) if saver.world.is_main else []:
+        exported |= load_file(file)
+    whole = weight_sync.FullParameters(policy, saver.dtype, saved_names=True)
     if layers:
-        names = ((f"{name}.{kind}", getattr(layer, kind)) for name, layer in layers for kind in lora.NAMES)
+        names = ((f"{name}.{kind}", getattr(layer, kind)) for name, layer in layers for kind in weight_sync.ADAPTERS)
         whole = ((lora.peft_name(name), weight_sync.gather(tensor, None)) for name, tensor in names)
     for name, tensor in whole:
         if saver.world.is_main:

@@ -2,8 +2,9 @@
 
     python tests/families.py        prints the table
 
-A row names what a family has beside Llama's layers, and which engines sample from it. tests/test_families.py shows that
-each row is true: the trainer against transformers' eager attention, and vLLM after loading and after three pushes.
+A row names what a family has in addition to Llama's layers, and which engines sample from it. tests/test_families.py
+shows that each row is true: the trainer against transformers' eager attention, and vLLM after loading and after three
+pushes.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 WINDOW = 16  # tokens; the rows of the tests are longer
 SIZES = {
@@ -32,8 +33,8 @@ LATENT = {
 
 @dataclass
 class Family:
-    has: str  # beside Llama's layers
-    config: dict = field(default_factory=dict)  # beside SIZES
+    has: str  # in addition to Llama's layers
+    config: dict = field(default_factory=dict)  # in addition to SIZES
     refused: str = ""  # why vLLM cannot sample from it, as the refusal says
 
 
@@ -83,12 +84,18 @@ def save(name: str, folder: Path) -> str:
     return str(folder / name)
 
 
+def has_value_head(name: str) -> bool:
+    """Whether transformers has the class that PPO's critic is made of."""
+    return type(AutoConfig.for_model(name)) in AutoModelForTokenClassification._model_mapping
+
+
 def table() -> str:
     """The rows of docs/models.md."""
-    rows = ["| family | beside Llama's layers | trained | sampled by |", "|---|---|---|---|"]
+    rows = ["| family | in addition to Llama's layers | trained | sampled by |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         engines = f"`hf` only: {family.refused}" if family.refused else "`vllm`, `hf`"
-        rows.append(f"| `{name}` | {family.has} | yes | {engines} |")
+        trained = "yes" if has_value_head(name) else "yes, not by PPO"
+        rows.append(f"| `{name}` | {family.has} | {trained} | {engines} |")
     return "\n".join(rows)
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from conftest import ROOT, launch
 from families import FAMILIES
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from common.errors import BadInput
 from common.rollout import engines
@@ -90,7 +90,7 @@ def test_families_that_vllm_gets_wrong_are_refused(name, saved):
     assert str(refused.value) == f"--model {saved(name)}: {family.refused} ({name}); use --rollout-backend hf"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4_moe", "gemma2"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
     """Names of experts on the disk, and buffers that are saved with the model."""
     from common.data import arithmetic
@@ -111,6 +111,17 @@ def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
         (transformers.Qwen3NextConfig(**families.SIZES), "layers unlike Llama's"),
         (transformers.HyperCLOVAXConfig(**families.SIZES, logits_scaling=4.0), "logits that are neither scaled"),
         (transformers.LlamaConfig(**families.SIZES, attention_dropout=0.1), "attention dropout"),
+        (transformers.Gemma4TextConfig(**families.SIZES), "logits that are neither scaled"),
+        (
+            transformers.Qwen2MoeConfig(
+                **families.SIZES, use_sliding_window=True, sliding_window=16, layer_types=["sliding_attention"] * 4
+            ),
+            "windows of which transformers tells only the mask",
+        ),
+        (
+            transformers.PhimoeConfig(**families.SIZES, sliding_window=16),
+            "windows of which transformers tells only the mask",
+        ),
         (
             transformers.Qwen3Config(**families.SIZES, layer_types=["full_attention", "chunked_attention"] * 2),
             "chunked_attention in some layers",
@@ -121,6 +132,23 @@ def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
 def test_other_families_are_refused_in_one_sentence(config, why):
     with pytest.raises(BadInput, match=f"^--model m: {config.model_type} models are not supported, because of {why}"):
         model.skeleton(config, "m")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_critic_needs_a_value_head_of_transformers(name, saved):
+    config = AutoConfig.from_pretrained(saved(name))
+    if families.has_value_head(name):
+        assert hasattr(model.skeleton(config, "m", AutoModelForTokenClassification), "score")
+    else:
+        with pytest.raises(BadInput, match="because of the value head that transformers lacks"):
+            model.skeleton(config, "m", AutoModelForTokenClassification)
+
+
+def test_attention_with_a_mask_of_its_own_is_refused(world, tmp_path):
+    sizes = {**families.SIZES, "attention_dropout": 0.0}
+    AutoModelForCausalLM.from_config(transformers.NemotronConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="nemotron models are not supported, because of a mask of their own"):
+        model.load(str(tmp_path), world, torch.float32)
 
 
 def test_the_documented_table_is_that_of_these_tests():

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import queue
@@ -11,6 +12,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
+import families
 import psutil
 import pytest
 import torch
@@ -373,7 +375,7 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(monkeypa
     parameters = weight_sync.FullParameters(policy, torch.bfloat16)
     monkeypatch.setattr(weights, "NCCL_BUFFER_BYTES", 500)  # smaller than the embedding, and then several chunks
     source = weights.SingleIteration(parameters)
-    source.pairs = weight_sync.one_ahead(iter(parameters))
+    source.pairs = weight_sync.one_ahead([pair] for pair in parameters)
     sender = weights.nccl_sender(source, control)
     sender.source = source
     sender.send_weights()
@@ -423,6 +425,46 @@ def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(BadInput, match="devices are of one node"):
         check_layout(Layout("split", (str(min(os.sched_getaffinity(0))),)), 1, "vllm")
+
+
+@on_a_cpu
+def test_every_piece_of_a_parameter_waits_for_the_stream_that_cut_it(monkeypatch):
+    """vLLM's sender changes its stream between two tensors, which may be experts of one gathered parameter."""
+    log, streams = [], itertools.count()
+
+    class Stream:
+        def __init__(self, name="gathering"):
+            self.name = name
+
+        def wait_stream(self, other): ...
+
+        def record_event(self):
+            return f"gathered {next(streams)}"
+
+        def wait_event(self, event):
+            log.append((self.name, event))
+
+    users = iter([Stream("update"), *(Stream(f"user {i}") for i in range(9))])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(users))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("kept for", stream.name)))
+    pieces = [[("a", torch.zeros(1)), ("b", torch.zeros(1)), ("c", torch.zeros(1))], [("d", torch.zeros(1))]]
+    assert [name for name, _ in weight_sync.one_ahead(iter(pieces))] == ["a", "b", "c", "d"]
+    waits = [("user 0", 0), ("user 1", 0), ("user 2", 0), ("user 3", 1)]
+    assert log == [entry for user, event in waits for entry in ((user, f"gathered {event}"), ("kept for", user))]
+
+
+def test_what_a_gathered_parameter_is_cut_into_is_what_was_announced(world, tmp_path):
+    """Names, dtypes and shapes of metadata(), of which servers make room, are those of the tensors that are sent."""
+    policy = model.load(families.save("glm4_moe", tmp_path), world, torch.bfloat16, Compute(lora_rank=2))
+    parameters = weight_sync.FullParameters(policy, torch.bfloat16, saved_names=True)
+    sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in parameters]
+    assert sent == [tuple(parameter) for parameter in parameters.metadata()]
+    names = [name for name, _, _ in sent]
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in names and not any("lora" in name for name in names)
+    biases = [dtype for name, dtype, _ in sent if name.endswith("e_score_correction_bias")]
+    assert biases == [torch.float32] * 3  # routers choose by the same numbers on both sides
 
 
 def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_path, capsys):

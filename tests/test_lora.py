@@ -108,6 +108,9 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (4, 8.0)
     assert config["base_model_name_or_path"] == models["tied"] and len(config["target_modules"]) == 7
+    with lora.switched_off(policy):  # as when a thread writes while the reference policy is asked
+        checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "again", torch.float32, world)
+    assert (tmp_path / "again/adapter_config.json").read_text() == json.dumps(config, indent=2) + "\n"
     tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
     shape = tensors["base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"].shape
     assert len(tensors) == 2 * 7 * 3 and shape == (128, 4)
@@ -122,17 +125,18 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
             merge.main(merge.Args(wrong, tmp_path / "merged"))
 
 
-def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_path):
-    policy = model.load(models["untied"], world, torch.float32, RANK)
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_path, kind):
+    policy = model.load(models[kind], world, torch.float32, RANK)
     optimizer = adam(policy)
     train(policy, optimizer, world)
     state = checkpoint.states({"policy": (policy, optimizer)}, [])
     assert len(state["policy"]["model"]) == 2 * 7 * 3
     assert all(name.endswith(("lora_a", "lora_b")) for name in state["policy"]["model"])
     moments = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.numel() > 1)
-    assert moments == 2 * memory.trained_parameters(models["untied"], 4)
+    assert moments == 2 * memory.trained_parameters(models[kind], 4)
     dcp.save(state, checkpoint_id=tmp_path)
-    again = model.load(models["untied"], world, torch.float32, RANK)
+    again = model.load(models[kind], world, torch.float32, RANK)
     restored = adam(again)
     state = checkpoint.states({"policy": (again, restored)}, [])
     checkpoint.read_states(state, tmp_path)
@@ -173,5 +177,8 @@ def test_a_resumed_run_is_the_run(tmp_path):
     runs = [read_metrics(path) for path in (tmp_path / "whole", folder)]
     curves = [[{key: row.get(key) for key in keys} for row in run if row["step"]] for run in runs]
     assert curves[0] == curves[1] and len(curves[0]) == 3 and curves[0][2]["train/grad_norm"] > 0
-    left = launch(ppo, "--model", folder / "checkpoints/step_000003/model", check=False, fresh=False)
+    left = launch(ppo, "--model", folder / "checkpoints/step_000003/model", check=False)
     assert left.returncode == 2 and "holds LoRA adapters; scripts/merge_lora.py makes a model" in left.stderr
+    other = ["--lora-rank", "8", "--resume", folder / "checkpoints/step_000003", "--run-dir", tmp_path / "other"]
+    left = launch(ppo, *flags[2:], *other, "--steps", 4, check=False)
+    assert left.returncode == 2 and "was saved with adapters of rank 4 and alpha 32 to" in left.stderr

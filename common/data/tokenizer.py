@@ -25,7 +25,7 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
     name <|im_end|> in one of them and <|endoftext|> in another.
     """
     folder = Path(model_path)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    if (folder / "adapter_config.json").is_file():
         raise BadInput(f"--model {model_path}: holds LoRA adapters; scripts/merge_lora.py makes a model of them")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise BadInput(f"--model {model_path}: the folder has no config.json")

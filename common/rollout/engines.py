@@ -23,19 +23,18 @@ from common.errors import BadInput, RunFailed, say
 from common.placement import Layout, World, use_cores
 
 MOST_SEQUENCES = 512  # responses that one engine works on at the same time
-LATENT = "vLLM computes other log-probs on a CPU"  # latent attention, written out as heads
-NOT_BY_VLLM = {  # families that vLLM 0.32 gets wrong -> how (docs/models.md)
-    "gpt_oss": "vLLM keeps some of the old weights after an update",
-    **({} if torch.cuda.is_available() else {"deepseek_v2": LATENT, "deepseek_v3": LATENT}),
-}
+# Families that vLLM 0.32 gets wrong, and how (docs/models.md).
+NOT_BY_VLLM = {"gpt_oss": "vLLM keeps some of the old weights after an update"}
+NOT_BY_VLLM_ON_A_CPU = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "vLLM computes other log-probs on a CPU")
 MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
 
 
 def check_family(backend: str, model_path: str) -> None:
     """Refuse a model that the engine would sample from with other weights or log-probs. Raises BadInput."""
     family = AutoConfig.from_pretrained(model_path).model_type
-    if backend == "vllm" and family in NOT_BY_VLLM:
-        raise BadInput(f"--model {model_path}: {NOT_BY_VLLM[family]} ({family}); use --rollout-backend hf")
+    wrong = NOT_BY_VLLM | ({} if torch.cuda.is_available() else NOT_BY_VLLM_ON_A_CPU)
+    if backend == "vllm" and family in wrong:
+        raise BadInput(f"--model {model_path}: {wrong[family]} ({family}); use --rollout-backend hf")
 
 
 def start(

@@ -75,7 +75,7 @@ class VLLMEngine:
 
         vllm_weights.register()
         # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
-        TorchCompileWithNoGuardsWrapper.do_not_compile = True  # vLLM's own instances say it for themselves
+        TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves
         self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
         self.weight_version, self.asleep = 0, False
         self.llm = LLM(

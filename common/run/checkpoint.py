@@ -1,6 +1,6 @@
 """Checkpoints: all a run needs to go on as if it had not stopped, and the policy as a Hugging Face folder.
 
-checkpoints/step_000010/model/      config, tokenizer, safetensors: AutoModelForCausalLM and vLLM load it
+checkpoints/step_000010/model/      config, tokenizer, safetensors: transformers and vLLM load it; with LoRA for peft
 checkpoints/step_000010/trainer/    float32 masters and optimizer state, sharded; the random state of each rank
 checkpoints/step_000010/state.json  step, place in the data, weight version, reward weights
 
@@ -96,6 +96,9 @@ class Saver:
             if self.saving.resume == "auto":
                 raise BadInput(f"{said}; restore it, or start another run with --resume {folder}", code="data-changed")
             warn(f"{said}; the run goes on at the same place of the changed data", "data-changed")
+        then, now = saved.get("lora"), adapters_of(self.trained["policy"][0])
+        if then != now:
+            raise BadInput(f"--resume {folder}: was saved with {said_of(then)}, and this run has {said_of(now)}")
         state = states(self.trained, saved["fresh"])
         if saved["ranks"] == self.world.size:
             state["random"] = random_states(self.world)
@@ -156,6 +159,7 @@ class Saver:
             "position": self.loader.resume_at,
             "data": self.data,
             "fresh": new,
+            "lora": adapters_of(self.trained["policy"][0]),
             "ranks": self.world.size,
             "weight_version": self.engine.weight_version,
             "reward": self.reward.state(),
@@ -233,14 +237,15 @@ def whole_weights(policy: nn.Module, dtype: torch.dtype, copy: bool = False) -> 
     weights = get_model_state_dict(policy, options=whole)
     if policy.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # a second name for the embedding
-    dtype = torch.float32 if lora_of(policy) else dtype
-    return {name: tensor.to(dtype, copy=copy) for name, tensor in weights.items()}
+    parameters = {} if adapters_of(policy) else dict(policy.named_parameters())  # adapters and buffers keep their dtype
+    dtype_of = lambda name, tensor: dtype if name in parameters else tensor.dtype
+    return {name: tensor.to(dtype_of(name, tensor), copy=copy) for name, tensor in weights.items()}
 
 
 def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write a Hugging Face folder, or with LoRA a peft folder."""
     policy.config.dtype = dtype
-    if lora_of(policy):
+    if adapters_of(policy):
         from common.trainer.lora import write_adapter
 
         write_adapter(policy, weights, folder)
@@ -249,9 +254,18 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
     tokenizer.save_pretrained(folder)
 
 
-def lora_of(model: nn.Module) -> bool:
-    """Whether only a part of the model is trained."""
-    return not all(parameter.requires_grad for parameter in model.parameters())
+def adapters_of(model: nn.Module) -> dict | None:
+    """Name of the base, rank and alpha of a model with LoRA, for state.json."""
+    layer = next((layer for layer in model.modules() if hasattr(layer, "lora_a")), None)
+    if layer is None:
+        return None
+    return {"base": Path(model.config._name_or_path).name, "rank": layer.lora_a.shape[0], "alpha": layer.alpha}
+
+
+def said_of(adapters: dict | None) -> str:
+    if adapters is None:
+        return "no adapters"
+    return "adapters of rank {rank} and alpha {alpha:g} to {base}".format(**adapters)
 
 
 def random_states(world: World) -> dict[str, torch.Tensor]:
@@ -278,6 +292,9 @@ def states(trained: Trained, fresh: list[str]) -> dict:
             out[name] = {"model": get_model_state_dict(model, options=trained_only)}
         else:
             out[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=trained_only)))
+        if adapters_of(model):  # torch leaves out a frozen embedding, but not its second name
+            kept = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+            out[name]["model"] = {key: value for key, value in out[name]["model"].items() if key in kept}
     return out
 
 
@@ -285,7 +302,7 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> 
     """Give a model and its optimizer one entry of states(). Collective: every rank calls it."""
     if "optimizer" in state:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not lora_of(model)))
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not adapters_of(model)))
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
@@ -83,7 +83,9 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
         raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} devices of --rollout-servers")
 
 
-def check_model(model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:
+def check_model(
+    model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], value_head: bool = False
+) -> None:
     """Refuse an architecture that cannot be packed, weights that are not those of the architecture, and prompts with
     tokens that the model has no embedding for. The weights of a name on the Hub are checked when they are there.
 
@@ -91,6 +93,8 @@ def check_model(model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: li
     """
     config = AutoConfig.from_pretrained(model_path)
     model.skeleton(config, model_path)
+    if value_head:
+        model.skeleton(config, model_path, AutoModelForTokenClassification)
     if Path(model_path).is_dir():
         check_weights(model_path)
     largest = max(max(prompt.ids) for prompt in prompts)

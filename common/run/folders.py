@@ -25,6 +25,7 @@ FACTS = {  # each fact of state.json -> whether a value is one that a save write
     "fresh": lambda names: isinstance(names, list) and all(isinstance(name, str) for name in names),
     "reward": lambda reward: isinstance(reward, dict) and all(map(is_number, reward["weights"].values())),
     "eval/accuracy": lambda accuracy: accuracy is None or is_number(accuracy),
+    "lora": lambda lora: lora is None or lora.keys() == {"base", "rank", "alpha"},
     "files": lambda files: all(map(is_count, files.values())),
 }
 

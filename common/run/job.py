@@ -138,7 +138,7 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     reward.check_answers(prompts + held_out)
     checks.try_rewards(reward, prompts, tokenizer)
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
-    checks.check_model(args.model, tokenizer, prompts + held_out)
+    checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")

@@ -43,13 +43,14 @@ class Decoder:
     embedding: int  # parameters of the embedding, or of the head
     inner: int  # parameters of all layers together and of the last norm
     parameters: int  # all of them, tied ones counted once
+    written_out: bool = False  # attention keeps its weights, as for caps of scores and sinks
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache for one token: a key and a value of each layer."""
         return 2 * self.num_hidden_layers * self.key_width * dtype.itemsize
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA beside the seven products of each layer: an input and an output width each, times rank."""
+        """LoRA's parameters for the seven products of a layer like Llama's: rank x (input width + output width)."""
         attention = 2 * (self.hidden_size + self.query_width) + 2 * (self.hidden_size + self.key_width)
         return rank * self.num_hidden_layers * (attention + 3 * (self.hidden_size + self.intermediate_size))
 
@@ -84,7 +85,7 @@ def trained_parameters(model_path: str, lora_rank: int) -> int:
 
 
 def trained_bytes(parameters: int, trained: int, dtype: torch.dtype) -> int:
-    """Bytes of masters and moments of a trained model. With LoRA, what is frozen is kept in the compute dtype."""
+    """Bytes of masters and moments of a model. With LoRA, frozen weights are kept in the compute dtype."""
     return MASTER_BYTES * trained + (dtype.itemsize * parameters if trained < parameters else 0)
 
 
@@ -103,6 +104,7 @@ def decoder(model_path: str) -> Decoder:
         config.hidden_size, width, config.num_hidden_layers, heads * head_dim,
         config.num_key_value_heads * head_dim, embedding,
         count - embedding * (1 if config.tie_word_embeddings else 2), count,
+        getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss",
     )  # fmt: skip
 
 
@@ -163,10 +165,11 @@ class GPU:
     def token_budget(self) -> int:
         """Tokens of one forward that fit: a multiple of MIN_BUDGET_TOKENS, and one of them even if it does not fit.
 
-        In float32 attention has no kernel of its own: it pads and keeps more than is estimated, and gets a fixed share.
+        In float32 and with caps of scores or sinks, attention has no kernel of its own: it pads and keeps more than is
+        estimated, and gets a fixed share.
         """
         room = self.usable - self.update(0)
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 or self.model.written_out:
             room = min(room, ACTIVATION_SHARE * self.memory)
         fit = room / self.activation_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
         return int(max(MIN_BUDGET_TOKENS, min(fit, MAX_BUDGET_TOKENS)))
@@ -234,7 +237,10 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_
 def this_gpu(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_the_gpu) -> GPU:
     """This rank's GPU in a run of `size` ranks. on_the_gpu: fields of GPU, from `trained` on."""
     shards, checkpointing = compute.shard_size or size, compute.activation_checkpointing
-    return GPU(rank_memory(), decoder(model_path), shards, dtype, checkpointing=checkpointing, **on_the_gpu)
+    adapters = trained_parameters(model_path, compute.lora_rank) if compute.lora_rank else 0
+    return GPU(
+        rank_memory(), decoder(model_path), shards, dtype, checkpointing=checkpointing, adapters=adapters, **on_the_gpu
+    )
 
 
 def cpu_token_budget(per_token: int) -> int:

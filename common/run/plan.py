@@ -50,8 +50,8 @@ def show_roles(
         offloaded = offload == "all" or (offload == "others" and name != "policy")
         roles.append(sharded_role(name, total, shards or size, dtype, offloaded))
     if lora_rank:
-        adapters = f"{updated / 1e6:,.2f} M trained"
-        roles = [dataclasses.replace(role, dtype=f"{role.dtype}; {adapters}") for role in roles[: len(trained)]]
+        kinds = f"{updated / 1e6:,.2f} M float32, the rest {str(dtype).removeprefix('torch.')}"
+        roles = [dataclasses.replace(role, dtype=kinds) for role in roles[: len(trained)]]
         roles += [Role(name, "the policy without its adapters", "") for name in frozen]
     roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
     roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
@@ -83,7 +83,6 @@ def fit_memory(
     on_the_gpu = {
         "trained": len(models) - ("reference" in models),
         "frozen": int("reference" in models and not args.compute.lora_rank),
-        "adapters": trained_parameters(args.model, args.compute.lora_rank) if args.compute.lora_rank else 0,
         "offload": args.offload,
         "engine": memory.engine_state(args.layout, args.rollout_backend),
         "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items()),
@@ -96,7 +95,7 @@ def fit_memory(
 
 
 def sharded_role(name: str, total: int, shards: int, dtype: torch.dtype, offloaded: bool) -> Role:
-    """A model of so many bytes that the trainer's ranks share."""
+    """A model that the trainer's ranks share. total: its bytes on all of them together."""
     share = total / shards
     lives = f"sharded over {shards} rank(s)" + (", in host memory" if offloaded else "")
     computes = f"float32, computes in {str(dtype).removeprefix('torch.')}"
@@ -171,7 +170,8 @@ def model_rows(flags: dict, size: int) -> list[tuple[str, str]]:
     config, count = AutoConfig.from_pretrained(flags["model"]), count_parameters(flags["model"])
     dtype = getattr(torch, flags["dtype"])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    checkpoint = folders.size((12 + dtype.itemsize) * count)
+    updated = trained_parameters(flags["model"], flags["compute"]["lora_rank"])
+    checkpoint = folders.size(12 * updated + (dtype.itemsize if updated == count else 4) * updated)
     every = flags["saving"]["save_every"]
     return [
         ("model", f"{flags['model']}: {config.model_type}, {count / 1e6:,.1f} M parameters, {dtype}"),

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from common.errors import BadInput
+
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
 PADDING_PER_CALL = 256  # tokens
 ASKS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel has it without asking
@@ -88,6 +90,8 @@ def packed_attention(
     of similar length share one padded call. The padding stands on the right, where a causal mask already hides it: no
     token sees a later one.
     """
+    if attention_mask is not None or spans is None:
+        raise BadInput(f"{module.config.model_type} models are not supported, because of a mask of their own")
     scores = Scores(scaling, sliding_window, softcap, s_aux)
     gqa = query.shape[1] != key.shape[1]  # grouped-query attention: several query heads share keys and values
     written_out = softcap is not None or s_aux is not None
@@ -129,6 +133,8 @@ def written_out_attention(query, key, value, context: int, scores: Scores) -> to
     """
     n, heads, longest, width = query.shape
     key_heads = key.shape[1]  # each serves `heads / key_heads` query heads, which become rows of one product
+    if scores.cap is not None or scores.sinks is not None:  # rounded to bfloat16, these scores would be far off vLLM's
+        query, key = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
     query = (query * (scores.scale or width**-0.5)).reshape(n * key_heads, -1, width)
     bias = torch.zeros(longest, context + longest, dtype=query.dtype, device=query.device)
     bias.masked_fill_(~causal_mask(longest, context, scores.window, query.device), -torch.inf)
@@ -141,13 +147,13 @@ def written_out_attention(query, key, value, context: int, scores: Scores) -> to
     if scores.sinks is not None:
         sinks = scores.sinks.to(products.dtype).view(1, key_heads, -1, 1).expand(n, -1, -1, longest)
         products = torch.cat([products, sinks.reshape(n * key_heads, -1, 1)], dim=-1)
-    weights = products.softmax(-1)[..., : context + longest]
+    weights = products.softmax(-1)[..., : context + longest].to(value.dtype)
     return torch.bmm(weights, value).view(n, heads, longest, -1)
 
 
 def causal_mask(queries: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(queries, context + queries) bool, True where a token may look: at the context, at itself and before itself, and
-    with a window at no more than so many tokens.
+    """(queries, context + queries) bool, True where a token may look: at the context, at itself and before itself. With
+    a window these are the nearest `window` tokens, itself among them.
     """
     mask = torch.ones(queries, context + queries, dtype=torch.bool, device=device).tril(context)
     return mask if window is None else mask.triu(context - window + 1)

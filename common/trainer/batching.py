@@ -33,7 +33,9 @@ class Compute(Sharding):
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
-    lora_rank: int = 0  # Freeze the model and train adapters of this rank (LoRA), at ten times the learning rate.
+    lora_rank: int = 0
+    """Freeze the model and train adapters of this rank (LoRA). 0 trains all weights. Adapters want ten times the
+    --learning-rate of full training (Schulman, LoRA Without Regret, 2025)."""
     lora_alpha: float = 32.0  # Adapters are multiplied by lora_alpha / lora_rank.
 
 

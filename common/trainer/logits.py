@@ -80,8 +80,8 @@ def row_statistics(
 
 
 def logit_gradient(z, targets, log_z, grad, temperature: float, cap: float | None = None) -> torch.Tensor:
-    """(r, V): the gradient at the products z, but for 1 / temperature. It is grad (r,) times d logprob / d logits, that
-    is one-hot - softmax, times the slope of the cap.
+    """(r, V): the gradient at the products z, except for the factor 1 / temperature. It is grad (r,) times
+    d logprob / d logits, that is one-hot - softmax, times the slope of the cap.
     """
     z = scaled(z, temperature, cap)
     slope = None if cap is None else 1 - (z / cap) ** 2  # (r, V)

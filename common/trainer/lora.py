@@ -17,18 +17,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from common.errors import BadInput
-
-NAMES = ("lora_a", "lora_b")
+from common.weight_sync import ADAPTERS
 
 
 class LoraLinear(nn.Linear):
     """weight (out, in) and bias are frozen, lora_a (rank, in) and lora_b (out, rank) are trained."""
 
-    scaling: float  # alpha / rank; 0 while the adapters are switched off
+    alpha: float
+    on: bool = True  # False while the adapters are switched off
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.lora_a.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = F.linear(x, self.weight, self.bias)
-        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.scaling else base
+        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.on else base
 
     def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, from full tensors."""
@@ -47,7 +51,7 @@ def insert(model: nn.Module, rank: int, alpha: float, frozen_dtype: torch.dtype)
         if not found:
             raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
         for linear in found:
-            linear.__class__, linear.scaling = LoraLinear, alpha / rank
+            linear.__class__, linear.alpha = LoraLinear, alpha
             linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=linear.weight.device))
             linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=linear.weight.device))
     if hasattr(model, "score"):
@@ -58,7 +62,7 @@ def insert(model: nn.Module, rank: int, alpha: float, frozen_dtype: torch.dtype)
 
 
 def initial(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters before training: A uniform in +- 1 / sqrt(in), B zero, so that the model is its base.
+    """The adapters before training: A uniform in +- 1 / sqrt(in), and B zero, so that they add nothing yet.
 
     The run's seed, which placement.init has set, decides A.
     """
@@ -90,14 +94,14 @@ class WithoutAdapters:
 
 @contextlib.contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    layers = [(layer, layer.scaling) for _, layer in adapted(model)]
-    for layer, _ in layers:
-        layer.scaling = 0.0
+    layers = [layer for _, layer in adapted(model)]
+    for layer in layers:
+        layer.on = False
     try:
         yield
     finally:
-        for layer, scaling in layers:
-            layer.scaling = scaling
+        for layer in layers:
+            layer.on = True
 
 
 def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -110,13 +114,13 @@ def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.config._name_or_path,
         "r": rank,
-        "lora_alpha": first.scaling * rank,
+        "lora_alpha": first.alpha,
         "target_modules": sorted({name.rpartition(".")[2] for name, _ in layers}),
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    names = [f"{name}.{kind}" for name, _ in layers for kind in NAMES]
+    names = [f"{name}.{kind}" for name, _ in layers for kind in ADAPTERS]
     tensors = {peft_name(name): weights[name].contiguous() for name in names}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -4,6 +4,7 @@ Master weights are float32 and sharded over all ranks. They are gathered layer b
 gradients are averaged over the ranks in float32.
 """
 
+import inspect
 from types import MethodType
 
 import torch
@@ -156,12 +157,16 @@ def skeleton(config, model_path: str, auto_class=AutoModelForCausalLM) -> nn.Mod
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
-        raise BadInput(f"{refused} their encoder; {SUPPORTED}") from None
+        missing = "their encoder" if auto_class is AutoModelForCausalLM else "the value head that transformers lacks"
+        raise BadInput(f"{refused} {missing}; {SUPPORTED}") from None
     layers, kinds = getattr(model.base_model, "layers", []), getattr(config, "layer_types", None) or []
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         raise BadInput(f"{refused} layers unlike Llama's; {SUPPORTED}")
     if other := {*kinds} - {"full_attention", "sliding_attention"}:
         raise BadInput(f"{refused} {', '.join(sorted(other))} in some layers; {SUPPORTED}")
+    windowed = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
+    if windowed and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
+        raise BadInput(f"{refused} windows of which transformers tells only the mask; {SUPPORTED}")
     if getattr(config, "attention_dropout", 0):
         raise BadInput(f"{refused} attention dropout: set attention_dropout to 0 in config.json")
     if auto_class is AutoModelForCausalLM and not logits_are_ours(model):
@@ -181,7 +186,10 @@ def logits_are_ours(model: nn.Module) -> bool:
         small = nn.Linear(head.in_features, 32, bias=head.bias is not None)
     decoder.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
     model.set_output_embeddings(small)
-    theirs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits[0, 0]
+    try:
+        theirs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits[0, 0]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # it needs more of its decoder than that
+        return False
     del decoder.forward
     model.set_output_embeddings(head)
     scale, cap = logit_shape(model.config)
