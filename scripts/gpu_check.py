@@ -145,18 +145,20 @@ def machine(models: Path) -> Iterator[Finding]:
         yield f"cuda-bindings {found}, locked {locked}", found == locked
 
 
-def attend(groups: list[attention.Group], heads: int, keys: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def attend(
+    groups: list[attention.Group], heads: int, keys: int, width: int, dtype: torch.dtype, window: int | None = None
+) -> list[torch.Tensor]:
     """Output and gradients of packed attention over these groups."""
     tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
     qkv = [x.to(torch.bfloat16).to(DEVICE, dtype).requires_grad_() for x in qkv]
     spans = attention.spans(groups, DEVICE)
-    out, _ = attention.packed_attention(None, *qkv, None, scaling=width**-0.5, spans=spans)
+    out, _ = attention.packed_attention(None, *qkv, None, scaling=width**-0.5, spans=spans, sliding_window=window)
     out.backward(torch.randn(out.shape, generator=generator).to(DEVICE, dtype))
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-def reference_attention(groups, heads: int, keys: int, width: int) -> list[torch.Tensor]:
+def reference_attention(groups, heads: int, keys: int, width: int, window: int | None) -> list[torch.Tensor]:
     """The same in float64, each sequence alone behind its prompt."""
     tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
@@ -168,7 +170,9 @@ def reference_attention(groups, heads: int, keys: int, width: int) -> list[torch
         for place, length in enumerate(responses):
             row = before + list(range(start, start + length))
             x = [part[:, :, row] for part in (q, k, v)]
-            out = F.scaled_dot_product_attention(*x, is_causal=True, scale=width**-0.5, enable_gqa=True)[0]
+            distance = torch.arange(len(row))[:, None] - torch.arange(len(row))  # of a query from a key before it
+            mask = (distance >= 0) & (distance < (window or len(row)))
+            out = F.scaled_dot_product_attention(*x, mask, scale=width**-0.5, enable_gqa=True)[0]
             outputs.append(out.transpose(0, 1)[prompt if place else 0 :])  # (tokens, heads, width)
             start += length
     out = torch.cat(outputs)[None]
@@ -177,12 +181,15 @@ def reference_attention(groups, heads: int, keys: int, width: int) -> list[torch
 
 
 def check_attention(models: Path) -> Iterator[Finding]:
-    """Packed attention and its gradients against float64."""
+    """Packed attention and its gradients against float64, without and with a sliding window."""
     groups = [(70, [40, 1, 33, 7]), (33, [12]), (64, [50] * 16), (5, [1])]
-    for heads, keys, width in ((14, 2, 64), (8, 8, 128)):
-        pairs = zip(attend(groups, heads, keys, width, DTYPE), reference_attention(groups, heads, keys, width))
+    for heads, keys, width, window in ((14, 2, 64, None), (8, 8, 128, None), (8, 2, 64, 48)):
+        sizes = groups, heads, keys, width
+        pairs = zip(attend(*sizes, DTYPE, window), reference_attention(*sizes, window))
         found = [relative(one.cpu(), two) for one, two in pairs]
-        text = f"{heads}:{keys} heads of {width}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}"
+        text = (
+            f"{heads}:{keys} heads of {width}, window {window}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}"
+        )
         yield text, found[0] <= ERROR and max(found[1:]) <= 2 * ERROR
 
 
@@ -425,6 +432,9 @@ CHECKS = {
     ),
     "self-test, hf": Check(
         partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
+    ),
+    "self-test, LoRA": Check(
+        partial(selftest, flags=("--rollout-backend", "hf", "--lora-rank", "8")), "exit code 0", 180, ("a GPU",)
     ),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
     "runs": Check(check_runs, "exit code 0", 300),
