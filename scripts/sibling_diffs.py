@@ -17,6 +17,7 @@ BEGIN, END = "<!-- siblings -->", "<!-- /siblings -->"  # the table between them
 SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dr_grpo": ("grpo", "no std; a constant for each response's length"),
     "max_rl": ("dr_grpo", "the group's mean as unit of the advantage"),
+    "gspo": ("grpo", "one ratio for a response"),
     "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
     "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),

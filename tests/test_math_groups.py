@@ -7,10 +7,10 @@ import statistics
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, max_rl, rloo
+from algos import dapo, dr_grpo, grpo, gspo, max_rl, rloo
 from algos.grpo import kl_to_reference
 
-MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "max_rl": max_rl, "rloo": rloo, "dapo": dapo}
+MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "max_rl": max_rl, "gspo": gspo, "rloo": rloo, "dapo": dapo}
 names = pytest.mark.parametrize("name", MODULES)
 
 
@@ -95,7 +95,7 @@ def test_advantage_properties(name):
     assert advantages.view(-1, 8).sum(1).abs().max() < 1e-9
     same = torch.allclose(compute_advantages(rewards + 3, 8), advantages)
     assert same == (name != "max_rl")  # a mean that is a probability cannot be shifted
-    scale = 1 if name in ("grpo", "dapo", "max_rl") else 7
+    scale = 7 if name in ("dr_grpo", "rloo") else 1
     assert torch.allclose(compute_advantages(rewards * 7, 8), advantages * scale, atol=1e-5)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
     shuffled = rewards.view(-1, 8)[:, order].reshape(-1)

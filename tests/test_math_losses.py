@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, max_rl, ppo, prime, remax, rloo
+from algos import dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # algorithm -> (module, keywords of its loss beside the clip, its advantages are (n, T), it has a KL term)
@@ -13,6 +13,7 @@ ALGORITHMS = {
     "grpo": (grpo, {"kl_coef": 0.04}, False, True),
     "dr_grpo": (dr_grpo, {"kl_coef": 0.04}, False, True),
     "max_rl": (max_rl, {"kl_coef": 0.04}, False, True),
+    "gspo": (gspo, {"kl_coef": 0.04}, False, True),
     "dapo": (dapo, {"clip_dual": 3.0}, False, False),
     "rloo": (rloo, {}, False, False),
     "remax": (remax, {}, True, False),
@@ -44,10 +45,10 @@ def slow_loss(name: str, logprobs, old, ref, advantages, mask, denominator=10.0)
     keywords, total = ALGORITHMS[name][1], 0.0
     for i in range(len(mask)):
         tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-        row = 0.0
+        row, mean = 0.0, sum(float(logprobs[i, t] - old[i, t]) for t in tokens) / len(tokens)
         for t in tokens:
             advantage = float(advantages[i, t] if advantages.dim() == 2 else advantages[i])
-            ratio = math.exp(logprobs[i, t] - old[i, t])
+            ratio = math.exp(mean if name == "gspo" else logprobs[i, t] - old[i, t])
             objective = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
             if name == "dapo" and advantage < 0:
                 objective = max(objective, 3.0 * advantage)
@@ -55,7 +56,7 @@ def slow_loss(name: str, logprobs, old, ref, advantages, mask, denominator=10.0)
             if "kl_coef" in keywords:
                 log_r = float(ref[i, t] - logprobs[i, t])
                 row += keywords["kl_coef"] * (math.exp(log_r) - log_r - 1)
-        total += row / len(tokens) if name == "grpo" else row
+        total += row / len(tokens) if name in ("grpo", "gspo") else row
     return total / denominator
 
 
@@ -101,7 +102,7 @@ def test_first_update_is_reinforce(name):
     logprobs.requires_grad_()
     loss_of(name, logprobs, logprobs.detach(), logprobs.detach(), advantages, mask).backward()
     weights = advantages if advantages.dim() == 2 else advantages[:, None]
-    lengths = mask.sum(1, keepdim=True) if name == "grpo" else 1
+    lengths = mask.sum(1, keepdim=True) if name in ("grpo", "gspo") else 1
     assert torch.allclose(logprobs.grad, -weights * mask / lengths / 10)
 
 
@@ -181,3 +182,22 @@ def test_four_ways_to_aggregate(name, denominator, expected):
         name, per_token.log(), torch.zeros(2, 4), torch.zeros(2, 4), advantages, mask, denominator, clip_high=9.0, **off
     )
     assert loss.item() == pytest.approx(expected)
+
+
+def test_gspo_clips_a_response_as_a_whole():
+    """Log-ratios 0.1, -0.3, 0.2 have mean 0: nothing is clipped, where GRPO clips the second token for A < 0. The
+    gradient of a response's ratio goes to all its tokens alike.
+    """
+    old, mask = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    logprobs = torch.tensor([[0.1, -0.3, 0.2]], dtype=torch.float64, requires_grad=True)
+    advantages, settings = torch.tensor([-1.0]), {"kl_coef": 0.0, "denominator": 1.0}
+    loss = gspo.policy_loss(logprobs, old, None, advantages, mask, clip_low=3e-4, clip_high=4e-4, **settings)
+    loss.backward()
+    assert loss.item() == pytest.approx(1.0) and torch.allclose(logprobs.grad, torch.full((1, 3), 1 / 3).double())
+    of = {"advantages": advantages, "response_mask": mask, "clip_low": 0.2, "clip_high": 0.2}
+    clipped = [module.clipped_tokens(logprobs.detach(), old, **of) for module in (gspo, grpo)]
+    assert clipped == [0, 1]
+    moved = (logprobs.detach() - 4e-4).requires_grad_()  # its mean is below 1 - 3e-4
+    gspo.policy_loss(moved, old, None, advantages, mask, clip_low=3e-4, clip_high=4e-4, **settings).backward()
+    assert (moved.grad == 0).all()
+    assert gspo.clipped_tokens(moved.detach(), old, **of | {"clip_low": 3e-4, "clip_high": 4e-4}) == 3

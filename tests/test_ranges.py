@@ -12,7 +12,7 @@ from common import errors
 from common.errors import BadInput
 from common.run import checks, job, ranges
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "rloo", "remax", "dapo", "ppo", "prime", "sft")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
 
 
 def flags(name: str) -> dict[str, float]:

@@ -324,6 +324,7 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
         ("grpo", {"kl_coef": 0.1, "epochs": 2, "tis_cap": 2.0}, ["policy"]),
         ("dr_grpo", {"mini_batches": 1}, ["policy"]),
         ("max_rl", {}, ["policy"]),
+        ("gspo", {}, ["policy"]),
         ("rloo", {}, ["policy"]),
         ("remax", {}, ["policy"]),
         ("dapo", {"overlong_cache": 4}, ["policy"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, launch
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "rloo", "remax", "dapo", "ppo", "prime")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"
 
 
@@ -112,7 +112,17 @@ def test_two_ranks_do_not_hang(tmp_path, name):
 
 # Functions and flags of one name that differ between files on purpose; all others are the same text everywhere.
 OWN_FUNCTIONS = {"compute_advantages", "policy_loss", "clipped_tokens", "keep_groups", "check_args", "main"}
-OWN_FLAGS = {"steps", "prompts_per_step", "gen_prompts", "group_size", "clip_high", "clip", "learning_rate", "offload"}
+OWN_FLAGS = {
+    "steps",
+    "prompts_per_step",
+    "gen_prompts",
+    "group_size",
+    "clip_low",
+    "clip_high",
+    "clip",
+    "learning_rate",
+    "offload",
+}
 SAME_LOSS = ("remax", "ppo", "prime")
 
 

@@ -9,7 +9,7 @@ import torch
 from common.rollout.rollout import collate
 from common.run.tracking import Figures
 
-ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "dapo", "rloo", "remax", "ppo", "prime"]
+ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "dapo", "rloo", "remax", "ppo", "prime"]
 OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # the trainer's and the engine's probabilities of three tokens
 
 
@@ -36,7 +36,7 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     if name == "dapo":
         settings["clip_dual"] = 3.0
     references = ()
-    if name in ("grpo", "dr_grpo", "max_rl"):
+    if name in ("grpo", "dr_grpo", "max_rl", "gspo"):
         references, settings["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
 
     def gradient(**weights) -> torch.Tensor:
@@ -44,7 +44,9 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
         return torch.autograd.grad(loss, logprobs)[0]
 
     plain, weighed = gradient(), gradient(weights=torch.tensor([[0.5, 2.0]]))
-    policy = torch.full((1, 2), -1.0 / (2 if name == "grpo" else 1))  # grpo: the mean over the response's two tokens
+    policy = torch.full(
+        (1, 2), -1.0 / (2 if name in ("grpo", "gspo") else 1)
+    )  # the mean over the response's two tokens
     torch.testing.assert_close(weighed - plain, policy * torch.tensor([[-0.5, 1.0]]))
 
 
