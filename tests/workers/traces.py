@@ -26,7 +26,8 @@ FLAGS = {
     "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0), "saving": checkpoint.Saving(save_every=1),
 }  # fmt: skip
 OWN = {
-    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "rloo": {"kl_coef": 0.1}, "remax": {},
+    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "remax": {},
+    "rloo": {"kl_coef": 0.1},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
     "fork": {},
 }  # fmt: skip
