@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 import torch
 import tyro
 
-from algos import dapo, dr_grpo, grpo, ppo, remax, rloo
+from algos import dapo, dr_grpo, grpo, gspo, ppo, remax, rloo
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -94,6 +94,7 @@ def ours() -> Tensors:
         "ppo advantages, whitened": ppo.whiten(advantages, mask),
         "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
         "grpo loss with KL": loss(grpo, ref, z, kl_coef=BETA, denominator=12),
+        "gspo loss": loss(gspo, None, z, kl_coef=0.0, denominator=12),
         "dr_grpo loss": loss(dr_grpo, None, z, kl_coef=0.0, denominator=12 * LONGEST),
         "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
         "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
@@ -120,6 +121,7 @@ def verl_lines() -> Tensors:
     import numpy as np
 
     core = import_with_stand_ins("verl.trainer.ppo.core_algos")
+    core.ActorConfig = Settings  # gspo's loss asks for the class of its config
     b = batch()
     mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
     index, z = np.arange(12) // G, grpo.compute_advantages(b["scores"], G)[:, None] * mask
@@ -127,14 +129,16 @@ def verl_lines() -> Tensors:
     def place(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # on the last token, as verl does
         return torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, scores[:, None])
 
-    def loss(mode: str, c: float, scale=None, kl: bool = False) -> torch.Tensor:
+    def loss(
+        mode: str, c: float, scale=None, kl: bool = False, policy_loss=core.compute_policy_loss_vanilla
+    ) -> torch.Tensor:
         info = {"loss_scale_factor": scale} if scale else {}
         config = Settings(
             clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c, global_batch_info=info
         )
 
         def function(logprobs):
-            out = core.compute_policy_loss_vanilla(old, logprobs, z, mask, mode, config)[0]
+            out = policy_loss(old, logprobs, z, mask, mode, config)[0]
             return out + BETA * core.agg_loss(core.kl_penalty(logprobs, ref, "low_var_kl"), mask, mode) if kl else out
 
         return with_gradient("logprobs", function)
@@ -159,6 +163,7 @@ def verl_lines() -> Tensors:
         "grpo loss|vanilla, seq-mean-token-mean, c = 1e9": loss("seq-mean-token-mean", 1e9),
         "grpo loss with KL|the same, plus low_var_kl": loss("seq-mean-token-mean", 1e9, kl=True),
         "grpo loss|vanilla, its defaults": loss("token-mean", 3.0),
+        "gspo loss|gspo": loss("seq-mean-token-mean", 1e9, policy_loss=core.compute_policy_loss_gspo),
         "dr_grpo loss|vanilla, seq-mean-token-sum-norm, factor K": loss("seq-mean-token-sum-norm", 1e9, LONGEST),
         "dr_grpo loss|vanilla, seq-mean-token-sum-norm": loss("seq-mean-token-sum-norm", 1e9),
         "dapo loss|vanilla, token-mean, c = 3": loss("token-mean", 3.0),
@@ -263,6 +268,9 @@ def trl_lines() -> Tensors:
         "rloo advantages with KL|RLOOTrainer": run(leave_one_out, rloo_make, self=rloo_self, **names),
         "grpo loss|grpo": loss(compute, loss_type="grpo"),
         "grpo loss with KL|grpo, beta": loss(compute, loss_type="grpo", beta=BETA),
+        "gspo loss|grpo, importance_sampling_level=sequence": loss(
+            compute, loss_type="grpo", importance_sampling_level="sequence"
+        ),
         "dr_grpo loss|dr_grpo": loss(compute, loss_type="dr_grpo"),
         "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),
         "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
