@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 import torch
 import tyro
 
-from algos import dapo, dr_grpo, grpo, gspo, ppo, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, ppo, remax, rloo
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -95,6 +95,13 @@ def ours() -> Tensors:
         "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
         "grpo loss with KL": loss(grpo, ref, z, kl_coef=BETA, denominator=12),
         "gspo loss": loss(gspo, None, z, kl_coef=0.0, denominator=12),
+        "cispo loss": loss(cispo, None, z, kl_coef=0.0, denominator=tokens),
+        "cispo loss, weights up to 1.28": with_gradient(
+            "logprobs",
+            lambda logprobs: cispo.policy_loss(
+                logprobs, old, None, z, mask, clip_low=1.0, clip_high=HIGH, kl_coef=0.0, denominator=tokens
+            ),
+        ),
         "dr_grpo loss": loss(dr_grpo, None, z, kl_coef=0.0, denominator=12 * LONGEST),
         "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
         "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
@@ -164,6 +171,7 @@ def verl_lines() -> Tensors:
         "grpo loss with KL|the same, plus low_var_kl": loss("seq-mean-token-mean", 1e9, kl=True),
         "grpo loss|vanilla, its defaults": loss("token-mean", 3.0),
         "gspo loss|gspo": loss("seq-mean-token-mean", 1e9, policy_loss=core.compute_policy_loss_gspo),
+        "cispo loss|cispo": loss("token-mean", 1e9, policy_loss=core.compute_policy_loss_cispo),
         "dr_grpo loss|vanilla, seq-mean-token-sum-norm, factor K": loss("seq-mean-token-sum-norm", 1e9, LONGEST),
         "dr_grpo loss|vanilla, seq-mean-token-sum-norm": loss("seq-mean-token-sum-norm", 1e9),
         "dapo loss|vanilla, token-mean, c = 3": loss("token-mean", 3.0),
@@ -270,6 +278,9 @@ def trl_lines() -> Tensors:
         "grpo loss with KL|grpo, beta": loss(compute, loss_type="grpo", beta=BETA),
         "gspo loss|grpo, importance_sampling_level=sequence": loss(
             compute, loss_type="grpo", importance_sampling_level="sequence"
+        ),
+        "cispo loss, weights up to 1.28|cispo, epsilon_high 1.28": loss(
+            compute, loss_type="cispo", epsilon_high=1 + HIGH
         ),
         "dr_grpo loss|dr_grpo": loss(compute, loss_type="dr_grpo"),
         "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),

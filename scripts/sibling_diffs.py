@@ -18,6 +18,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dr_grpo": ("grpo", "no std; a constant for each response's length"),
     "max_rl": ("dr_grpo", "the group's mean as unit of the advantage"),
     "gspo": ("grpo", "one ratio for a response"),
+    "cispo": ("grpo", "a bounded weight in the place of a clipped ratio; token mean"),
     "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
     "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),

@@ -9,7 +9,7 @@ import pytest
 from common.errors import RunFailed
 from common.run import guards, job
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 
 
 @pytest.fixture

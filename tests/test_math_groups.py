@@ -7,10 +7,10 @@ import statistics
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, gspo, max_rl, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, rloo
 from algos.grpo import kl_to_reference
 
-MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "max_rl": max_rl, "gspo": gspo, "rloo": rloo, "dapo": dapo}
+MODULES = {"grpo": grpo, "dr_grpo": dr_grpo, "max_rl": max_rl, "gspo": gspo, "cispo": cispo, "rloo": rloo, "dapo": dapo}
 names = pytest.mark.parametrize("name", MODULES)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algos import dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # algorithm -> (module, keywords of its loss beside the clip, its advantages are (n, T), it has a KL term)
@@ -14,6 +14,7 @@ ALGORITHMS = {
     "dr_grpo": (dr_grpo, {"kl_coef": 0.04}, False, True),
     "max_rl": (max_rl, {"kl_coef": 0.04}, False, True),
     "gspo": (gspo, {"kl_coef": 0.04}, False, True),
+    "cispo": (cispo, {"kl_coef": 0.04}, False, True),
     "dapo": (dapo, {"clip_dual": 3.0}, False, False),
     "rloo": (rloo, {}, False, False),
     "remax": (remax, {}, True, False),
@@ -21,6 +22,8 @@ ALGORITHMS = {
     "prime": (prime, {}, True, False),
 }
 names = pytest.mark.parametrize("name", ALGORITHMS)
+# The value of CISPO's loss means nothing; its gradient is what counts.
+clipping = pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "cispo"])
 
 
 def random_batch(name: str, seed: int, n: int = 6, t: int = 7):
@@ -50,6 +53,8 @@ def slow_loss(name: str, logprobs, old, ref, advantages, mask, denominator=10.0)
             advantage = float(advantages[i, t] if advantages.dim() == 2 else advantages[i])
             ratio = math.exp(mean if name == "gspo" else logprobs[i, t] - old[i, t])
             objective = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+            if name == "cispo":
+                objective = min(max(ratio, 0.8), 1.28) * advantage * float(logprobs[i, t])
             if name == "dapo" and advantage < 0:
                 objective = max(objective, 3.0 * advantage)
             row -= objective
@@ -77,7 +82,7 @@ def test_loss_matches_the_slow_reference(name):
         (5.00, -1.28, 0.0, 5.00, 5.00, 3.00, 0.0),  # without dual clip it is not bounded
     ],
 )
-@names
+@clipping
 def test_clip_table(name, ratio, positive, positive_grad, negative, negative_grad, dual, dual_grad):
     module, _, token_level, has_kl = ALGORITHMS[name]
     if name == "dapo":
@@ -106,7 +111,7 @@ def test_first_update_is_reinforce(name):
     assert torch.allclose(logprobs.grad, -weights * mask / lengths / 10)
 
 
-@names
+@clipping
 def test_raising_a_good_token_lowers_the_loss(name):
     logprobs, _, _, advantages, mask = random_batch(name, 4)
     good = int((advantages[:, 0] if advantages.dim() == 2 else advantages).argmax())
@@ -201,3 +206,16 @@ def test_gspo_clips_a_response_as_a_whole():
     gspo.policy_loss(moved, old, None, advantages, mask, clip_low=3e-4, clip_high=4e-4, **settings).backward()
     assert (moved.grad == 0).all()
     assert gspo.clipped_tokens(moved.detach(), old, **of | {"clip_low": 3e-4, "clip_high": 4e-4}) == 3
+
+
+def test_cispo_bounds_a_weight_and_keeps_the_gradient():
+    """Ratios 0.5, 1 and 8 with a bound of 5 have weights 0.5, 1 and 5. GRPO would drop the last token."""
+    old, mask = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    logprobs = torch.tensor([[0.5, 1.0, 8.0]], dtype=torch.float64).log().requires_grad_()
+    settings = {"clip_low": 1.0, "clip_high": 4.0}
+    cispo.policy_loss(
+        logprobs, old, None, torch.tensor([2.0]), mask, kl_coef=0.0, denominator=1.0, **settings
+    ).backward()
+    assert torch.allclose(logprobs.grad, -2 * torch.tensor([[0.5, 1.0, 5.0]], dtype=torch.float64))
+    assert cispo.clipped_tokens(logprobs.detach(), old, mask, **settings) == 1
+    assert cispo.clipped_tokens(logprobs.detach(), old, mask, clip_low=0.4, clip_high=4.0) == 2

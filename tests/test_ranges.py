@@ -12,7 +12,7 @@ from common import errors
 from common.errors import BadInput
 from common.run import checks, job, ranges
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
 
 
 def flags(name: str) -> dict[str, float]:
@@ -51,7 +51,7 @@ def test_every_numeric_flag_has_a_range_and_is_held_to_it(name, monkeypatch, cap
         ("learning-rate", "2"),  # 2e-6 was meant
         ("temperature", "0"),
         ("temperature", "0.001"),  # vLLM would sample at 0.01
-        ("clip-low", "1"),
+        ("clip-low", "1.5"),
         ("max-grad-norm", "0"),
         ("rollouts-every", "0"),
         ("rollout-memory", "40"),  # 0.4 was meant

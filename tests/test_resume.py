@@ -12,7 +12,7 @@ from test_learns import metrics, same, weights
 
 from common.run import folders
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"
 pytestmark = pytest.mark.slow
 

@@ -228,7 +228,7 @@ def test_items_carry_ids_and_meta(world):
 @pytest.mark.slow
 def test_every_algorithm_goes_on_without_a_prompt_that_was_not_graded(models, tmp_path):
     launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded", timeout=300)
-    for name in ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime"):
+    for name in ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime"):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["reward/ungraded_frac"] > 0 for row in rows] == [False, False, False, True], name
         traces = (tmp_path / name / "rollouts/step_000004.jsonl").read_text().splitlines()

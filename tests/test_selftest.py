@@ -325,6 +325,7 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
         ("dr_grpo", {"mini_batches": 1}, ["policy"]),
         ("max_rl", {}, ["policy"]),
         ("gspo", {}, ["policy"]),
+        ("cispo", {}, ["policy"]),
         ("rloo", {}, ["policy"]),
         ("remax", {}, ["policy"]),
         ("dapo", {"overlong_cache": 4}, ["policy"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, launch
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "dapo", "ppo", "prime")
+NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"
 
 

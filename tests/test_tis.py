@@ -9,7 +9,7 @@ import torch
 from common.rollout.rollout import collate
 from common.run.tracking import Figures
 
-ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "dapo", "rloo", "remax", "ppo", "prime"]
+ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "dapo", "rloo", "remax", "ppo", "prime"]
 OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # the trainer's and the engine's probabilities of three tokens
 
 
@@ -36,7 +36,7 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     if name == "dapo":
         settings["clip_dual"] = 3.0
     references = ()
-    if name in ("grpo", "dr_grpo", "max_rl", "gspo"):
+    if name in ("grpo", "dr_grpo", "max_rl", "gspo", "cispo"):
         references, settings["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
 
     def gradient(**weights) -> torch.Tensor:

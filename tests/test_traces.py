@@ -200,7 +200,7 @@ def replays(tmp_path_factory):
     return folder, tables
 
 
-ALGORITHMS = ("grpo", "dr_grpo", "max_rl", "gspo", "rloo", "remax", "ppo", "dapo", "prime")
+ALGORITHMS = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "ppo", "dapo", "prime")
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ RANGES = {
     "max_accuracy": "[0, 1]",
     # loss
     "clip": "(0, 1)",
-    "clip_low": "(0, 1)",
+    "clip_low": "(0, 1]",
     "clip_high": "(0, inf)",
     "clip_dual": "(1, inf)",
     "value_clip": "(0, inf)",

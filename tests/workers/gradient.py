@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from algos import dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
 from common import placement
 from common.rollout.rollout import collate
 from common.trainer import batching, model
@@ -86,7 +86,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         return gradients(policy, loss_of)
 
     out = {}
-    of_sequences = [("grpo", grpo, sequences), ("gspo", gspo, sequences)]
+    of_sequences = [("grpo", grpo, sequences), ("gspo", gspo, sequences), ("cispo", cispo, tokens)]
     of_sequences += [("dr_grpo", dr_grpo, sequences * 5), ("max_rl", max_rl, sequences * 5)]
     for name, algorithm, denominator in of_sequences:
         advantages = algorithm.compute_advantages(scores, G)

@@ -26,7 +26,7 @@ FLAGS = {
     "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0), "saving": checkpoint.Saving(save_every=1),
 }  # fmt: skip
 OWN = {
-    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "remax": {},
+    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
     "rloo": {"kl_coef": 0.1},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
     "fork": {},
