@@ -11,8 +11,8 @@ GRPO's clip takes the gradient away from tokens whose ratio has left the interva
 
 Differs from grpo.py: the weight in the place of the clipped ratio; a token mean. Nothing else.
 
-Differs from the paper: it bounds weights from above only and does not say where. Here they are at most 5, and a clip_low
-of 1 bounds nothing. The KL term (--kl-coef, k3 in the loss) exists and is off, as in the paper.
+Differs from the paper: it bounds weights from above only and does not say where. Here they are at most 5, and clip_low,
+which is 1, bounds nothing. The KL term (--kl-coef, k3 in the loss) exists and is off, as in the paper.
 
 Run:    python algos/cispo.py                                           (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/cispo.py --model Qwen/Qwen2.5-0.5B-Instruct
