@@ -152,7 +152,7 @@ def test_on_a_gpu_a_parameter_is_gathered_while_the_one_before_is_loaded(monkeyp
         def record_stream(self, stream):
             log.append(f"{self.name} kept for {stream.name}")
 
-    for name, tensor in weight_sync.one_ahead((name, Tensor(name)) for name in "abc"):
+    for name, tensor in weight_sync.one_ahead([(name, Tensor(name))] for name in "abc"):
         assert name == tensor.name
         log.append(f"use {name}")
     assert log == [
