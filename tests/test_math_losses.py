@@ -1,4 +1,4 @@
-"""policy_loss of all seven algorithms: against a slow loop over the paper's formula, and what no loss may depend on."""
+"""policy_loss of all algorithms: against a slow loop over the paper's formula, and what no loss may depend on."""
 
 import math
 
