@@ -38,8 +38,7 @@ class FullParameters:
 
     def metadata(self) -> list[Parameter]:
         """Name, dtype and full shape of each tensor that an iteration yields. Nothing is gathered."""
-        dtype = lambda tensor: self.dtype or tensor.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-        empty = ((name, torch.empty(x.shape, dtype=dtype(x), device="meta")) for name, x in self.tensors())
+        empty = ((n, torch.empty(x.shape, dtype=self.sent_as(x) or x.dtype, device="meta")) for n, x in self.tensors())
         return [Parameter(name, x.dtype, tuple(x.shape)) for pair in empty for name, x in self.named(*pair)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,6 +52,10 @@ class FullParameters:
         saved = self.policy.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.policy.named_buffers() if name in saved)
 
+    def sent_as(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """The engine's dtype for parameters. Buffers, such as a router's biases, keep their own on both sides: None."""
+        return self.dtype if isinstance(tensor, nn.Parameter) else None
+
     def named(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The full tensor under the name that the engine knows, or the tensors into which its files cut it."""
         if not self.saved_names:
@@ -63,10 +66,8 @@ class FullParameters:
         """One parameter as a full tensor, the layer's adapters added, or a buffer. Collective: every rank calls it."""
         module, _, kind = name.rpartition(".")
         layer = self.policy.get_submodule(module)
-        if not isinstance(tensor, nn.Parameter):
-            return gather(tensor, None)  # such as the biases of a router, which both sides keep in float32
         if kind != "weight" or not hasattr(layer, "lora_a"):
-            return gather(tensor, self.dtype)
+            return gather(tensor, self.sent_as(tensor))
         return layer.merged(*(gather(x, None) for x in (tensor, layer.lora_a, layer.lora_b))).to(self.dtype)
 
 

@@ -63,12 +63,16 @@ class Decoder:
         return self.num_hidden_layers * kept + (layer if checkpointing else 0)
 
 
+def without_weights(model_path: str) -> torch.nn.Module:
+    """The model on the meta device. Reads the config, not the weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+
+
 @lru_cache
 def count_parameters(model_path: str) -> int:
-    """Number of parameters of a causal language model, tied ones counted once. Reads the config, not the weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Number of parameters of a causal language model, tied ones counted once."""
+    return sum(parameter.numel() for parameter in without_weights(model_path).parameters())
 
 
 @lru_cache
@@ -78,8 +82,7 @@ def trained_parameters(model_path: str, lora_rank: int) -> int:
         return count_parameters(model_path)
     from common.trainer import lora
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    model = without_weights(model_path)
     lora.insert(model, lora_rank, 1.0, torch.float32)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 

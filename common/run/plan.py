@@ -45,14 +45,16 @@ def show_roles(
     tp = rollout_tp if backend == "vllm" else 1
     count, updated = count_parameters(model_path), trained_parameters(model_path, lora_rank)
     of_trained = trained_bytes(count, updated, dtype) + GRADIENT_BYTES * updated
-    roles = []
-    for name, total in (dict.fromkeys(trained, of_trained) | dict.fromkeys(frozen, FROZEN_BYTES * count)).items():
-        offloaded = offload == "all" or (offload == "others" and name != "policy")
-        roles.append(sharded_role(name, total, shards or size, dtype, offloaded))
+    computing, totals = str(dtype).removeprefix("torch."), dict.fromkeys(trained, of_trained)
+    kinds, roles = f"float32, computes in {computing}", []
     if lora_rank:
-        kinds = f"{updated / 1e6:,.2f} M float32, the rest {str(dtype).removeprefix('torch.')}"
-        roles = [dataclasses.replace(role, dtype=kinds) for role in roles[: len(trained)]]
-        roles += [Role(name, "the policy without its adapters", "") for name in frozen]
+        kinds = f"{updated / 1e6:,.2f} M float32, the rest {computing}"
+    else:
+        totals |= dict.fromkeys(frozen, FROZEN_BYTES * count)
+    for name, total in totals.items():
+        offloaded = offload == "all" or (offload == "others" and name != "policy")
+        roles.append(sharded_role(name, total, shards or size, kinds, offloaded))
+    roles += [Role(name, "the policy without its adapters", "") for name in frozen if name not in totals]
     roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
     roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
     rows = [("role", "lives on", "dtype", "GiB a rank")]
@@ -94,12 +96,11 @@ def fit_memory(
         args.layout = memory.plan_engine(args.layout, gpu, args.rollout_tp, longest, together)
 
 
-def sharded_role(name: str, total: int, shards: int, dtype: torch.dtype, offloaded: bool) -> Role:
-    """A model that the trainer's ranks share. total: its bytes on all of them together."""
+def sharded_role(name: str, total: int, shards: int, dtype: str, offloaded: bool) -> Role:
+    """A model that the trainer's ranks share. total: its bytes on all of them together. dtype: text for the table."""
     share = total / shards
     lives = f"sharded over {shards} rank(s)" + (", in host memory" if offloaded else "")
-    computes = f"float32, computes in {str(dtype).removeprefix('torch.')}"
-    return Role(name, lives, computes, 0.0 if offloaded else share, share if offloaded else 0.0)
+    return Role(name, lives, dtype, 0.0 if offloaded else share, share if offloaded else 0.0)
 
 
 def rollout_role(path: str, size: int, layout: Layout, backend: str, tp: int, dtype: torch.dtype) -> Role:

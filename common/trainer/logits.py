@@ -52,11 +52,13 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature, ctx.cap)
             grad_z = grad_z.to(hidden.dtype)
             torch.mm(grad_z, head, out=grad_hidden[rows])
-            if grad_head is not None and wide == head.dtype:
+            if grad_head is None:
+                continue
+            if wide == head.dtype:
                 grad_head.addmm_(grad_z.t(), hidden[rows])
-            elif grad_head is not None:
+            else:
                 torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
-        return grad_hidden, grad_head if grad_head is None else grad_head.to(head.dtype), None, None, None, None
+        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None, None
 
 
 def scaled(z: torch.Tensor, temperature: float, cap: float | None) -> torch.Tensor:
