@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 import torch
 import tyro
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, ppo, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_pp, remax, rloo
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -78,6 +78,9 @@ def ours() -> Tensors:
     z = grpo.compute_advantages(scores, G)
     token_rewards = remax.reward_tokens(scores, old, ref, mask, BETA)
     advantages, returns = ppo.compute_advantages(token_rewards, b["values"], mask, 1.0, 0.95)
+    whitened = lambda rewards, baseline: reinforce_pp.whiten(
+        reinforce_pp.compute_advantages(rewards, scores, mask, G, baseline), mask
+    )
     loss = lambda algorithm, *given, **keywords: with_gradient(
         "logprobs", lambda logprobs: algorithm.policy_loss(logprobs, old, *given, mask, **clip, **keywords)
     )
@@ -90,6 +93,8 @@ def ours() -> Tensors:
         "rloo advantages with KL": rloo.compute_advantages(scores - BETA * rloo.sequence_kl(old, ref, mask), G),
         "remax token rewards": token_rewards,
         "remax advantages": remax.compute_advantages(token_rewards, b["greedy"], mask),
+        "reinforce_pp advantages with KL": whitened(token_rewards, "none"),
+        "reinforce_pp advantages, group": whitened(remax.reward_tokens(scores, old, None, mask, 0.0), "group"),
         "ppo returns": returns,
         "ppo advantages, whitened": ppo.whiten(advantages, mask),
         "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
@@ -165,6 +170,12 @@ def verl_lines() -> Tensors:
         "rloo advantages|rloo": outcome(core.compute_rloo_outcome_advantage),
         "remax token rewards|compute_rewards": token_rewards * mask,
         "remax advantages|remax": core.compute_remax_outcome_advantage(token_rewards, b["greedy"], mask)[0],
+        "reinforce_pp advantages with KL|reinforce_plus_plus": core.compute_reinforce_plus_plus_outcome_advantage(
+            token_rewards, mask, Settings(gamma=1.0)
+        )[0],
+        "reinforce_pp advantages, group|reinforce_plus_plus_baseline": (
+            core.compute_reinforce_plus_plus_baseline_outcome_advantage(place(scores, mask), mask, index)[0]
+        ),
         "ppo returns|gae": returns * mask,
         "ppo advantages, whitened|gae": white * mask,
         "grpo loss|vanilla, seq-mean-token-mean, c = 1e9": loss("seq-mean-token-mean", 1e9),

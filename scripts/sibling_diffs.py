@@ -21,6 +21,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "cispo": ("grpo", "a bounded weight in the place of a clipped ratio; token mean"),
     "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
     "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
+    "reinforce_pp": ("remax", "no greedy response; a group's mean, if asked for; whitening"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
     "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
     "prime": ("rloo", "process reward model and its update; dynamic sampling; process and outcome; whitening"),

@@ -18,7 +18,7 @@ from conftest import ROOT, launch, save_model
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, rloo, sft
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, rloo, sft
 from common import errors, placement
 from common.data import arithmetic
 from common.data import prompts as data
@@ -124,6 +124,7 @@ OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (max_rl, {"group_size": 1}, "--group-size 1: a group of one"),
     (gspo, {"group_size": 1}, "--group-size 1: a group of one"),
     (cispo, {"group_size": 1}, "--group-size 1: a group of one"),
+    (reinforce_pp, {"group_size": 1, "baseline": "group"}, "--baseline group needs >= 2"),
     (rloo, {"group_size": 1}, "--group-size 1: a group of one"),
     (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
     (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens 48]"),

@@ -5,11 +5,10 @@ import importlib
 import sys
 
 import pytest
+from conftest import ALGORITHMS
 
 from common.errors import RunFailed
 from common.run import guards, job
-
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def parsed(monkeypatch):
     return parse
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("flags", [(), ("--model", "embedded"), ("--model=embedded",), ("--seed", "3")])
 def test_without_a_model_it_is_the_embedded_job(parsed, name, flags):
     args = parsed(name, *flags)
@@ -34,7 +33,7 @@ def test_without_a_model_it_is_the_embedded_job(parsed, name, flags):
     assert args.schedule == "linear" and 1e-4 <= args.learning_rate <= 3e-4 and 26 <= args.steps <= 60
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("flags", [("--model", "folder"), ("--model=folder",), ("--seed", "3", "--model", "folder")])
 def test_a_real_model_has_the_defaults_of_real_models(parsed, name, flags):
     args = parsed(name, *flags)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # algorithm -> (module, keywords of its loss beside the clip, its advantages are (n, T), it has a KL term)
@@ -17,6 +17,7 @@ ALGORITHMS = {
     "cispo": (cispo, {"kl_coef": 0.04}, False, True),
     "dapo": (dapo, {"clip_dual": 3.0}, False, False),
     "rloo": (rloo, {}, False, False),
+    "reinforce_pp": (reinforce_pp, {}, True, False),
     "remax": (remax, {}, True, False),
     "ppo": (ppo, {}, True, False),
     "prime": (prime, {}, True, False),

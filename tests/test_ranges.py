@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import tyro
+from conftest import ALGORITHMS
 
 from common import errors
 from common.errors import BadInput
 from common.run import checks, job, ranges
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime", "sft")
+NAMES = (*ALGORITHMS, "sft")
 
 
 def flags(name: str) -> dict[str, float]:

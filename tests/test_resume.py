@@ -7,12 +7,11 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ALGORITHMS, ROOT, launch
 from test_learns import metrics, same, weights
 
 from common.run import folders
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"
 pytestmark = pytest.mark.slow
 
@@ -24,7 +23,7 @@ def runs(tmp_path_factory):
     return folder, launch(WORKERS / "resume.py", folder).stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_three_steps_a_signal_and_three_more_are_six(runs, name):
     whole, parts = (runs[0] / f"{name}-{kind}" for kind in ("whole", "parts"))
     assert [row["step"] for row in metrics(whole)] == list(range(name != "grpo", 7))

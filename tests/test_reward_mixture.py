@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ALGORITHMS, ROOT, launch
 
 from algos import dr_grpo, grpo
 from common import rewards
@@ -228,7 +228,7 @@ def test_items_carry_ids_and_meta(world):
 @pytest.mark.slow
 def test_every_algorithm_goes_on_without_a_prompt_that_was_not_graded(models, tmp_path):
     launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded", timeout=300)
-    for name in ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime"):
+    for name in ALGORITHMS:
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["reward/ungraded_frac"] > 0 for row in rows] == [False, False, False, True], name
         traces = (tmp_path / name / "rollouts/step_000004.jsonl").read_text().splitlines()

@@ -327,6 +327,7 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
         ("gspo", {}, ["policy"]),
         ("cispo", {}, ["policy"]),
         ("rloo", {}, ["policy"]),
+        ("reinforce_pp", {"baseline": "group"}, ["policy"]),
         ("remax", {}, ["policy"]),
         ("dapo", {"overlong_cache": 4}, ["policy"]),
         ("ppo", {"critic_warmup_steps": 1}, ["policy", "critic"]),

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch
+from conftest import ALGORITHMS, ROOT, launch
 
-NAMES = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "ppo", "prime")
 WORKERS = ROOT / "tests/workers"
 
 
@@ -41,7 +40,7 @@ def responses(run, step: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_with_the_sign_flipped_it_unlearns(run_of, name):
     right, flipped = lines(run_of(name, "right")), lines(run_of(name, "flipped"))
     assert right[0]["reward/mean"] == flipped[0]["reward/mean"]  # nothing is learned yet
@@ -55,7 +54,7 @@ def test_with_the_sign_flipped_it_unlearns(run_of, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("rloo", "remax", "ppo"))
+@pytest.mark.parametrize("name", ("rloo", "reinforce_pp", "remax", "ppo"))
 def test_the_kl_term_is_measured(run_of, name):
     kl = [row["reward/kl"] for row in lines(run_of(name, "right"))]
     assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the policy starts as its reference
@@ -123,7 +122,7 @@ OWN_FLAGS = {
     "learning_rate",
     "offload",
 }
-SAME_LOSS = ("remax", "ppo", "prime")
+SAME_LOSS = ("reinforce_pp", "remax", "ppo", "prime")
 
 
 def pieces(name: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -139,7 +138,7 @@ def pieces(name: str) -> tuple[dict[str, str], dict[str, str]]:
 @pytest.mark.parametrize("which, own", [(0, OWN_FUNCTIONS), (1, OWN_FLAGS)], ids=["functions", "flags"])
 def test_shared_blocks_have_not_drifted_apart(which, own):
     seen: dict[str, tuple[str, str]] = {}
-    for name in NAMES:
+    for name in ALGORITHMS:
         for piece, text in pieces(name)[which].items():
             first, expected = seen.setdefault(piece, (name, text))
             assert piece in own or text == expected, f"{piece} in {name}.py is not the one of {first}.py"

@@ -17,11 +17,20 @@ from conftest import ROOT
 ALGORITHMS = sorted(path for path in (ROOT / "algos").glob("*.py") if path.name != "__init__.py")
 TRAINED_BY_REWARDS = [path for path in ALGORITHMS if path.stem != "sft"]
 COMMON = sorted(path for path in (ROOT / "common").rglob("*.py") if path.name != "__init__.py")
-MAIN_LINES = {"grpo": 110, "dr_grpo": 110, "max_rl": 110, "gspo": 110, "cispo": 110, "rloo": 110}  # 145 in the others
-FILE_LINES = {"grpo": 300, "max_rl": 300, "gspo": 300, "cispo": 300}  # 450 in the others
+MAIN_LINES = {
+    "grpo": 110,
+    "dr_grpo": 110,
+    "max_rl": 110,
+    "gspo": 110,
+    "cispo": 110,
+    "rloo": 110,
+    "reinforce_pp": 110,
+}  # 145 in the others
+FILE_LINES = {"grpo": 300, "max_rl": 300, "gspo": 300, "cispo": 300, "reinforce_pp": 300}  # 450 in the others
 OWN_FLAGS = {"dapo": 26, "ppo": 26, "prime": 26}  # 22 in the others
 LINES_IN = {  # see scripts/sibling_diffs.py
-    "dr_grpo": 8, "max_rl": 8, "gspo": 15, "cispo": 15, "rloo": 15, "dapo": 75, "remax": 40, "ppo": 115, "prime": 150,
+    "dr_grpo": 8, "max_rl": 8, "gspo": 15, "cispo": 15, "rloo": 15, "reinforce_pp": 30,
+    "dapo": 75, "remax": 40, "ppo": 115, "prime": 150,
 }  # fmt: skip
 READING_PATH = [
     "algos/grpo.py",

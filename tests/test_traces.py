@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ALGORITHMS, ROOT, launch
 from test_readme import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -198,9 +198,6 @@ def replays(tmp_path_factory):
         launch(ROOT / "tests/workers/traces.py", folder, ranks=ranks)
         tables |= json.loads((folder / f"replays-{ranks}.json").read_text())
     return folder, tables
-
-
-ALGORITHMS = ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "ppo", "dapo", "prime")
 
 
 @pytest.mark.slow

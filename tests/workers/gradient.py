@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
 from common import placement
 from common.rollout.rollout import collate
 from common.trainer import batching, model
@@ -96,6 +96,9 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     out["rloo"] = policy_gradients(rloo, rloo.compute_advantages(rewards, G), tokens)
     token_rewards = remax.reward_tokens(scores, old, ref, mask, 0.1)
     out["remax"] = policy_gradients(remax, remax.compute_advantages(token_rewards, greedy, mask), tokens)
+
+    advantages = reinforce_pp.compute_advantages(token_rewards, scores, mask, G, "group")
+    out["reinforce_pp"] = policy_gradients(reinforce_pp, reinforce_pp.whiten(advantages, mask, world.sum), tokens)
 
     advantages, returns = ppo.compute_advantages(token_rewards, old_values, mask, 1.0, 0.95)
     out["ppo"] = policy_gradients(ppo, ppo.whiten(advantages, mask, world.sum), tokens)

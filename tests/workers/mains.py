@@ -30,7 +30,7 @@ FLAGS = {
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
-    "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1},
+    "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1},
     "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
 
 def single(model_path: str, runs: Path) -> None:
     frozen_logprobs = model.frozen_logprobs
-    for name in ("grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "remax", "dapo", "prime"):
+    for name in sorted({*OWN} - {"ppo"}):
         own = {"gen_prompts": 8} if name in ("dapo", "prime") else {}
         algorithm = importlib.import_module(f"algos.{name}")
         flags = {**algorithm.EMBEDDED, **FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}

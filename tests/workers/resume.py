@@ -26,6 +26,7 @@ FLAGS = {
 OWN = {  # for each algorithm, something that a checkpoint must not lose
     "grpo": {"kl_coef": 0.1, "eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")},
     "dr_grpo": {"schedule": "constant"}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
+    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)},
     "ppo": {"lam_actor": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
     "prime": {"gen_prompts": 8},

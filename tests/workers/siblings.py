@@ -21,6 +21,7 @@ OWN = {  # DAPO and PRIME draw more prompts than they keep.
     "gspo": {},
     "cispo": {"learning_rate": 1e-4, "prompts_per_step": 32},  # without a clip it breaks down at 2e-4
     "rloo": {"kl_coef": 0.01},
+    "reinforce_pp": {"kl_coef": 0.01},
     "remax": {"kl_coef": 0.01},
     "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 5e-4},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},

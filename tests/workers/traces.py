@@ -27,6 +27,7 @@ FLAGS = {
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
+    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
     "fork": {},

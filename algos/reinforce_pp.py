@@ -1,0 +1,252 @@
+"""REINFORCE++ -- REINFORCE with advantages whitened over the whole batch (arXiv:2501.03262).
+
+    r_t   = -kl_coef (old_t - ref_t), plus the score on the last token    the KL to the reference is part of the reward
+    A_t   = sum_{s>=t} r_s,   then (A_t - mean) / std over all response tokens of the step, on all ranks
+    ratio = exp(logprobs - old_logprobs)
+    L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
+
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. mean and std are those of
+the step, before it is cut into mini-batches, and a long response weighs more in them than a short one. The mean of the
+batch is the only baseline: no critic, no group, so that --group-size 1 with as many more prompts works as well. With
+--baseline group the score is first reduced by the mean score of the prompt's responses, the paper's variant for
+reasoning, which no longer favours easy prompts.
+
+Differs from remax.py: no greedy response; the advantages are whitened.
+
+Differs from the paper: with --baseline group the KL stays in the rewards, with k1, where the paper has it in the loss,
+with k2.
+
+Run:    python algos/reinforce_pp.py                                    (embedded arithmetic, 3 minutes on two cores)
+        torchrun --nproc-per-node 8 algos/reinforce_pp.py --model Qwen/Qwen2.5-0.5B-Instruct --baseline group
+Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from common import errors, placement, weight_sync
+from common.rollout import engines
+from common.run import job
+from common.run.sampling import Batch, Draw
+from common.trainer import batching, model
+
+
+@dataclasses.dataclass
+class Args(job.Flags):
+    # sampling
+    steps: int = 200  # One step is one rollout and its updates.
+    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
+    group_size: int = 8  # G, the number of responses to each prompt.
+    max_response_tokens: int = 1024  # A longer response is cut off.
+    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    # algorithm
+    baseline: Literal["none", "group"] = "none"  # group: subtract the mean score of the prompt's responses.
+    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
+    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
+    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
+    kl_coef: float = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    # optimization
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    epochs: int = 1  # Passes over each rollout, in the same order.
+    learning_rate: float = 1e-6  # Peak learning rate of the policy.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
+
+
+# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+EMBEDDED = job.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
+
+
+def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
+    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
+
+    The result is 0 outside the mask, and a response without a token gets no reward.
+    """
+    width = response_mask.shape[1]
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
+    at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
+    rewards = torch.where(at_end & response_mask, scores[:, None], 0.0)
+    if ref_logprobs is None:
+        return rewards
+    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+
+
+def compute_advantages(token_rewards, scores, response_mask, group_size: int, baseline: str) -> torch.Tensor:
+    """(N, T), (N,), (N, T) -> (N, T): the rewards to come minus the baseline, 0 outside the mask. Not whitened.
+
+    baseline: "group", the mean score of the responses to the prompt, or "none".
+    """
+    rewards = torch.where(response_mask, token_rewards, 0.0)
+    to_come = rewards.flip(1).cumsum(1).flip(1)
+    if baseline == "group":
+        to_come = to_come - scores.view(-1, group_size).mean(1).repeat_interleave(group_size)[:, None]
+    return torch.where(response_mask, to_come, 0.0)
+
+
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
+    """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
+
+    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
+    """
+    count = total(response_mask.sum())
+    mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
+    centred = torch.where(response_mask, advantages - mean, 0.0)
+    variance = total(centred.square().sum()) / max(1, count - 1)
+    return centred if count < 2 else centred * (variance + 1e-8) ** -0.5
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: float,
+    weights: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Scalar: the sum of the given rows' token losses, divided by `denominator`.
+
+    All are (n, T). Values outside the mask, NaN included, change nothing.
+    denominator: response tokens of the whole mini-batch on all ranks.
+    weights: (n, T), from rollout_weights().
+    """
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = weights * per_token
+    return (per_token * response_mask).sum() / denominator
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
+    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
+    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    """
+    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
+    """How many response tokens have no gradient because their ratio was clipped."""
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    return (clipped & response_mask).sum()
+
+
+def check_args(args: Args) -> None:
+    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if args.baseline == "group" and args.group_size < 2:
+        raise errors.BadInput(f"--group-size {args.group_size}: --baseline group needs >= 2, or every score becomes 0")
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    plan = job.prepare(args, models=["policy", *["reference"] * (args.kl_coef > 0)])
+    if args.saving.dry_run:
+        return
+    world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
+    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    ref_policy = None
+    if args.kl_coef > 0:
+        ref_policy = model.load_reference(
+            policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+        )
+    engine = engines.start(
+        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
+        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
+    )  # fmt: skip
+    run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
+    tracker = run.tracker
+
+    def sample(step: int, draw: Draw) -> Batch:
+        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        prompts = draw.prompts(args.prompts_per_step)
+        grading = draw.grade_early(prompts)
+        with draw.time("rollout"):
+            rollout = engine.generate(
+                [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
+                seed=args.seed * 2**20 + step, done=grading,
+            )  # fmt: skip
+            engine.sleep()
+        return draw.grade(prompts, rollout, grading)
+
+    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
+    # forward is skipped.
+    single_update = args.mini_batches * args.epochs == 1 and ref_policy is None
+    for step, batch in run.steps(sample):
+        # Whitening leaves no row without an advantage. Those that were not graded skip the forward.
+        needed = batch.response_mask.any(1)  # (N,)
+
+        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
+            if not single_update:
+                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
+            ref_logprobs = None
+            if ref_policy is not None:
+                ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
+                kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
+                tracker.add("reward/kl", kl.sum(), len(batch))
+        token_rewards = reward_tokens(
+            scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+            response_mask=batch.response_mask, kl_coef=args.kl_coef,
+        )  # (N, T)  # fmt: skip
+        advantages = compute_advantages(
+            token_rewards=token_rewards, scores=batch.scores, response_mask=batch.response_mask,
+            group_size=args.group_size, baseline=args.baseline,
+        )  # (N, T)  # fmt: skip
+        advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
+
+        with tracker.time("update"):
+            decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+                # The denominator counts the rows of all ranks, and also those that skip the forward.
+                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
+                micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
+                for micro in micro_batches:
+                    model.accumulate(policy, last=micro is micro_batches[-1])
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    if single_update:
+                        old_logprobs[micro.rows] = logprobs.detach()
+                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    weights = 1.0
+                    if args.tis_cap:
+                        weights = rollout_weights(
+                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                            cap=args.tis_cap,
+                        )  # fmt: skip
+                    loss = policy_loss(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
+                    )  # fmt: skip
+                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                    clipped = clipped_tokens(
+                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                        clip_low=args.clip_low, clip_high=args.clip_high,
+                    )  # fmt: skip
+                    tracker.update(loss, entropy, mask, clipped)
+                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        with tracker.time("sync"):
+            weight_sync.push(policy, engine)
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+    run.close()
+
+
+if __name__ == "__main__":
+    job.launch(main, Args, EMBEDDED, __doc__)
