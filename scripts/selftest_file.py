@@ -53,14 +53,16 @@ class Trial:
         self.first, self.trained, self.batches, self.micro_batches = first, {}, [], 0
         self.updates: dict[str, list[Update]] = {}  # by the name of the model
 
-    def fill_bins(self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute) -> list[list[list[int]]]:
+    def fill_bins(
+        self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, together: int
+    ) -> list[list[list[int]]]:
         """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the second run, a few."""
-        left = rows.tolist()
+        left = rows.view(-1, together).tolist()
         sizes = itertools.cycle(ROWS_IN_MICRO_BATCHES) if self.first else iter([len(left)])
         bins = []
         while left:
             size = next(sizes)
-            bins.append([[row] for row in left[:size]])
+            bins.append(left[:size])
             left = left[size:]
         self.micro_batches = len(bins)
         return bins

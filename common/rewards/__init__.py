@@ -69,7 +69,7 @@ def load(specs: tuple[str, ...]):
     """The mixture.Rewards of all values of --reward. Asks a service whether it is there. Raises BadInput."""
     from common.errors import BadInput
     from common.rewards.mixture import Rewards
-    from common.rewards.weights_file import check_weights, read_weights
+    from common.rewards.weights_file import WeightsFile, check_weights, read_weights
 
     file = Path(specs[0]) if len(specs) == 1 and specs[0].endswith(".json") else None
     weights = read_weights(file) if file else dict(map(split_weight, specs))
@@ -81,4 +81,4 @@ def load(specs: tuple[str, ...]):
     for name, reward in rewards.items():
         if name.startswith(("http://", "https://")):
             reward.check()
-    return Rewards(rewards, weights, file)
+    return Rewards(rewards, weights, WeightsFile(file) if file else None)

@@ -10,12 +10,10 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
 from common.rewards.grading import Item, Result, Reward, parse_gold
-from common.rewards.weights_file import WeightsFile
 
 GradedPart = tuple[list[Result], float]  # results of one reward, and the seconds that it took
 CALLS_AT_ONCE = 16  # calls of one reward in progress at the same time: their threads mostly wait
@@ -74,8 +72,9 @@ class Ahead:
 class Rewards:
     """The rewards of a run and their weights."""
 
-    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], file: Path | None = None):
-        self.rewards, self.weights, self.file = rewards, weights, WeightsFile(file) if file else None
+    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], file=None):
+        """file: a weights_file.WeightsFile, from which the weights are read again before each step."""
+        self.rewards, self.weights, self.file = rewards, weights, file
         # Rewards that wait for a service or for other processes. Threads call them; models run where score() does.
         self.waiting = {name: reward for name, reward in rewards.items() if getattr(reward, "waits", False)}
         self.first_step = self.step = None

@@ -53,20 +53,21 @@ class MicroBatch:
     response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps the ranks in step
 
 
-def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -> list[MicroBatch]:
+def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, together: int = 1) -> list[MicroBatch]:
     """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one longer row.
 
+    together: so many rows in succession, which answer one prompt, stay in one micro-batch, in this order.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
-    one gets dummies: one real row whose mask is all False. With --sequence-parallel K a micro-batch may be K times as
+    one gets dummies: real rows whose mask is all False. With --sequence-parallel K a micro-batch may be K times as
     long, and each of the K ranks of a group gets a slice of all their micro-batches. Collective: every rank calls it.
     """
-    bins = fill_bins(rollout, rows, compute)
+    bins = fill_bins(rollout, rows, compute, together)
     real, forwards = len(bins), torch.tensor(len(bins))
     if world.sp_group is not None:
         dist.all_reduce(forwards, group=world.sp_group)  # each rank computes slices for all K ranks of its group
     missing = int(world.max(forwards)) - int(forwards)
     if world.rank % compute.sequence_parallel == 0:  # the first rank of a sequence-parallel group adds its dummies
-        bins += [[rows[:1].tolist() or [0]]] * missing
+        bins += [[rows[:together].tolist() or [*range(together)]]] * missing
     micro_batches = [pack_groups(rollout, groups) for groups in bins]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()
@@ -79,26 +80,28 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World) -
     return [cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns]
 
 
-def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute) -> list[list[list[int]]]:
+def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, together: int) -> list[list[list[int]]]:
     """The rows of each micro-batch, as a list of groups that share a prompt. Groups are sorted by their longest row, so
     that neighbours have similar lengths: attention without a variable-length kernel then pads little.
     """
-    length = lambda row: len(rollout.prompt_ids[row]) + len(rollout.response_ids[row])
-    same_prompt: dict[tuple | int, list[int]] = {}
-    for row in rows.tolist():
-        shared = compute.shared_prompts and len(rollout.prompt_ids[row]) >= SHARED_PROMPT_MIN_TOKENS
-        same_prompt.setdefault(tuple(rollout.prompt_ids[row]) if shared else row, []).append(row)
+    own = lambda unit: sum(len(rollout.response_ids[row]) for row in unit)  # unit: rows that stay together
+    length = lambda unit: len(rollout.prompt_ids[unit[0]]) + own(unit)
+    same_prompt: dict[tuple | int, list[list[int]]] = {}
+    for unit in rows.view(-1, together).tolist():
+        prompt = tuple(rollout.prompt_ids[unit[0]])
+        shared = compute.shared_prompts and len(prompt) >= SHARED_PROMPT_MIN_TOKENS
+        same_prompt.setdefault(prompt if shared else unit[0], []).append(unit)
     bins, room = [], 0  # room: number of tokens that still fit in the last bin
-    for group in sorted(same_prompt.values(), key=lambda group: max(map(length, group))):
+    for group in sorted(same_prompt.values(), key=lambda units: max(map(length, units))):
         has_prompt = False  # True if the last bin holds this group's prompt
-        for row in sorted(group, key=length):
-            needed = len(rollout.response_ids[row]) if has_prompt else length(row)
+        for unit in sorted(group, key=length):
+            needed = own(unit) if has_prompt else length(unit)
             if needed > room:
                 bins.append([[]])
-                room, needed = compute.token_budget * compute.sequence_parallel, length(row)
+                room, needed = compute.token_budget * compute.sequence_parallel, length(unit)
             elif not has_prompt:
                 bins[-1].append([])
-            bins[-1][-1].append(row)
+            bins[-1][-1] += unit
             room, has_prompt = room - needed, True
     return bins
 

@@ -12,6 +12,7 @@ from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
+from common.rewards.weights_file import WeightsFile
 from common.rollout import rollout
 
 
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
             os.replace(folder / "new", file)
 
     mine = lambda count, score: lambda items, lengths, truncated: [Result(score, 0.0, None, {"why": "x"})] * count
-    reward = Rewards({"mine": mine(4, 1.0)}, {"mine": 0.5}, file)
+    reward = Rewards({"mine": mine(4, 1.0)}, {"mine": 0.5}, WeightsFile(file))
     weights = []
     for step, weight in ((1, 1.0), (2, 5.0)):
         write(weight)
