@@ -17,14 +17,13 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from tqdm import trange
 
 from common import errors, placement
 from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, memory, precision, ranges
+from common.run import checkpoint, checks, memory, offline, precision, ranges
 from common.trainer import batching, model
 
 
@@ -47,8 +46,12 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
 
     # bookkeeping
-    seed: int = 0  # Seed of the initial weights and of the order of the data.
+    seed: int = 0  # Seed of initial weights and of the order of the data.
     output: str = "runs/sft"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
+    run_dir: str = ""  # Folder for metrics, checkpoints and the report. Default: runs/sft-DATE-TIME.
+    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()
+    track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
+    """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
 
 
 def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: float) -> torch.Tensor:
@@ -74,17 +77,21 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
+    resume = offline.find(args, "sft")
+    if args.saving.dry_run:
+        return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
-    dtype = precision.choose(args.dtype, start)
+    dtype = precision.choose(args.dtype, start, resume)
     args.compute = memory.plan(args.compute, start, dtype, world.size, engine="elsewhere")
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     loader = PromptLoader(prompts, args.seed)
-    progress = trange(args.steps, desc="sft", disable=not world.is_main, dynamic_ncols=True)
-    for step in progress:
+    run = offline.Run(args, "sft", resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    tracker = run.tracker
+    for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
         end = [tokenizer.eos_token_id]
         prompt_ids = [prompt.ids for prompt in own_prompts]
@@ -92,22 +99,23 @@ def main(args: Args) -> None:
         batch = rollout.collate(prompt_ids, solutions, None, [False] * len(solutions), 0, world.device)
         tokens = world.sum(batch.response_mask.sum())  # response tokens of the whole mini-batch, on all ranks
 
-        total = 0.0
         micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
         for micro in micro_batches:
             model.accumulate(policy, last=micro is micro_batches[-1])
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)  # (n, T)
             loss = sft_loss(logprobs, micro.response_mask, tokens)
             (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            tracker.add("train/loss", loss.detach() * world.size, 0)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        tracker.grad_norm(step, grad_norm, loss="train/loss")  # stops the run before NaN reaches the weights
         for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min(1.0, (step + 1) / max(1, args.warmup_steps))
+            group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
-        progress.set_postfix(loss=f"{world.sum(total):.3f}")
-    checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
-    placement.finish(world)
+        run.end_step(step)
+    if run.is_done:
+        checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
+    run.close()
 
 
 if __name__ == "__main__":

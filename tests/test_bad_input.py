@@ -97,7 +97,8 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({}, "", {}, "--dataset: names no data set"),
     ({}, "arithmetic", {"columns": ("prompt=x",)}, "--columns: arithmetic is built in, and its columns are known"),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("gold=x",)},
-     '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, id=COLUMN, each once at most'),
+     '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, chosen=COLUMN, '
+     'rejected=COLUMN, id=COLUMN, each once'),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("answer=meta.gold",)},
      'r.jsonl:1: missing key "meta.gold" (found: question, answer)'),
     ({}, "arithmetic", {"template": "t.txt"}, "--template t.txt: file not found"),

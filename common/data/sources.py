@@ -23,6 +23,7 @@ WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
 FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, "
 FORMS += f"a {', '.join(FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
+COLUMN_NAMES = {"prompt", "answer", "solution", "chosen", "rejected", "id"}
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
 ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
     ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
@@ -47,8 +48,8 @@ def columns(spec: str, flags: tuple[str, ...]) -> dict[str, str]:
     if kind(spec):
         return COLUMNS.get(kind(spec), {})
     chosen = dict(flag.partition("=")[::2] for flag in flags)
-    if not all(chosen.values()) or len(chosen) < len(flags) or chosen.keys() - {"prompt", "answer", "solution", "id"}:
-        expected = "prompt=COLUMN, answer=COLUMN, solution=COLUMN, id=COLUMN, each once at most"
+    if not all(chosen.values()) or len(chosen) < len(flags) or chosen.keys() - COLUMN_NAMES:
+        expected = "prompt=COLUMN, answer=COLUMN, solution=COLUMN, chosen=COLUMN, rejected=COLUMN, id=COLUMN, each once"
         raise BadInput(f'--columns "{" ".join(flags)}": expected {expected}')
     return chosen
 

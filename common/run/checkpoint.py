@@ -65,10 +65,12 @@ class Saver:
     """Goes through the steps of a run, saves when it is due, and stops early when a signal asks for it."""
 
     def __init__(
-        self, saving: Saving, trained: Trained, loader: PromptLoader, reward: Rewards, engine,
+        self, saving: Saving, trained: Trained, loader: PromptLoader, reward: Rewards | None, engine,
         tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World,
     ):  # fmt: skip
-        """The model named "policy" is also exported for Hugging Face and vLLM, in `dtype`. Collective."""
+        """The model named "policy" is also exported for Hugging Face and vLLM, in `dtype`. reward and engine: None in a
+        run that does not sample. Collective.
+        """
         self.saving, self.trained, self.loader, self.reward, self.engine = saving, trained, loader, reward, engine
         self.tokenizer, self.dtype, self.world = tokenizer, dtype, world
         self.signals, self.stopping, self.done, self.last = stopping.StopSignals(), False, 0, 0
@@ -110,8 +112,9 @@ class Saver:
         for name, value in state.get("random", {}).items():
             (torch.cuda if name.endswith("cuda") else torch).set_rng_state(value)
         self.loader.position = saved["position"]
-        self.reward.restore(saved["reward"])
-        self.engine.weight_version = saved["weight_version"] - 1  # the push after loading does not count as an update
+        if self.engine:
+            self.reward.restore(saved["reward"])
+            self.engine.weight_version = saved["weight_version"] - 1  # the push after loading is not an update
         say(f"resumed after step {self.done}: {folder}")
         return self.done
 
@@ -161,8 +164,8 @@ class Saver:
             "fresh": new,
             "lora": adapters_of(self.trained["policy"][0]),
             "ranks": self.world.size,
-            "weight_version": self.engine.weight_version,
-            "reward": self.reward.state(),
+            "weight_version": self.engine.weight_version if self.engine else 0,
+            "reward": self.reward.state() if self.reward else {"weights": {}},
             "eval/accuracy": metrics.get("eval/accuracy"),
         }
         trainer = folder.with_suffix(".unfinished") / "trainer"

@@ -13,6 +13,8 @@ COLUMNS = {
     "reward": "reward/mean",
     "greedy accuracy": "eval/accuracy",
     "response length": "response/length_mean",
+    "training loss": "train/loss",
+    "share of pairs ranked right": "reward/accuracy",
     "gradient norm": "train/grad_norm",
     "entropy": "train/entropy",
 }
@@ -25,7 +27,8 @@ def text(run_dir: Path, step: int) -> str:
     base = Path(args["model"]).name if Path(args["model"]).is_dir() else args["model"]
     about = ["library_name: transformers", "pipeline_tag: text-generation"]
     about += [f"base_model: {json.dumps(base)}"] * (base == args["model"])  # a hub knows only names of its own
-    about += ["tags:", "- reinforcement-learning", f"- {algorithm}"]
+    rewarded = "reward" in args
+    about += ["tags:", *["- reinforcement-learning"] * rewarded, f"- {algorithm}"]
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     hardware = f"{run['hardware']['ranks']} rank(s) on {run['hardware']['device']}"
     return "\n".join(
@@ -35,7 +38,7 @@ def text(run_dir: Path, step: int) -> str:
             "",
             f"- base model: `{base}`",
             f"- algorithm: `algos/{algorithm}.py` at commit `{run['commit'] or 'unknown'}`",
-            f"- data: `{' '.join(args['dataset'])}`, reward: `{' '.join(args['reward'])}`",
+            f"- data: `{' '.join(args['dataset'])}`" + rewarded * f", reward: `{' '.join(args.get('reward', []))}`",
             f"- steps: {step} of {args['steps']}, seed {args['seed']}, {hardware}",
             f"- versions: {versions}",
             "",

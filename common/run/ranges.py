@@ -35,6 +35,7 @@ RANGES = {
     "lam_critic": "[0, 1]",
     "beta": "(0, inf)",
     "c_process": "[0, inf)",
+    "label_smoothing": "[0, 0.5)",
     # optimization
     "mini_batches": "[1, inf)",
     "epochs": "[1, inf)",

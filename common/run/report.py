@@ -78,6 +78,9 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
     """(title, metrics) of each panel of curves that these rows of metrics.jsonl have."""
     names = {name for row in rows for name in row}
     wanted = [
+        ("training loss", ["train/loss"]),
+        ("implicit rewards of the pairs", ["reward/chosen", "reward/rejected"]),
+        ("share of pairs ranked right", ["reward/accuracy"]),
         ("reward (sampled)", ["reward/mean"]),
         ("mean of each reward", sorted(name for name in names if re.fullmatch("reward/[^/]+/mean", name))),
         ("greedy accuracy, held out", ["eval/accuracy"]),

@@ -250,6 +250,7 @@ def console_line(metrics: dict[str, float]) -> str:
         ("greedy accuracy", "eval/accuracy", ".3f"),
         ("reward", "reward/mean", ".3f"),
         ("length", "response/length_mean", ".1f"),
+        ("loss", "train/loss", ".3f"),
         ("grad", "train/grad_norm", ".2f"),
         ("clip", "train/clip_frac", ".3f"),
         ("gap", "mismatch/logprob_abs_mean", ".0e"),

@@ -1,0 +1,66 @@
+"""The frame around training on a fixed data set, without an engine: resuming, metrics, checkpoints, the report.
+
+    resume = find(args, "sft")              refuses a run directory that does not fit; ends a run that is done already
+    run = Run(args, "sft", resume, ...)     loads the checkpoint and opens the run directory
+    for step in run.steps():                the file trains
+        run.end_step(step)                  writes metrics, saves
+    run.close()
+
+args: the file's flags, among them `run_dir`, `saving`, `track`, `steps` and `seed`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common import placement
+from common.data.prompts import PromptLoader
+from common.placement import World
+from common.run import checkpoint, directory
+from common.run.tracking import Tracker
+
+
+def find(args, name: str) -> Path | None:
+    """The checkpoint to resume, or None. name: the name of the file, without .py. Raises BadInput."""
+    resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
+    directory.check_configuration(args, name)
+    directory.leave_if_done(args, resume)
+    return resume
+
+
+class Run:
+    """The steps of a run. Collective: every rank calls every method."""
+
+    def __init__(
+        self, args, name: str, resume: Path | None, trained: checkpoint.Trained, loader: PromptLoader,
+        tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World,
+    ):  # fmt: skip
+        """trained: name -> (model, optimizer); "policy" is exported. Raises BadInput or RunFailed."""
+        self.steps_wanted, self.world = args.steps, world
+        self.saver = checkpoint.Saver(args.saving, trained, loader, None, None, tokenizer, dtype, world)
+        done = self.saver.load(resume)
+        self.tracker = Tracker(args.run_dir, name, args, world, args.track, done, args.steps)
+        self.saver.signals.doing = self.tracker.doing
+
+    def steps(self) -> Iterator[int]:
+        """Yields the remaining steps, from 1 to --steps, or until a signal asks the run to stop."""
+        for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
+            self.tracker.begin(step, ())
+            yield step
+
+    def end_step(self, step: int) -> None:
+        """Write the metrics of the step, and save a checkpoint if it is due. Raises RunFailed."""
+        self.saver.step_done(step, self.tracker.write(step))
+        self.tracker.refresh_report()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step is done. A signal may have stopped the run before it."""
+        return self.saver.done == self.steps_wanted
+
+    def close(self) -> None:
+        """Write the report and end the run on all ranks together."""
+        self.tracker.close()
+        placement.finish(self.world)
