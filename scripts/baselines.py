@@ -28,7 +28,7 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from common.data import tasks
+from common.data import arithmetic, tasks
 from common.run import folders, report
 from common.run.directory import flat
 
@@ -37,7 +37,7 @@ BASELINES = ROOT / "baselines"
 BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table between them is generated
 COLUMNS = (
     "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
-    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy",
+    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss", "reward/accuracy",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
@@ -55,6 +55,9 @@ RUNS = {  # (task, run): further flags; without an entry the run is the algorith
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3",
 }
+OFFLINE = {
+    "dpo": 4096 * 8
+}  # run that samples nothing and is evaluated at both ends: responses from which its pairs came
 SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
 SFT = (
     f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} --output {{folder}}/model"
@@ -91,7 +94,7 @@ class Args:
 
 def flags(task: str, run: str) -> str:
     """The flags of a baseline, without its seed."""
-    return f"{RECIPES[task]} {RUNS.get((task, run), '')}".strip()
+    return f"{'' if run in OFFLINE else RECIPES[task]} {RUNS.get((task, run), '')}".strip()
 
 
 def command(task: str, run: str, seed: int) -> list[str]:
@@ -104,21 +107,29 @@ def train(task: str, run: str, seed: int) -> None:
         if (task, run) in CONTROLS:
             return control(task, run, seed, scratch)
         run_dir = Path(scratch) / "run"
-        subprocess.run([sys.executable, *command(task, run, seed), "--run-dir", str(run_dir)], check=True, cwd=ROOT)
+        words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if run in OFFLINE else [])]
+        subprocess.run([sys.executable, *command(task, run, seed), *words], check=True, cwd=ROOT)
         add(run_dir, task, run)
 
 
 def add(run_dir: Path, task: str, name: str) -> None:
     """Keep the curve and run.json of a run, and evaluate its last checkpoint if its model was a pretrained one."""
     run = json.loads((run_dir / "run.json").read_text())
+    rows, trained = report.read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
+    if name in OFFLINE:
+        run["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
+        run["responses"] = OFFLINE[name]
+        run["evaluation"] = evaluate(task, trained)
+        rows = [{"step": 0, "eval/accuracy": evaluate(task, arithmetic.WARM_START)["greedy"]}, *rows]
+        rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
     if task == "arithmetic":
         run["args"]["model"] = "embedded"
     else:
-        run["evaluation"] = evaluate(task, folders.complete(run_dir)[-1] / "model")
+        run["evaluation"] = evaluate(task, trained)
         run["args"]["model"] = SMOLLM2
     run["args"]["run_dir"] = ""
-    keep(task, name, run, report.read_metrics(run_dir))
+    keep(task, name, run, rows)
 
 
 def control(task: str, name: str, seed: int, folder: str) -> None:
@@ -151,7 +162,7 @@ def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
 
 def evaluate(task: str, model: Path | str, dataset: str = "") -> dict[str, float]:
     """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems."""
-    limit = RECIPES[task].partition("--max-response-tokens ")[2].split()[0]
+    limit = (RECIPES[task].partition("--max-response-tokens ")[2].split() or ["48"])[0]
     words = f"--model {model} --dataset {dataset or task} --max-response-tokens {limit} --n {SAMPLES} --dtype float32"
     said = subprocess.run(
         [sys.executable, "scripts/evaluate.py", *words.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -261,7 +272,8 @@ def main(args: Args) -> None:
             train(args.task, run, seed)
     for folder in args.add:
         run = json.loads((Path(folder) / "run.json").read_text())
-        add(Path(folder), run["args"]["dataset"][0], args.name or run["algorithm"])
+        name = args.name or run["algorithm"]
+        add(Path(folder), args.task if name in OFFLINE else run["args"]["dataset"][0], name)
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:

@@ -9,6 +9,10 @@ Rejection sampling: keep the right responses to training problems, and train on 
     python scripts/evaluate.py --model MODEL --dataset sums --split train --n 4 --save-right right.jsonl
     python algos/sft.py --model MODEL --dataset right.jsonl --learning-rate 2e-5
 
+Pairs for algos/dpo.py: a right and a wrong response to each training problem that has both.
+
+    python scripts/evaluate.py --model MODEL --dataset sums --split train --n 8 --save-pairs pairs.jsonl
+
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
 1 - C(n - c, k) / C(n, k). The script prints one JSON object. Quote the reward (the grader) with the number.
 """
@@ -47,6 +51,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the engine.
     seed: int = 0  # Seed of the sampled responses.
     save_right: str = ""  # JSON lines file for the right ones of the sampled responses, as --dataset of algos/sft.py.
+    save_pairs: str = ""  # JSON lines file for a right and a wrong response to each problem, for algos/dpo.py.
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -54,17 +59,41 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def example(prompt: Prompt, response: str) -> dict[str, str]:
-    """A row of data with this response as its solution."""
-    question = prompt.meta["prompt"]
-    if isinstance(question, str):
-        question += INSTRUCTIONS.get(kind(prompt.dataset), "")
-    return {"prompt": question, "answer": prompt.answer, "solution": response}
+Graded = list[tuple[str, float]]  # responses to a prompt, and whether each is right
+
+
+def question(prompt: Prompt) -> dict[str, str]:
+    """The part of a row of data that all responses to the prompt share."""
+    content = prompt.meta["prompt"]
+    if isinstance(content, str):
+        content += INSTRUCTIONS.get(kind(prompt.dataset), "")
+    return {"prompt": content, "answer": prompt.answer}
+
+
+def right(prompt: Prompt, graded: Graded) -> list[dict[str, str]]:
+    """Rows for algos/sft.py: each right response as a solution."""
+    return [{**question(prompt), "solution": text} for text, acc in graded if acc > 0]
+
+
+def pair(prompt: Prompt, graded: Graded) -> list[dict[str, str]]:
+    """A row for algos/dpo.py: the first right response and the first wrong one, if there are both."""
+    good, bad = ([text for text, acc in graded if (acc > 0) == wanted] for wanted in (True, False))
+    return [{**question(prompt), "chosen": good[0], "rejected": bad[0]}] if good and bad else []
+
+
+def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> int:
+    """Write the rows of all ranks as JSON lines, and return their number. Collective: every rank calls it."""
+    everyone: list = [None] * world.size
+    dist.all_gather_object(everyone, own_rows)
+    lines = [json.dumps(row) + "\n" for rows in everyone for row in rows]
+    if world.is_main:
+        Path(file).write_text("".join(lines))
+    return len(lines)
 
 
 def main(args: Args) -> None:
-    if args.save_right and not args.n:
-        raise errors.BadInput("--save-right keeps sampled responses: give --n as well")
+    if (args.save_right or args.save_pairs) and not args.n:
+        raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     checks.check_world(args.rollout_tp)
     ranges.check(args)
     args.model = resolve_model(args.model)
@@ -93,13 +122,10 @@ def main(args: Args) -> None:
             name = "sampled" if k == 1 else f"pass@{k}"
             result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / world.sum(len(correct))
         if args.save_right:
-            right = [example(prompt, text) for prompt, row in graded for text, acc in row if acc > 0]
-            everyone: list = [None] * world.size
-            dist.all_gather_object(everyone, right)
-            result["saved"] = sum(map(len, everyone))
+            result["saved"] = save(args.save_right, [row for given in graded for row in right(*given)], world)
+        if args.save_pairs:
+            result["pairs"] = save(args.save_pairs, [row for given in graded for row in pair(*given)], world)
     if world.is_main:
-        if args.save_right:
-            Path(args.save_right).write_text("".join(json.dumps(row) + "\n" for rows in everyone for row in rows))
         print(json.dumps(result))
     placement.finish(world, engine)
 

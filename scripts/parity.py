@@ -4,8 +4,8 @@ python scripts/parity.py             # the table from what was recorded (tests/p
 python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
 
 Their packages are imported from wheels without dependencies. Called are verl's trainer/ppo/core_algos.py, and the
-methods of TRL's GRPOTrainer and RLOOTrainer on a stand-in that hands them the batch's log-probs. Packages that they
-import and never call here (ray, tensordict, ...) are replaced by stand-ins as well. Neither has PRIME.
+methods of TRL's GRPOTrainer, RLOOTrainer and DPOTrainer on a stand-in that hands them the batch's log-probs. Packages
+that they import and never call here (ray, tensordict, ...) are replaced by stand-ins as well. Neither has PRIME.
 """
 
 import ast
@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 import torch
 import tyro
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, reinforce_pp, remax, rloo
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -111,6 +111,12 @@ def ours() -> Tensors:
         "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
         "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
         "rloo loss": loss(rloo, z, denominator=tokens),
+        "dpo loss": with_gradient(
+            "logprobs",
+            lambda logprobs: dpo.dpo_loss(
+                dpo.implicit_rewards(logprobs, (ref * mask).sum(1).view(-1, 2), mask, 0.1), 0.0
+            ).mean(),
+        ),
         "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
         "ppo value loss": with_gradient(
             "values",
@@ -234,7 +240,7 @@ def run(code: list[ast.stmt], method, **names) -> torch.Tensor:
 
 def trl_lines() -> Tensors:
     """The TRL lines by the trainers' own methods."""
-    from trl import GRPOTrainer, RLOOTrainer
+    from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
     b = batch()
     mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
@@ -276,6 +282,23 @@ def trl_lines() -> Tensors:
 
         return with_gradient("logprobs", function)
 
+    def preferences(logprobs: torch.Tensor) -> torch.Tensor:
+        """DPOTrainer's loss of the six pairs of neighbours: chosen ones first, and a prompt of one token."""
+        halves = lambda rows: torch.cat([rows[0::2], rows[1::2]])
+        chosen, rejected = halves((ref * mask).sum(1)).chunk(2)
+        local = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+        outputs = MagicMock(log_probs=halves(logprobs * mask), entropy=torch.zeros(12, 9))
+        self = SimpleNamespace(
+            model=MagicMock(training=True), accelerator=local, aux_loss_enabled=False, ld_alpha=None, beta=0.1,
+            precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=["sigmoid"], loss_weights=[1.0],
+            use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
+        )  # fmt: skip
+        outputs.mean_logits, outputs.is_top1 = torch.zeros(12, 9), torch.zeros(12, 9, dtype=torch.bool)
+        completion = torch.cat([torch.zeros(12, 1), halves(mask)], 1).long()
+        inputs = {"input_ids": completion, "completion_mask": completion, "attention_mask": completion}
+        inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        return DPOTrainer._compute_loss(self, lambda **given: outputs, inputs, False)
+
     rloo_self = SimpleNamespace(beta=BETA, normalize_advantages=False)
     names = {"rewards": scores, "old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": mask}
     names |= {"gather": lambda x: x, "num_generations": G}
@@ -296,6 +319,7 @@ def trl_lines() -> Tensors:
         "dr_grpo loss|dr_grpo": loss(compute, loss_type="dr_grpo"),
         "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),
         "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
+        "dpo loss|DPOTrainer, sigmoid": with_gradient("logprobs", preferences),
     }
 
 

@@ -1,6 +1,6 @@
-"""How far is each algorithm file from its nearest sibling, without docstrings? Makes the table in the README.
+"""How far is each algorithm file from its nearest sibling, without docstrings? Makes a table of it.
 
-python scripts/sibling_diffs.py                    # prints the table, writes it and the files' lengths into README.md
+python scripts/sibling_diffs.py                    # prints the table and writes it into PAGE; files' lengths into README.md
 python scripts/sibling_diffs.py --show dr_grpo     # the diff itself
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 ROOT = Path(__file__).parents[1]
+PAGE = "docs/algorithms/README.md"
 BEGIN, END = "<!-- siblings -->", "<!-- /siblings -->"  # the table between them is generated
 SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dr_grpo": ("grpo", "no std; a constant for each response's length"),
@@ -24,6 +25,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "reinforce_pp": ("remax", "no greedy response; a group's mean, if asked for; whitening"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
     "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
+    "dpo": ("sft", "pairs, the reference's log-probs, the loss; starts from the warm start"),
     "prime": ("rloo", "process reward model and its update; dynamic sampling; process and outcome; whitening"),
 }
 
@@ -68,9 +70,10 @@ def main(args: Args) -> None:
     if args.show:
         print("\n".join(changes(args.show)))
         return
-    page = ROOT / "README.md"
+    page, readme = ROOT / PAGE, ROOT / "README.md"
     before, rest = page.read_text().split(BEGIN)
-    page.write_text(with_lengths(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"))
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    readme.write_text(with_lengths(readme.read_text()))
     print(table())
 
 

@@ -13,14 +13,14 @@ from common import errors
 from common.errors import BadInput
 from common.run import checks, job, ranges
 
-NAMES = (*ALGORITHMS, "sft")
+NAMES = (*ALGORITHMS, "dpo", "sft")
 
 
 def flags(name: str) -> dict[str, float]:
     """Numeric flags of an algorithm, with a number of each one's type."""
     args = importlib.import_module(f"algos.{name}").Args()
     tuples = {"profile": 0}  # empty by default
-    return dict(ranges.numbers(args)) | {flag: number for flag, number in tuples.items() if name != "sft"}
+    return dict(ranges.numbers(args)) | {flag: number for flag, number in tuples.items() if name not in ("dpo", "sft")}
 
 
 def command_line(monkeypatch, capsys, name: str, *words: str) -> str:
@@ -29,7 +29,7 @@ def command_line(monkeypatch, capsys, name: str, *words: str) -> str:
     monkeypatch.setattr(sys, "argv", [f"algos/{name}.py", *words])
     monkeypatch.setattr(checks, "check_world", lambda *a, **k: pytest.fail("went on"))
     with pytest.raises(SystemExit) as left:
-        if name == "sft":
+        if name in ("dpo", "sft"):
             errors.launch(algorithm.main, tyro.cli(algorithm.Args))
         else:
             job.launch(algorithm.main, algorithm.Args, algorithm.EMBEDDED, algorithm.__doc__)

@@ -14,7 +14,8 @@ from common.errors import BadInput
 
 Messages = list[dict[str, str]]
 Template = str | Messages | None
-CONVERSATIONS = ("messages", "conversations")  # columns with a whole conversation, in OpenAI's and in ShareGPT's form
+# Columns with a whole conversation, in OpenAI's and in ShareGPT's form; the last one is that of preference data.
+CONVERSATIONS = ("messages", "conversations", "chosen")
 
 
 def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str | None, str | None]:
@@ -22,7 +23,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
 
     Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
     worked solution. Answer and solution are None where a row has none: most rewards need an answer, some do not.
-    "messages" or "conversations" stand for both a prompt and, if the last of them is the assistant's, its solution.
+    A conversation (CONVERSATIONS) stands for both a prompt and, if the last of them is the assistant's, its solution.
     """
     usual = {
         "prompt": next((name for name in ("prompt", "question", *CONVERSATIONS) if name in row), "prompt"),

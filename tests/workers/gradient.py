@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
 from common import placement
 from common.rollout.rollout import collate
 from common.trainer import batching, model
@@ -58,9 +58,9 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     scores, greedy, correct = (x[mine].to(world.device) for x in (scores, greedy, correct))
     tokens, sequences = world.sum(mask.sum()), world.sum(len(batch))
 
-    def gradients(trained, loss_of) -> dict[str, torch.Tensor]:
+    def gradients(trained, loss_of, together: int = 1) -> dict[str, torch.Tensor]:
         """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks."""
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, together)
         for micro in micro_batches:
             model.accumulate(trained, last=micro is micro_batches[-1])
             (loss_of(micro) * world.size).backward()
@@ -120,6 +120,14 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         return prime.prm_loss(logprobs, *given).sum() / sequences
 
     out["prime process model"] = gradients(policy, prm_loss)
+
+    def dpo_loss(micro):
+        logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)
+        sums = torch.where(mask, ref, 0.0).sum(1).view(-1, 2)[micro.rows[::2] // 2]
+        losses = dpo.dpo_loss(dpo.implicit_rewards(logprobs, sums, micro.response_mask, 0.5), 0.1)
+        return (losses * micro.response_mask.any(1)[::2]).sum() / sequences * 2
+
+    out["dpo"] = gradients(policy, dpo_loss, together=2)
     out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))
     return out
 

@@ -1,0 +1,174 @@
+"""DPO -- Direct Preference Optimization (arXiv:2305.18290, eq. 7), on pairs of responses of which one is preferred.
+
+    r(y)  = beta (log pi(y | x) - log ref(y | x))                       log-probs are sums over the response's tokens
+    L     = - 1/P sum [ (1 - eps) log sigma(r(y_w) - r(y_l)) + eps log sigma(r(y_l) - r(y_w)) ]          over P pairs
+
+y_w is the chosen response to prompt x, and y_l the rejected one. r is the reward for which pi would be the optimum with
+a KL penalty of weight beta. L is the likelihood of the preferences under it (Bradley-Terry), so no reward model is
+trained. eps is the share of pairs that are labelled the wrong way round (label_smoothing; the authors' note on
+conservative DPO).
+
+ref is the policy before its first update. It computes the log-probs of all pairs of the run once, at the start, so that
+no second model is held. Nothing is sampled: scripts/evaluate.py measures the model before and after.
+
+Differs from sft.py: two responses to each prompt, whose log-probs are summed; the reference; the loss.
+
+Run:    python algos/dpo.py                                             (pairs of the embedded task, on two cores)
+        torchrun --nproc-per-node 8 algos/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct
+            --dataset trl-lib/ultrafeedback_binarized
+Result: embedded model, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+"""
+
+import dataclasses
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+
+from common import errors, placement
+from common.data import arithmetic
+from common.data.pairs import Pairs, load_pairs
+from common.data.prompts import PromptLoader, Source
+from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.rollout import rollout
+from common.run import checkpoint, checks, job, memory, offline, precision, ranges
+from common.trainer import batching, model
+
+
+@dataclasses.dataclass
+class Args:
+    # model and data
+    model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
+    dataset: tuple[str, ...] = ("trl-lib/ultrafeedback_binarized",)  # Pairs: FILE or OWNER/NAME, rows as in pairs.py.
+    source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
+    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
+    max_response_tokens: int = 1024  # Pairs with a longer response are dropped.
+
+    # algorithm
+    beta: float = 0.1  # Weight of the KL penalty; the smaller it is, the further the policy may go.
+    label_smoothing: float = 0.0  # eps, the share of pairs that are labelled the wrong way round.
+
+    # optimization
+    steps: int = 900  # Optimizer steps.
+    batch_size: int = 64  # Pairs per optimizer step, all ranks together.
+    learning_rate: float = 5e-7  # Peak learning rate.
+    warmup_steps: int = 20  # Steps until the learning rate reaches its peak.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm.
+    compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
+
+    # bookkeeping
+    seed: int = 0  # Seed of initial weights and of the order of the data.
+    output: str = "runs/dpo"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
+    run_dir: str = ""  # Folder for metrics, checkpoints and the report. Default: runs/dpo-DATE-TIME.
+    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()
+    track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
+    """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
+
+
+# The defaults without --model: pairs of a right and a wrong sum, both sampled by the model that is trained.
+EMBEDDED = {"dataset": (str(arithmetic.PAIRS),), "max_prompt_tokens": 64, "max_response_tokens": 48}
+EMBEDDED |= {"beta": 2.0, "steps": 60, "learning_rate": 2e-4, "warmup_steps": 2}
+
+
+def implicit_rewards(logprobs, ref_logprobs, response_mask, beta: float) -> torch.Tensor:
+    """(P, 2): r of each pair's chosen and rejected response, whose rows take turns in logprobs and mask (2P, T).
+
+    ref_logprobs: (P, 2), already summed.
+    """
+    return beta * (torch.where(response_mask, logprobs, 0.0).sum(1).view(-1, 2) - ref_logprobs)
+
+
+def dpo_loss(rewards: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """(P, 2) -> (P,): the loss of each pair, ln 2 where both rewards are equal."""
+    margin = rewards[:, 0] - rewards[:, 1]
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Rollout:
+    """P prompts -> (2P, T): the chosen and the rejected response to each of them, in turns."""
+    prompt_ids = [prompt.ids for prompt in prompts for _ in range(2)]
+    responses = [ids for prompt in prompts for ids in pairs[prompt.id]]
+    return rollout.collate(prompt_ids, responses, None, [False] * len(responses), 0, world.device)
+
+
+def reference_logprobs(policy, prompts: list, pairs: Pairs, args: Args, world) -> dict[str, list[float]]:
+    """id of each prompt -> log-probs of its two responses under the policy as it is. Collective, on every rank."""
+    own, all_ranks = {}, [{}] * world.size
+    for first in range(0, len(prompts), args.batch_size):
+        taken = islice(cycle(prompts), first, first + args.batch_size)  # some twice, so that all ranks have as many
+        mine = list(taken)[world.rank :: world.size]
+        batch = collate(mine, pairs, world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, together=2)
+        logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2P, T)
+        own |= dict(zip([prompt.id for prompt in mine], logprobs.sum(1).view(-1, 2).tolist()))
+    dist.all_gather_object(all_ranks, own)
+    return {name: sums for found in all_ranks for name, sums in found.items()}
+
+
+def main(args: Args) -> None:
+    ranges.check(args)
+    size = checks.check_world(1, sharding=args.compute)
+    if args.batch_size % size:
+        raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
+    args.model = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
+    tokenizer, _ = load_tokenizer(args.model)
+    prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
+    total_tokens(args.model, prompts, args.max_response_tokens)
+    checks.check_model(args.model, tokenizer, prompts)
+    resume = offline.find(args, "dpo")
+    if args.saving.dry_run:
+        return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
+    world = placement.init(args.seed, sharding=args.compute)
+    dtype = precision.choose(args.dtype, args.model, resume)
+    args.compute = memory.plan(args.compute, args.model, dtype, world.size, engine="elsewhere")
+    policy = model.load(args.model, world, dtype, args.compute)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    taken = PromptLoader(prompts, args.seed).take(args.steps * args.batch_size)
+    taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
+    reference = reference_logprobs(policy, taken, pairs, args, world)  # before a checkpoint is loaded
+    loader = PromptLoader(prompts, args.seed)
+    run = offline.Run(args, "dpo", resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    tracker = run.tracker
+    for step in run.steps():
+        own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
+        batch = collate(own_prompts, pairs, world)
+        ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (P, 2)
+
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, together=2)
+        for micro in micro_batches:
+            model.accumulate(policy, last=micro is micro_batches[-1])
+            logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)  # (2n, T)
+            rewards = implicit_rewards(
+                logprobs=logprobs, ref_logprobs=ref_logprobs[micro.rows[::2] // 2], response_mask=micro.response_mask,
+                beta=args.beta,
+            )  # (n, 2)  # fmt: skip
+            real = micro.response_mask.any(1)[::2]  # (n,) False in a micro-batch that only keeps the ranks in step
+            loss = (dpo_loss(rewards=rewards, label_smoothing=args.label_smoothing) * real).sum() / args.batch_size
+            (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
+            tracker.add("train/loss", loss.detach() * world.size, 0)
+            chosen, rejected = rewards.detach().unbind(1)  # (n,) each
+            tracker.add("reward/chosen", (chosen * real).sum(), real.sum())
+            tracker.add("reward/rejected", (rejected * real).sum(), real.sum())
+            tracker.add("reward/accuracy", ((chosen > rejected) * real).sum(), real.sum())
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        tracker.grad_norm(step, grad_norm, loss="train/loss")  # stops the run before NaN reaches the weights
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        run.end_step(step)
+    if run.is_done:
+        checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
+    run.close()
+
+
+if __name__ == "__main__":
+    job.launch(main, Args, EMBEDDED, __doc__)

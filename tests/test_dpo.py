@@ -1,0 +1,211 @@
+"""DPO: its loss by hand, the pairs it reads, and runs that learn, unlearn, resume, and are the same on two ranks."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import ROOT, launch
+
+from algos.dpo import dpo_loss, implicit_rewards
+from common.data import arithmetic, pairs
+from common.data.prompts import Source
+from common.errors import BadInput
+from common.rewards import grade_gsm8k
+from common.rollout.rollout import collate
+from common.trainer.batching import Compute, fill_bins
+
+DPO, SFT = ROOT / "algos/dpo.py", ROOT / "algos/sft.py"
+ALL = torch.ones(2, 1, dtype=torch.bool)
+
+
+def test_loss_by_hand():
+    """Policy -10 and -11, reference -12 and -11.5, beta 0.1: h = 0.1 (2 - 0.5)."""
+    rewards = implicit_rewards(torch.tensor([[-10.0], [-11.0]]), torch.tensor([[-12.0, -11.5]]), ALL, 0.1)
+    assert torch.allclose(rewards, torch.tensor([[0.2, 0.05]]))
+    assert dpo_loss(rewards, 0.0).item() == pytest.approx(0.620957, abs=1e-6)
+    smooth = 0.75 * math.log(1 + math.exp(-0.15)) + 0.25 * math.log(1 + math.exp(0.15))
+    assert dpo_loss(rewards, 0.25).item() == pytest.approx(smooth, abs=1e-6)
+
+
+def test_the_loss_starts_at_ln_2_and_its_gradient_raises_the_chosen_response():
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]], requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    rewards = implicit_rewards(logprobs, logprobs.detach().sum(1).view(1, 2), mask, 0.4)
+    loss = dpo_loss(rewards, 0.0)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert torch.allclose(logprobs.grad, torch.tensor([[-0.2, -0.2], [0.2, 0.2]]))  # beta / 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_matches_a_slow_loop(smoothing):
+    generator = torch.Generator().manual_seed(0)
+    logprobs, ref = torch.randn(2, 8, 5, generator=generator, dtype=torch.float64) - 2
+    mask = torch.rand(8, 5, generator=generator) < 0.6
+    dirty = torch.where(mask, logprobs, torch.nan)
+    found = dpo_loss(implicit_rewards(dirty, (ref * mask).sum(1).view(4, 2), mask, 0.3), smoothing)
+    for k in range(4):
+        sums = [
+            sum(float(x[i, t]) for t in range(5) if mask[i, t]) for i in (2 * k, 2 * k + 1) for x in (logprobs, ref)
+        ]
+        h = 0.3 * ((sums[0] - sums[1]) - (sums[2] - sums[3]))
+        sigma = lambda x: 1 / (1 + math.exp(-x))
+        assert found[k].item() == pytest.approx(-(1 - smoothing) * math.log(sigma(h)) - smoothing * math.log(sigma(-h)))
+
+
+def test_large_margins_neither_overflow_nor_vanish():
+    rewards = torch.tensor([[500.0, -500.0], [-500.0, 500.0]], requires_grad=True)
+    dpo_loss(rewards, 0.0).sum().backward()
+    assert torch.equal(rewards.grad, torch.tensor([[0.0, 0.0], [-1.0, 1.0]]))
+
+
+@pytest.mark.parametrize("budget", [1, 20, 40, 100])
+@pytest.mark.parametrize("prompt_tokens", [5, 40])
+def test_pairs_stay_together_whatever_the_budget(budget, prompt_tokens):
+    """Several pairs may have one prompt. Each row is in one micro-batch, its neighbour beside it."""
+    generator = torch.Generator().manual_seed(budget)
+    prompts = [[number] * prompt_tokens for number in (1, 2, 2, 2, 3)]
+    lengths = torch.randint(1, 30, (10,), generator=generator).tolist()
+    batch = collate(
+        [prompts[i // 2] for i in range(10)], [[9] * n for n in lengths], None, [False] * 10, 0, torch.device("cpu")
+    )
+    bins = fill_bins(batch, torch.arange(10), Compute(token_budget=budget), 2)
+    rows = [row for groups in bins for group in groups for row in group]
+    assert sorted(rows) == list(range(10))
+    for groups in bins:
+        flat = [row for group in groups for row in group]
+        assert all(flat[i] % 2 == 0 and flat[i + 1] == flat[i] + 1 for i in range(0, len(flat), 2))
+        assert all(len({tuple(batch.prompt_ids[row]) for row in group}) == 1 for group in groups)
+        tokens = sum(len(batch.prompt_ids[group[0]]) + sum(lengths[row] for row in group) for group in groups)
+        assert tokens <= budget or len(flat) == 2
+
+
+USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
+                   (("user", "1+1="), ("assistant", "2"), ("assistant", "3")))  # fmt: skip
+
+
+def load(tmp_path, *rows, **source):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return pairs.load_pairs((str(file),), Source(**source), arithmetic.tokenizer(), 20, 3)
+
+
+@pytest.mark.parametrize(
+    "row, source",
+    [
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {}),
+        ({"question": "1+1=", "good": "2", "bad": "3"}, {"columns": ("chosen=good", "rejected=bad")}),
+        ({"prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+    ],
+)
+def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
+    (prompt,), found = load(tmp_path, row, **source)
+    encode = arithmetic.tokenizer().encode
+    assert prompt.text.strip() == "1+1=" and found == {prompt.id: [[*encode("2"), 1], [*encode("3"), 1]]}
+
+
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (
+            {"prompt": "1+1=", "chosen": "2"},
+            'pairs.jsonl:2: "rejected" must be a text, or messages of which',
+        ),
+        ({**PAIR, "chosen": 2}, 'pairs.jsonl:2: "chosen" must be a text, .*, got 2'),
+        ({**PAIR, "chosen": [USER]}, 'pairs.jsonl:2: "chosen" must be a text'),
+        ({**PAIR, "chosen": [GOOD], "rejected": [USER, BAD]}, "the messages before the response differ"),
+        ({"chosen": "2", "rejected": "3"}, 'pairs.jsonl:2: "chosen" must be messages with role and content'),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(tmp_path, row, message):
+    with pytest.raises(BadInput, match=message):
+        load(tmp_path, PAIR, row)
+
+
+def test_equal_and_overlong_responses_are_left_out_and_counted(tmp_path, capsys):
+    rows = [PAIR, {**PAIR, "rejected": "2"}, {**PAIR, "chosen": "222"}, {**PAIR, "chosen": "4444"}]
+    kept, _ = load(tmp_path, *rows)
+    assert [prompt.id.rpartition(":")[2] for prompt in kept] == ["1"]
+    said = capsys.readouterr().out
+    assert "left out 1 of 4 pairs: chosen and rejected are the same text" in said
+    assert "left out 2 of 4 pairs with a response over 3 tokens" in said
+    with pytest.raises(BadInput, match="no pair is left"):
+        load(tmp_path, rows[1])
+
+
+def test_the_committed_pairs_are_a_right_and_a_wrong_response():
+    rows = [json.loads(line) for line in arithmetic.PAIRS.read_text().splitlines()]
+    known = {row["question"]: row["answer"] for row in arithmetic.problems("train")}
+    assert len(rows) > 1000 and all(known[row["prompt"]] == row["answer"] for row in rows)
+    assert all(grade_gsm8k(row["chosen"], row["answer"]) == 1 for row in rows)
+    assert all(grade_gsm8k(row["rejected"], row["answer"]) == 0 for row in rows)
+
+
+def run(folder, *flags, script=DPO, ranks=1) -> list[dict]:
+    launch(script, *flags, "--output", folder / "model", "--run-dir", folder, ranks=ranks)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_it_learns_and_with_the_responses_exchanged_it_unlearns(tmp_path):
+    """It ranks the pairs rightly, and greedy answers become better; the wrong way round they become worse."""
+    short = ["--steps", 24, "--batch-size", 32]
+    rows = run(tmp_path / "right", *short)
+    assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is its reference
+    assert rows[-1]["reward/accuracy"] > 0.7 and rows[-1]["train/loss"] < 0.6
+    assert rows[-1]["reward/chosen"] > rows[-1]["reward/rejected"] + 0.5
+    exchanged = ["--dataset", arithmetic.PAIRS, "--columns", "chosen=rejected", "rejected=chosen"]
+    run(tmp_path / "wrong", *short, *exchanged)
+    greedy = {}
+    for name in ("right", "wrong"):
+        flags = ["--model", tmp_path / name / "model", "--rollout-backend", "hf", "--prompts", 128]
+        greedy[name] = json.loads(launch(ROOT / "scripts/evaluate.py", *flags).stdout.splitlines()[-1])["greedy"]
+    assert greedy["right"] > 0.6 and greedy["wrong"] < 0.45, greedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [DPO, SFT], ids=["dpo", "sft"])
+def test_two_ranks_and_small_micro_batches_are_the_same_run(tmp_path, script):
+    """DPO goes through its pairs several times: a reference does not depend on which rank computed it."""
+    flags = ["--steps", 4, "--batch-size", 6, "--warmup-steps", 1]
+    if script == DPO:
+        few = tmp_path / "few.jsonl"
+        few.write_text("".join(arithmetic.PAIRS.read_text().splitlines(keepends=True)[:10]))
+        flags += ["--dataset", few]
+    one = run(tmp_path / "1", *flags, script=script)
+    two = run(tmp_path / "2", *flags, "--token-budget", 64, script=script, ranks=2)
+    for row, other in zip(one, two, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - {"time/step", "step"}:
+            assert other[key] == pytest.approx(row[key], rel=1e-3, abs=1e-5), (row["step"], key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [DPO, SFT], ids=["dpo", "sft"])
+def test_a_run_that_is_resumed_is_the_run_bit_for_bit(tmp_path, script):
+    flags = ["--batch-size", 8, "--save-every", 3, "--steps", 6]
+    whole = run(tmp_path / "whole", *flags, script=script)
+    again = run(tmp_path / "again", *flags, script=script)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/metrics.jsonl").write_text((tmp_path / "whole/metrics.jsonl").read_text())
+    checkpoint = tmp_path / "parts/checkpoints/step_000003"
+    checkpoint.parent.mkdir()
+    (tmp_path / "whole/checkpoints/step_000003").rename(checkpoint)
+    parts = run(tmp_path / "parts", *flags, "--resume", "auto", script=script)
+    strip = lambda rows: [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+    assert strip(whole) == strip(again) == strip(parts) and len(parts) == 6
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "again", "parts")]
+    assert weights[0] == weights[1] == weights[2]
+
+
+def test_a_dry_run_checks_the_data_and_loads_nothing(tmp_path):
+    for script in (DPO, SFT):
+        flags = ["--dry-run", "--output", tmp_path / "out", "--run-dir", tmp_path / "run"]
+        said = launch(script, *flags).stdout
+        assert "dry run: flags and data are in order" in said and not list(tmp_path.iterdir())
