@@ -37,7 +37,8 @@ BASELINES = ROOT / "baselines"
 BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table between them is generated
 COLUMNS = (
     "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
-    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss", "reward/accuracy",
+    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss",
+    "reward/accuracy", "teacher/kl",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
