@@ -1,6 +1,6 @@
 """How far is each algorithm file from its nearest sibling, without docstrings? Makes a table of it.
 
-python scripts/sibling_diffs.py                    # prints the table and writes it into PAGE; files' lengths into README.md
+python scripts/sibling_diffs.py                    # the table, into PAGE; files' lengths into README.md
 python scripts/sibling_diffs.py --show dr_grpo     # the diff itself
 """
 
@@ -25,6 +25,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "reinforce_pp": ("remax", "no greedy response; a group's mean, if asked for; whitening"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
     "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
+    "opd": ("rloo", "a teacher's log-probs as advantages, or its distributions in the loss; no reward"),
     "dpo": ("sft", "pairs, the reference's log-probs, the loss; starts from the warm start"),
     "prime": ("rloo", "process reward model and its update; dynamic sampling; process and outcome; whitening"),
 }

@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[1]
 ARITHMETIC = ["--dataset", "arithmetic", "--max-prompt-tokens", "64", "--max-response-tokens", "48"]
 ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
 ENVIRONMENT = dict(os.environ)
-# All files in algos/ that sample and grade. SFT does neither.
-ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "dapo", "ppo", "prime"]
+# All files in algos/ that sample and grade. SFT and DPO do neither.
+ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "dapo", "ppo", "prime",
+              "opd"]  # fmt: skip
 CORES = os.sched_getaffinity(0)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 

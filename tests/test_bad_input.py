@@ -18,7 +18,7 @@ from conftest import ROOT, launch, save_model
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, rloo, sft
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, rloo, sft
 from common import errors, placement
 from common.data import arithmetic
 from common.data import prompts as data
@@ -126,6 +126,7 @@ OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (gspo, {"group_size": 1}, "--group-size 1: a group of one"),
     (cispo, {"group_size": 1}, "--group-size 1: a group of one"),
     (reinforce_pp, {"group_size": 1, "baseline": "group"}, "--baseline group needs >= 2"),
+    (opd, {"teacher": ""}, "--teacher: name a model to learn from"),
     (rloo, {"group_size": 1}, "--group-size 1: a group of one"),
     (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
     (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens 48]"),

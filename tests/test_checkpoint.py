@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
 from common import errors, placement, rewards
 from common.data import arithmetic
 from common.data import prompts as data
@@ -25,7 +25,7 @@ from common.errors import BadInput, RunFailed
 from common.run import checkpoint, directory, folders, model_card, stopping, tracking
 from common.trainer import model
 
-ALGORITHMS = (grpo, dr_grpo, max_rl, gspo, cispo, rloo, reinforce_pp, remax, dapo, ppo, prime)
+ALGORITHMS = (grpo, dr_grpo, max_rl, gspo, cispo, rloo, reinforce_pp, remax, dapo, ppo, prime, opd)
 
 
 class Engine:

@@ -49,7 +49,7 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
     for (compute, count), cut in zip(CUTS[ranks], torch.load(tmp_path / "cut"), strict=True):
         assert cut.pop("micro-batches") == count, compute
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 14 and max(differences.values()) <= 1e-6, (compute, differences)
+        assert len(cut) == 16 and max(differences.values()) <= 1e-6, (compute, differences)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path
     for cut in torch.load(tmp_path / "2"):
         cut.pop("micro-batches")
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 14 and max(differences.values()) <= 1e-6, differences
+        assert len(cut) == 16 and max(differences.values()) <= 1e-6, differences
 
 
 def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: tuple = (SYNC,), lora_rank: int = 0) -> list[float]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # algorithm -> (module, keywords of its loss beside the clip, its advantages are (n, T), it has a KL term)
@@ -21,6 +21,7 @@ ALGORITHMS = {
     "remax": (remax, {}, True, False),
     "ppo": (ppo, {}, True, False),
     "prime": (prime, {}, True, False),
+    "opd": (opd, {}, True, False),
 }
 names = pytest.mark.parametrize("name", ALGORITHMS)
 # The value of CISPO's loss means nothing; its gradient is what counts.

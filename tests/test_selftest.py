@@ -332,6 +332,8 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
         ("dapo", {"overlong_cache": 4}, ["policy"]),
         ("ppo", {"critic_warmup_steps": 1}, ["policy", "critic"]),
         ("prime", {}, ["policy", "prm"]),
+        ("opd", {}, ["policy"]),
+        ("opd", {"full_vocabulary": True}, ["policy"]),
     ],
 )
 def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):

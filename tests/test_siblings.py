@@ -122,7 +122,7 @@ OWN_FLAGS = {
     "learning_rate",
     "offload",
 }
-SAME_LOSS = ("reinforce_pp", "remax", "ppo", "prime")
+SAME_LOSS = ("reinforce_pp", "remax", "ppo", "prime", "opd")
 
 
 def pieces(name: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -21,7 +21,7 @@ LARGER = ("dapo", "remax", "ppo", "prime")  # they may have longer mains, and lo
 OWN_FLAGS = {"dapo": 26, "ppo": 26, "prime": 26}  # 22 in the others
 LINES_IN = {  # see scripts/sibling_diffs.py
     "dr_grpo": 8, "max_rl": 8, "gspo": 15, "cispo": 15, "rloo": 15, "reinforce_pp": 30, "dpo": 80,
-    "dapo": 75, "remax": 40, "ppo": 115, "prime": 150,
+    "dapo": 75, "remax": 40, "ppo": 115, "prime": 150, "opd": 50,
 }  # fmt: skip
 READING_PATH = [
     "algos/grpo.py",

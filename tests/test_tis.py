@@ -31,7 +31,7 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     module = importlib.import_module(f"algos.{name}")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     mask = torch.tensor([[True, True]])
-    advantages = torch.ones(1, 2) if name in ("reinforce_pp", "remax", "ppo", "prime") else torch.ones(1)
+    advantages = torch.ones(1, 2) if name in ("reinforce_pp", "remax", "ppo", "prime", "opd") else torch.ones(1)
     settings = {"clip_low": 0.2, "clip_high": 0.2, "denominator": 1.0}
     if name == "dapo":
         settings["clip_dual"] = 3.0

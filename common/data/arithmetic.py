@@ -18,6 +18,7 @@ from common.placement import World
 
 ROOT = Path(__file__).parents[2]
 WARM_START = ROOT / "baselines" / "warm-start"  # made by `python algos/sft.py --output baselines/warm-start`
+TEACHER = ROOT / "baselines" / "teacher"  # `python algos/grpo.py --seed 1`, for algos/opd.py
 PAIRS = ROOT / "baselines" / "pairs.jsonl"  # right and wrong responses of the warm start, for algos/dpo.py
 
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"

@@ -18,20 +18,20 @@ def resolve_model(model_path: str) -> str:
     return sources.download(model_path, "model", "--model") if on_modelscope else model_path
 
 
-def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
+def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTokenizerBase, list[int]]:
     """The model's tokenizer, and the sorted ids of the tokens that end a response. Reads no weights. Raises BadInput.
 
     End tokens are those of the tokenizer, of config.json and of generation_config.json together: chat models often
-    name <|im_end|> in one of them and <|endoftext|> in another.
+    name <|im_end|> in one of them and <|endoftext|> in another. flag: the flag that named the model.
     """
     folder = Path(model_path)
     if (folder / "adapter_config.json").is_file():
-        raise BadInput(f"--model {model_path}: holds LoRA adapters; scripts/merge_lora.py makes a model of them")
+        raise BadInput(f"{flag} {model_path}: holds LoRA adapters; scripts/merge_lora.py makes a model of them")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise BadInput(f"--model {model_path}: the folder has no config.json")
+        raise BadInput(f"{flag} {model_path}: the folder has no config.json")
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
-        raise BadInput(f"--model {model_path}: no such folder")
-    refuse_pickles(model_path, f"--model {model_path}")
+        raise BadInput(f"{flag} {model_path}: no such folder")
+    refuse_pickles(model_path, f"{flag} {model_path}")
     where = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
     try:
         if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
@@ -39,9 +39,9 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError) as error:
-        raise BadInput(f"--model {model_path}: {where}: {sources.first_line(error)}") from None
+        raise BadInput(f"{flag} {model_path}: {where}: {sources.first_line(error)}") from None
     if not tokenizer.encode("1 a", add_special_tokens=False):  # transformers makes an empty one where there is none
-        raise BadInput(f"--model {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
+        raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
     try:
         generation = GenerationConfig.from_pretrained(model_path)
     except OSError:  # the file is optional
@@ -50,18 +50,18 @@ def load_tokenizer(model_path: str) -> tuple[PreTrainedTokenizerBase, list[int]]
     for ids in (tokenizer.eos_token_id, config.eos_token_id, generation.eos_token_id):
         stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not stops:
-        raise BadInput(f"--model {model_path}: neither tokenizer nor config names an end-of-sequence token")
+        raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
     return tokenizer, sorted(set(stops))
 
 
-def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int) -> int:
+def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model") -> int:
     """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
     total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
     positions = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", total)
     if total > positions:
         raise BadInput(
             f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
-            f"that is {total}, and --model has {positions} positions"
+            f"that is {total}, and {flag} has {positions} positions"
         )
     return total
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
+from common.data.tokenizer import load_tokenizer, total_tokens
 from common.errors import BadInput, refuse_all
 from common.placement import Layout, Sharding
 from common.rewards.grading import Item
@@ -103,6 +104,20 @@ def check_model(
             f"--model {model_path}: its tokenizer has {len(tokenizer)} tokens, config.json says {config.vocab_size}, "
             f"and token {largest} is in a prompt"
         )
+
+
+def check_companion(flag: str, model_path: str, tokenizer, prompts: list[Prompt], max_response_tokens: int) -> None:
+    """Refuse a model that is to read the policy's tokens and has another tokenizer, or fewer positions, or cannot be
+    packed. Raises BadInput.
+    """
+    theirs, ours = load_tokenizer(model_path, flag)[0].get_vocab(), tokenizer.get_vocab()
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if other is not None:
+        found = "is unknown there" if other not in theirs else f"is {theirs[other]} there"
+        said = f"its tokenizer is not that of --model: token {ours[other]}, {other!r}, {found}"
+        raise BadInput(f"{flag} {model_path}: {said}")
+    total_tokens(model_path, prompts, max_response_tokens, flag)
+    check_model(model_path, tokenizer, prompts)
 
 
 def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -117,10 +117,11 @@ def sequences(args: Flags, size: int) -> int:
     return max(args.group_size, share)  # A request asks for a whole group.
 
 
-def prepare(args: Flags, models: list[str]) -> Plan:
+def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None) -> Plan:
     """Check the whole input before a model is loaded. Raises BadInput.
 
     models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
+    others: name of a flag -> frozen model that it names, which reads the same tokens.
     Replaces args.model by a folder, and fills in what was left open: args.dtype, args.max_logprob_gap, the token budget
     of args.compute and the engine's memory in args.layout. Prints the layout of ranks and models, and with --dry-run
     the whole plan.
@@ -140,14 +141,17 @@ def prepare(args: Flags, models: list[str]) -> Plan:
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
+    others = {name: tokenizers.resolve_model(path) for name, path in (others or {}).items()}
+    for name, path in others.items():
+        checks.check_companion(f"--{name}", path, tokenizer, prompts + held_out, args.max_response_tokens)
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
-    fit_memory(args, models, reward.rewards, size, dtype, max_model_len, sequences(args, size))
+    fit_memory(args, models, reward.rewards, size, dtype, max_model_len, sequences(args, size), others)
     show_roles(
         args.model, [m for m in models if m != "reference"], [m for m in models if m == "reference"], reward.rewards,
-        size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp, dtype=dtype,
-        offload=args.offload, shards=args.compute.shard_size, lora_rank=args.compute.lora_rank,
+        others=others, size=size, layout=args.layout, backend=args.rollout_backend, rollout_tp=args.rollout_tp,
+        dtype=dtype, offload=args.offload, shards=args.compute.shard_size, lora_rank=args.compute.lora_rank,
     )  # fmt: skip
     directory.check_configuration(args, name)
     directory.leave_if_done(args, resume)

@@ -125,7 +125,7 @@ class GPU:
     offload: str = "none"  # "others" and "all" as in --offload
     checkpointing: bool = False
     engine: Literal["asleep", "copy", "elsewhere"] = "asleep"  # see engine_state(); "elsewhere" also without any engine
-    other: float = 0.0  # bytes of reward models
+    other: float = 0.0  # bytes of reward models, and of frozen models of other sizes
 
     @property
     def usable(self) -> float:

@@ -36,10 +36,12 @@ class Role:
 def show_roles(
     model_path: str, trained: list[str], frozen: list[str], rewards: dict[str, Callable], *, size: int, layout: Layout,
     backend: str, rollout_tp: int, dtype: torch.dtype, offload: str, shards: int = 0, lora_rank: int = 0,
+    others: dict[str, str] | None = None,
 ) -> list[Role]:  # fmt: skip
-    """Print the table of roles, which all start from one model, and return them. Raises BadInput if they cannot fit.
+    """Print the table of roles and return them. Raises BadInput if they cannot fit.
 
-    trained: "policy" and the models trained with it. offload: "none", "others" (all models except the policy) or "all".
+    trained: "policy" and the models trained with it; they and the frozen ones start from one model. others: name ->
+    another model, frozen. offload: "none", "others" (all models except the policy) or "all".
     shards: ranks that hold one copy of the weights together; 0 means all.
     """
     tp = rollout_tp if backend == "vllm" else 1
@@ -55,6 +57,9 @@ def show_roles(
         offloaded = offload == "all" or (offload == "others" and name != "policy")
         roles.append(sharded_role(name, total, shards or size, kinds, offloaded))
     roles += [Role(name, "the policy without its adapters", "") for name in frozen if name not in totals]
+    for name, path in (others or {}).items():
+        total = FROZEN_BYTES * count_parameters(path)
+        roles.append(sharded_role(name, total, shards or size, f"float32, computes in {computing}", offload != "none"))
     roles.append(rollout_role(model_path, size, layout, backend, tp, dtype))
     roles += [reward_role(name, reward, size) for name, reward in rewards.items()]
     rows = [("role", "lives on", "dtype", "GiB a rank")]
@@ -73,21 +78,25 @@ def show_roles(
 
 
 def fit_memory(
-    args, models: list[str], rewards: dict[str, Callable], size: int, dtype: torch.dtype, longest: int, sequences: int
-) -> None:
+    args, models: list[str], rewards: dict[str, Callable], size: int, dtype: torch.dtype, longest: int,
+    sequences: int, others: dict[str, str] | None = None,
+) -> None:  # fmt: skip
     """Fill in args.compute's token budget and, on GPUs, args.layout's share of the memory for the engine, and print
     both. Raises BadInput where the memory of a rank is too small.
 
     models: all that are trained, and "reference". longest: tokens of the longest prompt and response. sequences:
-    responses that one engine is asked for in one call.
+    responses that one engine is asked for in one call. others: name -> another model, frozen.
     """
+    shards = args.compute.shard_size or size
+    beside = sum(FROZEN_BYTES * count_parameters(path) / shards for path in (others or {}).values())
     vllm = args.rollout_backend == "vllm"
     on_the_gpu = {
         "trained": len(models) - ("reference" in models),
         "frozen": int("reference" in models and not args.compute.lora_rank),
         "offload": args.offload,
         "engine": memory.engine_state(args.layout, args.rollout_backend),
-        "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items()),
+        "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items())
+        + (beside if args.offload == "none" else 0),
     }
     args.compute = memory.plan(args.compute, args.model, dtype, size, **on_the_gpu)
     if torch.cuda.is_available() and vllm and not args.layout.rollout_urls:

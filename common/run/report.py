@@ -91,6 +91,7 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
         ("share of clipped tokens", ["train/clip_frac"]),
         ("entropy, nats a token", ["train/entropy"]),
         ("KL to the reference, nats", ["loss/kl", "reward/kl"]),
+        ("KL to the teacher, nats a token", ["teacher/kl"]),
         ("trainer - engine, |log-prob|", ["mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"]),
         ("seconds a step", [f"time/{phase}" for phase in PHASES]),
     ]

@@ -43,22 +43,29 @@ class ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, head, targets, log_z = ctx.saved_tensors
         grad = grad / ctx.temperature  # (R,)
-        wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
-        grad_hidden, grad_head = torch.empty_like(hidden), None  # (R, d), (V, d) unless the head is frozen
-        if ctx.needs_input_grad[1]:
-            grad_head = torch.zeros_like(head, dtype=wide)
-        for rows, z in logits_in_chunks(hidden, head):
-            differentiate = fused(logit_gradient, z)
-            grad_z = differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature, ctx.cap)
-            grad_z = grad_z.to(hidden.dtype)
-            torch.mm(grad_z, head, out=grad_hidden[rows])
-            if grad_head is None:
-                continue
-            if wide == head.dtype:
-                grad_head.addmm_(grad_z.t(), hidden[rows])
-            else:
-                torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
-        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None, None
+
+        def gradients():
+            for rows, z in logits_in_chunks(hidden, head):
+                differentiate = fused(logit_gradient, z)
+                yield rows, differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature, ctx.cap)
+
+        grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
+        return grad_hidden, grad_head, None, None, None, None
+
+
+def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of hidden (R, d) and head (V, d), or None, from (rows, gradient at their products (r, V)) in chunks."""
+    wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
+    grad_hidden = torch.empty_like(hidden)
+    grad_head = torch.zeros_like(head, dtype=wide) if is_trained else None
+    for rows, grad_z in gradients:
+        grad_z = grad_z.to(hidden.dtype)
+        torch.mm(grad_z, head, out=grad_hidden[rows])
+        if grad_head is not None and wide == head.dtype:
+            grad_head.addmm_(grad_z.t(), hidden[rows])
+        elif grad_head is not None:
+            torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
+    return grad_hidden, None if grad_head is None else grad_head.to(head.dtype)
 
 
 def scaled(z: torch.Tensor, temperature: float, cap: float | None) -> torch.Tensor:
@@ -107,13 +114,16 @@ def chunks(rows: int, vocabulary: int, logits: int) -> list[slice]:
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-def logits_in_chunks(hidden: torch.Tensor, head: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of rows, each with its logits (r, V) in float32."""
+def logits_in_chunks(
+    hidden: torch.Tensor, head: torch.Tensor, vocabulary: int = 0
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of rows, each with its logits (r, V) in float32. vocabulary: V of the widest head to keep in step with."""
     half = hidden.dtype != torch.float32
     out_dtype = {"out_dtype": torch.float32} if half and hidden.is_cuda else {}  # only CUDA's product can widen
     if not out_dtype:
         hidden, head = hidden.float(), head.float()  # once, and not for every chunk
-    for rows in chunks(len(hidden), len(head), GPU_LOGITS_PER_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK):
+    most = GPU_LOGITS_PER_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
+    for rows in chunks(len(hidden), vocabulary or len(head), most):
         # Values that were bfloat16 lose nothing when the product rounds them to bfloat16 again.
         with rounded_products(half and not out_dtype):
             z = torch.mm(hidden[rows], head.t(), **out_dtype)  # (r, V)

@@ -12,10 +12,10 @@ import sys
 import torch
 import torch.distributed as dist
 
-from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, max_rl, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
 from common import placement
 from common.rollout.rollout import collate
-from common.trainer import batching, model
+from common.trainer import batching, distillation, model
 
 G, CLIP = 2, {"clip_low": 0.9, "clip_high": 9.0}
 
@@ -128,6 +128,17 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         return (losses * micro.response_mask.any(1)[::2]).sum() / sequences * 2
 
     out["dpo"] = gradients(policy, dpo_loss, together=2)
+    out["opd"] = policy_gradients(opd, opd.compute_advantages(old, ref, mask), tokens)
+    teacher = distillation.load_teacher(model_path, policy, world, torch.float64, compute, offload=False)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.2)
+
+    def vocabulary_loss(micro):
+        found, *_ = distillation.divergences(policy, teacher, micro, temperature=0.9)
+        return opd.vocabulary_loss(found, micro.response_mask, denominator=tokens)
+
+    out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
     out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))
     return out
 

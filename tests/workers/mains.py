@@ -31,7 +31,7 @@ FLAGS = {
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
     "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1},
-    "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
+    "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {},
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
 def single(model_path: str, runs: Path) -> None:
     frozen_logprobs = model.frozen_logprobs
     for name in sorted({*OWN} - {"ppo"}):
-        own = {"gen_prompts": 8} if name in ("dapo", "prime") else {}
+        own = {"dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True}}.get(name, {})
         algorithm = importlib.import_module(f"algos.{name}")
         flags = {**algorithm.EMBEDDED, **FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}
         if name != "prime":  # its reference and its process reward model make such passes

@@ -29,7 +29,7 @@ OWN = {  # for each algorithm, something that a checkpoint must not lose
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)},
     "ppo": {"lam_actor": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
-    "prime": {"gen_prompts": 8},
+    "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
 }  # fmt: skip
 
 

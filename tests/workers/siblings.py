@@ -26,6 +26,7 @@ OWN = {  # DAPO and PRIME draw more prompts than they keep.
     "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam_actor": 0.95, "learning_rate": 5e-4},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
     "prime": {"prompts_per_step": 8, "gen_prompts": 32},
+    "opd": {},
 }
 
 

@@ -30,7 +30,7 @@ OWN = {
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
-    "fork": {},
+    "opd": {}, "opd-full": {"full_vocabulary": True}, "fork": {},
 }  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
     (runs / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     for name in names:
         algorithm = (
-            directory.import_algorithm(fork(runs)) if name == "fork" else importlib.import_module(f"algos.{name}")
+            directory.import_algorithm(fork(runs))
+            if name == "fork"
+            else importlib.import_module(f"algos.{name.partition('-')[0]}")
         )
         flags = {
             **algorithm.EMBEDDED,

@@ -1,0 +1,232 @@
+"""OPD -- on-policy distillation: the policy samples, and a teacher says of each token how likely it would have been.
+
+    A_t   = teacher_t - old_t                       log-probs of the sampled token; minus an estimate of the reverse KL
+    ratio = exp(logprobs - old_logprobs)
+    L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
+
+or, with --full-vocabulary, no sampled estimate but the reverse KL of the two distributions at each token:
+
+    L     = sum_it sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it m_it          p: policy, q: teacher
+
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Each token answers for
+itself alone: what it does to later tokens is left out (a discount of 0), so that the signal is dense and has little
+variance. The teacher is any model with the policy's tokenizer. The texts are the policy's own, so that it learns what
+to do after its own mistakes, which a teacher's texts do not have (GKD, arXiv:2306.13649, with lambda = 1 and reverse
+KL; Thinking Machines, On-Policy Distillation, 2025).
+
+Rewards are measured, not trained on.
+
+Differs from rloo.py: the teacher in the reference's place; an advantage for each token; the loss over the vocabulary.
+
+Run:    python algos/opd.py                                             (embedded arithmetic, 2 minutes on two cores)
+        torchrun --nproc-per-node 8 algos/opd.py --model Qwen/Qwen2.5-0.5B-Instruct
+            --teacher Qwen/Qwen2.5-7B-Instruct --group-size 1 --prompts-per-step 256
+Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from common import errors, placement, weight_sync
+from common.data import arithmetic
+from common.rollout import engines
+from common.run import job
+from common.run.sampling import Batch, Draw
+from common.trainer import batching, distillation, model
+
+
+@dataclasses.dataclass
+class Args(job.Flags):
+    # sampling
+    steps: int = 200  # One step is one rollout and its updates.
+    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
+    group_size: int = 8  # G, the number of responses to each prompt.
+    max_response_tokens: int = 1024  # A longer response is cut off.
+    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    # algorithm
+    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
+    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
+    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
+    teacher: str = ""  # Folder or Hub name of the teacher, which has the tokenizer of --model.
+    full_vocabulary: bool = False  # Compare the whole distribution at each token, not only the sampled token.
+    # optimization
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    epochs: int = 1  # Passes over each rollout, in the same order.
+    learning_rate: float = 1e-6  # Peak learning rate of the policy.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
+
+
+# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+EMBEDDED = job.EMBEDDED | {"steps": 60, "learning_rate": 3e-4, "teacher": str(arithmetic.TEACHER)}
+
+
+def compute_advantages(old_logprobs, teacher_logprobs, response_mask) -> torch.Tensor:
+    """(N, T), (N, T) -> (N, T): how much likelier the teacher finds each sampled token, 0 outside the mask."""
+    return torch.where(response_mask, teacher_logprobs - old_logprobs, 0.0)
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: float,
+    weights: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Scalar: the sum of the given rows' token losses, divided by `denominator`.
+
+    All are (n, T). Values outside the mask, NaN included, change nothing.
+    denominator: response tokens of the whole mini-batch on all ranks.
+    weights: (n, T), from rollout_weights().
+    """
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = weights * per_token
+    return (per_token * response_mask).sum() / denominator
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
+    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
+    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    """
+    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
+
+
+def vocabulary_loss(divergences, response_mask, *, denominator: float, weights=1.0) -> torch.Tensor:
+    """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`."""
+    return torch.where(response_mask, weights * divergences, 0.0).sum() / denominator
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
+    """How many response tokens have no gradient because their ratio was clipped."""
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
+    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    return (clipped & response_mask).sum()
+
+
+def check_args(args: Args) -> None:
+    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if not args.teacher:
+        raise errors.BadInput("--teacher: name a model to learn from")
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    plan = job.prepare(args, models=["policy"], others={"teacher": args.teacher})
+    if args.saving.dry_run:
+        return
+    world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
+    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+    )
+    teacher = distillation.load_teacher(
+        args.teacher, policy, world, plan.dtype, args.compute, offload=args.offload != "none"
+    )
+    engine = engines.start(
+        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
+        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
+    )  # fmt: skip
+    run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
+    tracker = run.tracker
+
+    def sample(step: int, draw: Draw) -> Batch:
+        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        prompts = draw.prompts(args.prompts_per_step)
+        grading = draw.grade_early(prompts)
+        with draw.time("rollout"):
+            rollout = engine.generate(
+                [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
+                seed=args.seed * 2**20 + step, done=grading,
+            )  # fmt: skip
+            engine.sleep()
+        return draw.grade(prompts, rollout, grading)
+
+    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
+    # forward is skipped.
+    single_update = args.mini_batches * args.epochs == 1 and args.full_vocabulary
+    for step, batch in run.steps(sample):
+        needed = batch.response_mask.any(1)  # (N,)
+
+        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
+            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
+            if not single_update:
+                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
+            advantages = torch.zeros_like(old_logprobs)  # (N, T)
+            if not args.full_vocabulary:
+                teacher_logprobs = model.frozen_logprobs(teacher, batch, micro_batches, args.temperature)  # (N, T)
+                advantages = compute_advantages(
+                    old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs, response_mask=batch.response_mask
+                )  # (N, T)
+                tracker.add("teacher/kl", -advantages.sum(), batch.response_mask.sum())
+
+        with tracker.time("update"):
+            decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+                # The denominator counts the rows of all ranks, and also those that skip the forward.
+                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
+                micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
+                for micro in micro_batches:
+                    model.accumulate(policy, last=micro is micro_batches[-1])
+                    if args.full_vocabulary:
+                        divergences, logprobs, entropy = distillation.divergences(
+                            policy, teacher, micro, args.temperature
+                        )  # (n, T) each; only the divergences have a gradient
+                        advantages[micro.rows] = -divergences.detach()
+                        tracker.add("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
+                    else:
+                        logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    if single_update:
+                        old_logprobs[micro.rows] = logprobs.detach()
+                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    weights = 1.0
+                    if args.tis_cap:
+                        weights = rollout_weights(
+                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                            cap=args.tis_cap,
+                        )  # fmt: skip
+                    clipped = 0
+                    if args.full_vocabulary:
+                        loss = vocabulary_loss(
+                            divergences=divergences, response_mask=mask, denominator=denominator, weights=weights
+                        )
+                    else:
+                        loss = policy_loss(
+                            logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                            clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
+                        )  # fmt: skip
+                        clipped = clipped_tokens(
+                            logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
+                            clip_low=args.clip_low, clip_high=args.clip_high,
+                        )  # fmt: skip
+                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                    tracker.update(loss, entropy, mask, clipped)
+                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
+                    optimizer.step()
+                    optimizer.zero_grad()
+            model.reshard(teacher)
+
+        with tracker.time("sync"):
+            weight_sync.push(policy, engine)
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+    run.close()
+
+
+if __name__ == "__main__":
+    job.launch(main, Args, EMBEDDED, __doc__)

@@ -1,0 +1,126 @@
+"""The reverse KL of a policy to a teacher at each token, over the whole vocabulary, without matrices of logits.
+
+    KL = sum_v p(v) (log p(v) - log q(v)),    d KL / d z(v) = p(v) (log p(v) - log q(v) - KL)
+
+p is the softmax of the policy's logits z, q that of the teacher's, both over the tokens that both models know: heads
+are often padded to different sizes.
+"""
+
+from types import MethodType
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from common.data.tokenizer import resolve_model
+from common.placement import World
+from common.trainer import model
+from common.trainer.batching import Compute, MicroBatch
+from common.trainer.logits import backward_through_head, logits_in_chunks, scaled
+
+Shape = tuple[float, float | None]  # temperature and cap of a model's logits, see logits.py
+
+
+def load_teacher(
+    model_path: str, policy: nn.Module, world: World, dtype: torch.dtype, compute: Compute, *, offload: bool
+) -> nn.Module:
+    """A frozen model that has no adapters. frozen_logprobs() and divergences() take it. Collective: every rank."""
+    model_path = resolve_model(model_path)
+    without_lora = Compute(**{**vars(compute), "lora_rank": 0})
+    teacher = model.load(model_path, world, dtype, without_lora, offload=offload).requires_grad_(False).eval()
+    for owner, forward in ((teacher, hidden_and_head), (policy, token_divergences)):
+        setattr(owner, forward.__name__, MethodType(forward, owner))
+        register_fsdp_forward_method(owner, forward.__name__)
+    return teacher
+
+
+def divergences(
+    policy: nn.Module, teacher: nn.Module, micro: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """KL, log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
+
+    Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). Collective: every rank
+    calls it equally often.
+    """
+    with torch.no_grad():
+        theirs = teacher.hidden_and_head(micro.input_ids, micro.position_ids, micro.spans, micro.predictors)
+    shape = shape_of(teacher, temperature)
+    found = policy.token_divergences(
+        micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, *theirs, shape
+    )
+    kl, logprobs, entropy = [model.place(values, micro) for values in found]
+    return kl, logprobs, entropy
+
+
+def shape_of(of: nn.Module, temperature: float) -> Shape:
+    scale, cap = model.logit_shape(of.config)
+    return temperature / scale, None if cap is None else cap / temperature
+
+
+def hidden_and_head(self, input_ids, position_ids, spans, predictors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (R, d) at R places of one packed row, and the head (V, d), in the compute dtype."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    return hidden.last_hidden_state[0].index_select(0, predictors), self.get_output_embeddings().weight
+
+
+def token_divergences(
+    self, input_ids, position_ids, spans, predictors, targets, temperature: float, their_hidden, their_head,
+    their_shape: Shape,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
+    hidden, head = hidden_and_head(self, input_ids, position_ids, spans, predictors)
+    return ChunkedKL.apply(hidden, head, targets, shape_of(self, temperature), their_hidden, their_head, their_shape)
+
+
+class ChunkedKL(torch.autograd.Function):
+    """KL, log-probs of the targets and entropies (R,) float32. hidden (R, d), head (V, d), targets (R,) int64; the
+    teacher's hidden states and head may have another width, and its head another number of rows.
+
+    Logits exist for a chunk of rows at a time and are computed again in the backward. Only the KL carries a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, shape: Shape, their_hidden, their_head, their_shape: Shape):
+        kl, logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
+        for rows, z, w in both(hidden, head, their_hidden, their_head):
+            log_p, log_q = log_softmaxes(z, shape, w, their_shape)
+            p = log_p.exp()
+            kl[rows] = (p * (log_p - log_q)).sum(1)
+            entropy[rows] = -(p * log_p).sum(1)
+            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+        ctx.save_for_backward(hidden, head, their_hidden, their_head, kl)
+        ctx.shapes = shape, their_shape
+        ctx.mark_non_differentiable(logprobs, entropy)
+        return kl, logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        hidden, head, their_hidden, their_head, kl = ctx.saved_tensors
+        (temperature, cap), their_shape = ctx.shapes
+
+        def gradients():
+            for rows, z, w in both(hidden, head, their_hidden, their_head):
+                slope = 1.0 if cap is None else 1 - (z / temperature / cap).tanh()[:, : len(their_head)] ** 2
+                log_p, log_q = log_softmaxes(z, (temperature, cap), w, their_shape)
+                grad_z = torch.zeros_like(z)  # also for tokens that the teacher does not know
+                own = log_p.exp() * (log_p - log_q - kl[rows, None]) * slope * (grad[rows, None] / temperature)
+                grad_z[:, : own.shape[1]] = own
+                yield rows, grad_z
+
+        grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
+        return grad_hidden, grad_head, None, None, None, None, None
+
+
+def both(hidden, head, their_hidden, their_head):
+    """Slices of rows, each with the products (r, V) of the policy and of the teacher in float32."""
+    widest = max(len(head), len(their_head))
+    pairs = zip(logits_in_chunks(hidden, head, widest), logits_in_chunks(their_hidden, their_head, widest))
+    for (rows, z), (_, w) in pairs:
+        yield rows, z, w
+
+
+def log_softmaxes(z, shape: Shape, w, their_shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p and log q (r, v) over the v tokens that both models know. z and w may be overwritten."""
+    known, (_, cap) = min(z.shape[1], w.shape[1]), shape
+    z = z if cap is None else z.clone()  # needed again for the slope of the cap
+    return scaled(z, *shape)[:, :known].log_softmax(1), scaled(w, *their_shape)[:, :known].log_softmax(1)
