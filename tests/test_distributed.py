@@ -144,6 +144,7 @@ def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
             for key in filter(same.fullmatch, one):
                 assert two[key] == pytest.approx(one[key], rel=1e-3 if step else 1e-4, abs=1e-5), (name, step, key)
         assert len(lines[0]) == 2 and one["train/grad_norm"] > 0
+        assert json.loads((tmp_path / "1" / name / "run.json").read_text())["algorithm"] == name
 
 
 @pytest.mark.slow

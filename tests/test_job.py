@@ -2,13 +2,17 @@
 
 import contextlib
 import importlib
+import shutil
 import sys
 
 import pytest
 from conftest import ALGORITHMS
 
-from common.errors import RunFailed
-from common.run import guards, job
+from algos import grpo
+from common.data import arithmetic
+from common.errors import BadInput, RunFailed
+from common.placement import Layout
+from common.run import checks, guards, job
 
 
 @pytest.fixture
@@ -67,3 +71,24 @@ def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
     metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
     with pytest.raises(RunFailed) if stops else contextlib.nullcontext():
         guards.check(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
+
+
+def test_a_batch_in_flight_needs_a_correction():
+    layout = Layout("split", ("0",), max_inflight_batches=2)
+    with pytest.raises(BadInput, match="one update old, and nothing corrects for that; add --tis-cap 2"):
+        job.check_numbers(grpo.Args(layout=layout), 1)
+    job.check_numbers(grpo.Args(layout=layout, tis_cap=2.0), 1)
+
+
+@pytest.mark.parametrize("count, message", [(0, "token 3, '0', is 51 there"), (5, "token 47, .*, is unknown there")])
+def test_a_teacher_with_another_tokenizer_is_refused(monkeypatch, tmp_path, count, message):
+    """The same characters with other numbers; and fewer characters."""
+    own = arithmetic.tokenizer()
+    shutil.copytree(arithmetic.WARM_START, tmp_path / "teacher")
+    changed = arithmetic.CHARACTERS[:-count] if count else arithmetic.CHARACTERS[1:] + arithmetic.CHARACTERS[0]
+    monkeypatch.setattr(arithmetic, "CHARACTERS", changed)
+    arithmetic.tokenizer().save_pretrained(tmp_path / "teacher")
+    with pytest.raises(BadInput, match=f"--teacher .*teacher: its tokenizer is not that of --model: {message}"):
+        checks.check_companion("--teacher", str(tmp_path / "teacher"), own, [], 8)
+    with pytest.raises(BadInput, match="--teacher absent/model/there: no such folder"):
+        checks.check_companion("--teacher", "absent/model/there", own, [], 8)

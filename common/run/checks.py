@@ -111,7 +111,7 @@ def check_companion(flag: str, model_path: str, tokenizer, prompts: list[Prompt]
     packed. Raises BadInput.
     """
     theirs, ours = load_tokenizer(model_path, flag)[0].get_vocab(), tokenizer.get_vocab()
-    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    other = next((token for token in sorted(ours, key=ours.get) if theirs.get(token) != ours[token]), None)
     if other is not None:
         found = "is unknown there" if other not in theirs else f"is {theirs[other]} there"
         said = f"its tokenizer is not that of --model: token {ours[other]}, {other!r}, {found}"

@@ -141,9 +141,9 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
-    others = {name: tokenizers.resolve_model(path) for name, path in (others or {}).items()}
-    for name, path in others.items():
-        checks.check_companion(f"--{name}", path, tokenizer, prompts + held_out, args.max_response_tokens)
+    others = {flag: tokenizers.resolve_model(path) for flag, path in (others or {}).items()}
+    for flag, path in others.items():
+        checks.check_companion(f"--{flag}", path, tokenizer, prompts + held_out, args.max_response_tokens)
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
@@ -161,12 +161,16 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
 
 
 def check_numbers(args: Flags, size: int) -> None:
-    """Refuse numbers that do not divide evenly. Raises BadInput."""
+    """Refuse numbers that do not divide evenly, and batches in flight without a correction. Raises BadInput."""
     share = args.mini_batches * size
     if args.prompts_per_step % share:
         raise BadInput(
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
+        )
+    if args.layout.max_inflight_batches > 1 and not getattr(args, "tis_cap", 0):
+        raise BadInput(
+            "--max-inflight-batches 2: its responses are one update old, and nothing corrects for that; add --tis-cap 2"
         )
     drawn = getattr(args, "gen_prompts", 0)
     if drawn % size:
