@@ -26,6 +26,9 @@ from unittest.mock import MagicMock
 import torch
 import tyro
 
+sys.path.append(str(Path(__file__).parent))
+import variants
+
 from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, reinforce_pp, remax, rloo
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +128,36 @@ def ours() -> Tensors:
     }
 
 
+def our_variants() -> Tensors:
+    """Lines of the table for docs/variants.md. The engine's log-probs are those of the reference."""
+    b = batch()
+    mask, old, sampled, scores = b["mask"], b["old"], b["ref"], b["scores"]
+    z, now = grpo.compute_advantages(scores, G), b["logprobs"]
+    icepop, sequence, geometric = map(variants.load, ("icepop", "sequence-weights", "geometric-mask"))
+    clip_cov, kl_cov = variants.load("clip-cov"), variants.load("kl-cov")
+    kept = clip_cov.keep_tokens(clip_cov.covariance(now, z, mask), mask, share=1.0)
+    paying = kl_cov.highest(kl_cov.covariance(now, z, mask), mask, share=0.2)
+    assert 0 < (kept == 0).sum() < mask.sum() and paying.sum() == int(0.2 * mask.sum())
+
+    def loss(algorithm, **keywords) -> torch.Tensor:
+        settings = {"clip_low": LOW, "clip_high": HIGH, "kl_coef": 0.0, "denominator": 12, **keywords}
+        function = lambda logprobs: algorithm.policy_loss(logprobs, old, None, z, mask, **settings)
+        return with_gradient("logprobs", function)
+
+    return {
+        "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(scores, G, eps=1e-4),
+        "variant opo advantages": variants.load("opo").compute_advantages(scores, mask.sum(1), G),
+        "variant gmpo loss": loss(variants.load("gmpo")),
+        "variant sapo loss": loss(variants.load("sapo")),
+        "variant dppo loss": loss(variants.load("dppo"), denominator=float(mask.sum())),
+        "variant clip-cov gradient": loss(clip_cov, weights=kept)[1:],
+        "variant kl-cov loss": loss(kl_cov, paying=paying),
+        "variant icepop weights": icepop.rollout_weights(old, sampled, mask, 1.2) * mask,
+        "variant sequence weights": sequence.rollout_weights(old, sampled, mask, 1.1) * mask,
+        "variant geometric mask": geometric.rollout_weights(old, sampled, mask, 1.05) * mask,
+    }
+
+
 DIFFERENT = {  # "our line|what the peer calls it" -> why it differs; every other line is equal to 1e-6
     "grpo advantages, 16 x 0.7 in float32|grpo": "equal rewards: exactly 0 here, rounding over eps there",
     "grpo loss|vanilla, its defaults": "defaults there: token mean, dual clip at 3",
@@ -139,6 +172,8 @@ def verl_lines() -> Tensors:
     import numpy as np
 
     core = import_with_stand_ins("verl.trainer.ppo.core_algos")
+    corrections = import_with_stand_ins("verl.trainer.ppo.rollout_corr_helper")
+    weights = corrections.compute_rollout_correction_weights
     core.ActorConfig = Settings  # gspo's loss asks for the class of its config
     b = batch()
     mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
@@ -152,8 +187,11 @@ def verl_lines() -> Tensors:
     ) -> torch.Tensor:
         info = {"loss_scale_factor": scale} if scale else {}
         config = Settings(
-            clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c, global_batch_info=info
-        )
+            clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c, global_batch_info=info,
+            tau_pos=1.0, tau_neg=1.05, policy_loss=Settings(
+                clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.2, ppo_kl_coef=1.0
+            ),
+        )  # fmt: skip
 
         def function(logprobs):
             out = policy_loss(old, logprobs, z, mask, mode, config)[0]
@@ -182,6 +220,19 @@ def verl_lines() -> Tensors:
         "reinforce_pp advantages, group|reinforce_plus_plus_baseline": (
             core.compute_reinforce_plus_plus_baseline_outcome_advantage(place(scores, mask), mask, index)[0]
         ),
+        "variant opo advantages|opo": outcome(core.compute_opo_outcome_advantage),
+        "variant gmpo loss|geo_mean": loss("token-mean", 3.0, policy_loss=core.compute_policy_loss_geo_mean),
+        "variant sapo loss|sapo": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_sapo),
+        "variant dppo loss|dppo_tv": loss("token-mean", 20.0, policy_loss=core.compute_policy_loss_dppo_tv),
+        "variant clip-cov gradient|clip_cov, all of the band": loss(
+            "seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_clip_cov
+        )[1:],
+        "variant kl-cov loss|kl_cov": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_kl_cov),
+        "variant icepop weights|rollout_is token, 0.5_1.2": weights(old - ref, mask, "token", "0.5_1.2")[0],
+        "variant sequence weights|rollout_is sequence": weights(old - ref, mask, "sequence", 1.1)[0] * mask,
+        "variant geometric mask|rollout_rs seq_mean_k1": corrections.compute_rollout_rejection_mask(
+            old - ref, mask, "seq_mean_k1", f"{1 / 1.05}_1.05"
+        )[0],
         "ppo returns|gae": returns * mask,
         "ppo advantages, whitened|gae": white * mask,
         "grpo loss|vanilla, seq-mean-token-mean, c = 1e9": loss("seq-mean-token-mean", 1e9),
@@ -307,6 +358,7 @@ def trl_lines() -> Tensors:
         "grpo advantages|scale_rewards group": advantages("group"),
         "grpo advantages, eps 1e-4|scale_rewards group": advantages("group"),
         "dr_grpo advantages|scale_rewards none": advantages("none"),
+        "variant lite-ppo advantages|scale_rewards batch": advantages("batch"),
         "rloo advantages with KL|RLOOTrainer": run(leave_one_out, rloo_make, self=rloo_self, **names),
         "grpo loss|grpo": loss(compute, loss_type="grpo"),
         "grpo loss with KL|grpo, beta": loss(compute, loss_type="grpo", beta=BETA),
@@ -339,7 +391,7 @@ def record() -> None:
 
 def differences() -> list[tuple[str, str, str, float, str]]:
     """(line, peer, what the peer calls it, largest |ours - theirs|, why) for each line."""
-    recorded, mine = json.loads(RECORDED.read_text()), ours()
+    recorded, mine = json.loads(RECORDED.read_text()), ours() | our_variants()
     rows = []
     for peer in ("verl", "TRL"):
         for name, theirs in recorded[peer].items():

@@ -19,6 +19,7 @@ from common.run import checkpoint, diagnosis, directory, guards
 from common.trainer import batching, model
 
 selftest, selftest_file = load("scripts/selftest.py"), load("scripts/selftest_file.py")
+variants = load("scripts/variants.py")
 ROWS = ["rollout", "log-probs, as loaded", "gradient", "weight sync", "weights restored", "checkpoint"]
 ROWS.append("Hugging Face export")
 
@@ -338,6 +339,20 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
 )
 def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):
     assert holds(ROOT / f"algos/{name}.py", **flags) == (dict.fromkeys(models, True), "")
+
+
+@pytest.mark.parametrize("name", variants.variants(variants.PAGE.read_text()))
+def test_the_loss_of_each_variant_holds(holds, tmp_path, name):
+    """The diffs of docs/variants.md, in the whole loop. Their functions are compared with the peers' in test_parity."""
+    diff = variants.variants(variants.PAGE.read_text())[name]
+    file = tmp_path / "mine.py"
+    file.write_text(variants.apply(diff, (ROOT / variants.base(diff)).read_text()))
+    assert holds(file, tis_cap=2.0) == ({"policy": True}, "")
+
+
+def test_a_diff_that_no_longer_fits_says_where():
+    with pytest.raises(errors.BadInput, match="0 places in algos/grpo.py are like this, expected one:\nold line"):
+        variants.apply("--- algos/grpo.py\n@@\n-old line\n+new line\n", "another line\n")
 
 
 def test_the_loss_of_a_right_fork_holds(holds, fork):
