@@ -124,6 +124,8 @@ def add(run_dir: Path, task: str, name: str) -> None:
         run["evaluation"] = evaluate(task, trained)
         rows = [{"step": 0, "eval/accuracy": evaluate(task, arithmetic.WARM_START)["greedy"]}, *rows]
         rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
+    if "teacher" in run["args"]:
+        run["args"]["teacher"] = f"baselines/{arithmetic.TEACHER.name}"
     if task == "arithmetic":
         run["args"]["model"] = "embedded"
     else:

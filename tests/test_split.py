@@ -382,7 +382,7 @@ def test_two_ranks_of_remax_train_one_step_behind(models, tmp_path, mark):
         "--max-response-tokens",
         8,
     ]
-    flags += ["--group-size", 2, "--eval-prompts", 2, "--max-inflight-batches", 2]
+    flags += ["--group-size", 2, "--eval-prompts", 2, "--max-inflight-batches", 2, "--tis-cap", 2]
     flags += ["--steps", 6, "--max-logprob-gap", 5, "--reward", f"{ROOT}/tests/workers/rewards.py:uneven"]
     launch(ROOT / "algos/remax.py", *SPLIT, *flags, "--run-dir", tmp_path / "run", ranks=2, timeout=300)
     found = rows(tmp_path / "run")

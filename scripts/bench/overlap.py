@@ -38,6 +38,7 @@ def run(folder: Path, steps: int, inflight: int, epochs: int, sleep: float) -> l
     )
     core = max(os.sched_getaffinity(0))
     flags = ["--rollout-placement", "split", "--rollout-servers", core, "--max-inflight-batches", inflight]
+    flags += ["--tis-cap", 2]  # a batch in flight needs it
     flags += ["--steps", steps, "--epochs", epochs, "--reward", f"{reward}:score", "--eval-prompts", 0]
     flags += ["--run-dir", folder, "--rollouts-every", 1000, "--kl-coef", 0.001]  # with a KL term no row is skipped
     command = [sys.executable, ROOT / "algos/grpo.py", *flags]
