@@ -12,7 +12,6 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
 """
 
 import gc
-import math
 import os
 import warnings
 
@@ -58,8 +57,7 @@ def start(
         if dtype == torch.float32:
             environment["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
     if world.device.type == "cpu":
-        gib = kv_cache_gib(AutoConfig.from_pretrained(model_path), dtype, math.prod(limits.values()))
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(gib)
+        limits["kv_cache_memory_bytes"] = kv_cache_bytes(AutoConfig.from_pretrained(model_path), dtype, **limits)
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}
@@ -89,9 +87,12 @@ def start(
     return engine
 
 
-def kv_cache_gib(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """GiB that hold the keys and values of `tokens` tokens, at least 1 and at most a quarter of this rank's memory."""
+def kv_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
+    """Bytes of a CPU engine's KV cache: for all responses at their longest, each in blocks of 32 tokens and one block
+    more. At least 128 MiB, and at most a quarter of this rank's memory. vLLM fills it with zeros, seconds a GiB.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, math.ceil(min(bytes_per_token * tokens, memory / 4) / 2**30))
+    tokens = max_num_seqs * 32 * (max_model_len // 32 + 2)
+    return int(max(2**27, min(bytes_per_token * tokens, memory / 4)))

@@ -3,6 +3,7 @@
 vLLM takes 8 s to import and reads its environment only then, so it is imported when an engine is made.
 """
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -73,6 +74,7 @@ class VLLMEngine:
 
         from common.rollout import vllm_weights
 
+        gc.freeze()  # vLLM collects garbage five times at the start, each time through all that is imported: seconds
         vllm_weights.register()
         # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
         TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves
