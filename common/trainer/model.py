@@ -220,7 +220,8 @@ def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tens
     """Values, (R,) float32, at R places of one packed row: the value of the text up to there, before the next token."""
     hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
     hidden = hidden.last_hidden_state[0].index_select(0, predictors).float()  # (R, hidden size)
-    return F.linear(hidden, self.score.weight.float(), self.score.bias.float()).squeeze(-1)
+    values = F.linear(hidden, self.score.weight.float(), self.score.bias.float())  # (R, 1)
+    return values.squeeze(-1).clone()  # FSDP warns of a view
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:
