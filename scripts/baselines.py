@@ -51,7 +51,6 @@ RECIPES = {  # task: flags of all its runs
 RUNS = {  # (task, run): further flags; without an entry the run is the algorithm's file with the task's recipe
     ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
-    ("sums", "ppo"): "--prompts-per-step 256 --group-size 1",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3",
