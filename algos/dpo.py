@@ -121,7 +121,7 @@ def main(args: Args) -> None:
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     total_tokens(args.model, prompts, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts)
-    resume = offline.find(args, "dpo")
+    resume = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
     world = placement.init(args.seed, sharding=args.compute)
@@ -134,8 +134,8 @@ def main(args: Args) -> None:
     taken = PromptLoader(prompts, args.seed).take(args.steps * args.batch_size)
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
     reference = reference_logprobs(policy, taken, pairs, args, world)  # before a checkpoint is loaded
-    loader = PromptLoader(prompts, args.seed)
-    run = offline.Run(args, "dpo", resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
+    run = offline.Run(args, resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
@@ -164,9 +164,9 @@ def main(args: Args) -> None:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
+        if step == args.steps:
+            checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
         run.end_step(step)
-    if run.is_done:
-        checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
     run.close()
 
 

@@ -14,7 +14,7 @@ variance. The teacher is any model with the policy's tokenizer. The texts are th
 to do after its own mistakes, which a teacher's texts do not have (GKD, arXiv:2306.13649, with lambda = 1 and reverse
 KL; Thinking Machines, On-Policy Distillation, 2025).
 
-Rewards are measured, not trained on.
+Rewards are measured, not trained on. A prompt that cannot be graded still leaves the step.
 
 Differs from rloo.py: the teacher in the reference's place; an advantage for each token; the loss over the vocabulary.
 
@@ -46,8 +46,8 @@ class Args(job.Flags):
     max_response_tokens: int = 1024  # A longer response is cut off.
     temperature: float = 1.0  # Used for sampling and for every log-prob.
     # algorithm
-    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
-    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
+    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
+    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
     teacher: str = ""  # Folder or Hub name of the teacher, which has the tokenizer of --model.
     full_vocabulary: bool = False  # Compare the whole distribution at each token, not only the sampled token.
@@ -186,8 +186,9 @@ def main(args: Args) -> None:
                         divergences, logprobs, entropy = distillation.divergences(
                             policy, teacher, micro, args.temperature
                         )  # (n, T) each; only the divergences have a gradient
-                        advantages[micro.rows] = -divergences.detach()
-                        tracker.add("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
+                        kl = torch.where(micro.response_mask, divergences.detach(), 0.0)
+                        advantages[micro.rows] -= kl  # 0 in a micro-batch that only keeps the ranks in step
+                        tracker.add("teacher/kl", kl.sum(), micro.response_mask.sum())
                     else:
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     if single_update:

@@ -126,7 +126,8 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
     mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask, advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
-    return centred if count < 2 else centred * (variance + 1e-8) ** -0.5
+    is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
+    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
 
 
 def keep_groups(correct: torch.Tensor, min_accuracy: float, max_accuracy: float) -> torch.Tensor:

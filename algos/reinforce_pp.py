@@ -96,7 +96,8 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
     mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask, advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
-    return centred if count < 2 else centred * (variance + 1e-8) ** -0.5
+    is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
+    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -183,7 +184,6 @@ def main(args: Args) -> None:
     # forward is skipped.
     single_update = args.mini_batches * args.epochs == 1 and ref_policy is None
     for step, batch in run.steps(sample):
-        # Whitening leaves no row without an advantage. Those that were not graded skip the forward.
         needed = batch.response_mask.any(1)  # (N,)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
@@ -205,6 +205,7 @@ def main(args: Args) -> None:
             group_size=args.group_size, baseline=args.baseline,
         )  # (N, T)  # fmt: skip
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
+        needed &= (advantages != 0).any(1)  # All rows, unless all rewards of the step are equal.
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0

@@ -77,7 +77,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
-    resume = offline.find(args, "sft")
+    resume = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
     world = placement.init(args.seed, sharding=args.compute)
@@ -88,8 +88,8 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    loader = PromptLoader(prompts, args.seed)
-    run = offline.Run(args, "sft", resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    loader = PromptLoader(prompts, args.seed, also=[prompt.solution for prompt in prompts])
+    run = offline.Run(args, resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
@@ -112,9 +112,9 @@ def main(args: Args) -> None:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
+        if step == args.steps:
+            checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
         run.end_step(step)
-    if run.is_done:
-        checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
     run.close()
 
 

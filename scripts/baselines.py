@@ -55,9 +55,7 @@ RUNS = {  # (task, run): further flags; without an entry the run is the algorith
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3",
 }
-OFFLINE = {
-    "dpo": 4096 * 8
-}  # run that samples nothing and is evaluated at both ends: responses from which its pairs came
+OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
 SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
 SFT = (
     f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} --output {{folder}}/model"

@@ -75,8 +75,13 @@ def right(prompt: Prompt, graded: Graded) -> list[dict[str, str]]:
     return [{**question(prompt), "solution": text} for text, acc in graded if acc > 0]
 
 
-def pair(prompt: Prompt, graded: Graded) -> list[dict[str, str]]:
-    """A row for algos/dpo.py: the first right response and the first wrong one, if there are both."""
+def pair(prompt: Prompt, graded: Graded, tokenizer, max_response_tokens: int) -> list[dict[str, str]]:
+    """A row for algos/dpo.py: the first right response and the first wrong one, if there are both.
+
+    A response that was cut off is neither: with an end token after it, it would teach something else.
+    """
+    ended = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 < max_response_tokens
+    graded = [(text, acc) for text, acc in graded if ended(text)]
     good, bad = ([text for text, acc in graded if (acc > 0) == wanted] for wanted in (True, False))
     return [{**question(prompt), "chosen": good[0], "rejected": bad[0]}] if good and bad else []
 
@@ -124,7 +129,11 @@ def main(args: Args) -> None:
         if args.save_right:
             result["saved"] = save(args.save_right, [row for given in graded for row in right(*given)], world)
         if args.save_pairs:
-            result["pairs"] = save(args.save_pairs, [row for given in graded for row in pair(*given)], world)
+            result["pairs"] = save(
+                args.save_pairs,
+                [row for given in graded for row in pair(*given, tokenizer, args.max_response_tokens)],
+                world,
+            )
     if world.is_main:
         print(json.dumps(result))
     placement.finish(world, engine)

@@ -145,7 +145,9 @@ def our_variants() -> Tensors:
         return with_gradient("logprobs", function)
 
     return {
-        "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(scores, G, eps=1e-4),
+        "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(
+            scores, torch.ones(12, dtype=torch.bool), G, eps=1e-4
+        ),
         "variant opo advantages": variants.load("opo").compute_advantages(scores, mask.sum(1), G),
         "variant gmpo loss": loss(variants.load("gmpo")),
         "variant sapo loss": loss(variants.load("sapo")),

@@ -22,6 +22,7 @@ PAGE = ROOT / "docs/variants.md"
 class Args:
     name: tyro.conf.Positional[str] = ""  # A heading of docs/variants.md, in small letters with hyphens.
     file: tyro.conf.Positional[str] = ""  # Where to write the changed copy.
+    base: tyro.conf.Positional[str] = ""  # File to change. Default: the one that the page names.
 
 
 def variants(page: str) -> dict[str, str]:
@@ -45,7 +46,7 @@ def apply(diff: str, source: str) -> str:
         lines = hunk.splitlines()
         before, after = ("".join(line[1:] + "\n" for line in lines if line[:1] in (" ", mark)) for mark in "-+")
         if source.count(before) != 1:
-            found = f"{source.count(before)} places in {base(diff)}"
+            found = f"{source.count(before)} places in the file to change ({base(diff)} on the page)"
             raise errors.BadInput(f"docs/variants.md: {found} are like this, expected one:\n{before}")
         source = source.replace(before, after)
     return source
@@ -69,9 +70,10 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'"{args.name}" is no variant; known: {", ".join(known)}')
     if not args.file or Path(args.file).exists():
         raise errors.BadInput(f'"{args.file}": name a file that does not exist yet, for example algos/mine.py')
-    diff = known[args.name]
-    Path(args.file).write_text(apply(diff, (ROOT / base(diff)).read_text()))
-    print(f"{args.file}: {base(diff)} with {sum(line.startswith('+') for line in diff.splitlines())} other lines")
+    diff, changed = known[args.name], args.base or ROOT / base(known[args.name])
+    Path(args.file).write_text(apply(diff, Path(changed).read_text()))
+    lines = sum(line.startswith("+") for line in diff.splitlines())
+    print(f"{args.file}: {args.base or base(diff)} with {lines} other lines")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 from conftest import ROOT, launch
+from test_readme import load as load_script
 
 from algos.dpo import dpo_loss, implicit_rewards
 from common.data import arithmetic, pairs
-from common.data.prompts import Source
+from common.data.prompts import Prompt, Source
 from common.errors import BadInput
 from common.rewards import grade_gsm8k
 from common.rollout.rollout import collate
@@ -99,6 +100,7 @@ def load(tmp_path, *rows, **source):
         ({"prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"good": [USER, GOOD], "bad": [USER, BAD]}, {"columns": ("chosen=good", "rejected=bad")}),
     ],
 )
 def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
@@ -120,6 +122,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         ({**PAIR, "chosen": 2}, 'pairs.jsonl:2: "chosen" must be a text, .*, got 2'),
         ({**PAIR, "chosen": [USER]}, 'pairs.jsonl:2: "chosen" must be a text'),
         ({**PAIR, "chosen": [GOOD], "rejected": [USER, BAD]}, "the messages before the response differ"),
+        ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, 'in "chosen" are not the row\'s prompt'),
         ({"chosen": "2", "rejected": "3"}, 'pairs.jsonl:2: "chosen" must be messages with role and content'),
     ],
 )
@@ -202,6 +205,37 @@ def test_a_run_that_is_resumed_is_the_run_bit_for_bit(tmp_path, script):
     assert strip(whole) == strip(again) == strip(parts) and len(parts) == 6
     weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "again", "parts")]
     assert weights[0] == weights[1] == weights[2]
+
+
+@pytest.mark.slow
+def test_a_file_whose_responses_changed_is_not_gone_on_with(tmp_path):
+    """The prompts and answers are the same; what the run learns from is the other way round."""
+    lines = arithmetic.PAIRS.read_text().splitlines(keepends=True)[:16]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(lines))
+    flags = ["--dataset", data, "--batch-size", 4, "--output", tmp_path / "model", "--run-dir", tmp_path / "run"]
+    launch(DPO, *flags, "--steps", 2)
+    rows = [json.loads(line) for line in lines]
+    data.write_text("".join(json.dumps({**r, "chosen": r["rejected"], "rejected": r["chosen"]}) + "\n" for r in rows))
+    result = launch(DPO, *flags, "--steps", 4, "--resume", "auto", check=False)
+    assert result.returncode == 2 and "error[data-changed]" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_copy_has_the_name_of_its_file(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(DPO.read_text())
+    run(tmp_path / "run", "--steps", 1, "--batch-size", 4, script=mine)
+    assert json.loads((tmp_path / "run/run.json").read_text())["algorithm"] == "mine"
+
+
+def test_a_response_that_was_cut_off_is_in_no_pair():
+    evaluate = load_script("scripts/evaluate.py")
+    prompt = Prompt("a:1", "1+1=", [1], "2", meta={"prompt": "1+1="})
+    graded = [("222222", 1.0), ("2", 1.0), ("333333", 0.0), ("3", 0.0)]
+    (row,) = evaluate.pair(prompt, graded, arithmetic.tokenizer(), 4)
+    assert (row["chosen"], row["rejected"]) == ("2", "3")
+    assert evaluate.pair(prompt, graded[:3], arithmetic.tokenizer(), 4) == []
 
 
 def test_a_dry_run_checks_the_data_and_loads_nothing(tmp_path):

@@ -78,7 +78,15 @@ def test_whitening_makes_scale_and_a_constant_of_the_reward_irrelevant():
         return whiten(compute_advantages(rewards, scores, mask, 1, "none"), mask)
 
     assert torch.allclose(white(scores), white(7 * scores - 3), atol=1e-4)
-    assert (white(torch.full((8,), 0.7)) == 0).all()  # nothing to learn from equal rewards
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+@pytest.mark.parametrize("score", [0.0, 0.1, 0.7, 1 / 3, 1.0])
+def test_equal_rewards_give_exactly_zero(score, baseline):
+    """The sum of 40,000 times 0.7 is rounded; divided by a standard deviation near 0 that would be a step of noise."""
+    scores, mask = torch.full((800,), score), torch.ones(800, 50, dtype=torch.bool)
+    rewards = reward_tokens(scores, torch.zeros(800, 50), None, mask, 0.0)
+    assert (whiten(compute_advantages(rewards, scores, mask, 8, baseline), mask) == 0).all()
 
 
 def test_without_a_baseline_it_is_ppo_whose_critic_says_zero():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from conftest import ALGORITHMS, ROOT, launch
 from test_readme import load
 
 from common import errors, placement, weight_sync
@@ -347,11 +347,21 @@ def test_the_loss_of_each_variant_holds(holds, tmp_path, name):
     diff = variants.variants(variants.PAGE.read_text())[name]
     file = tmp_path / "mine.py"
     file.write_text(variants.apply(diff, (ROOT / variants.base(diff)).read_text()))
-    assert holds(file, tis_cap=2.0) == ({"policy": True}, "")
+    assert holds(file, **({} if name == "dppo" else {"tis_cap": 2.0})) == ({"policy": True}, "")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("variant", ["icepop", "sequence-weights", "geometric-mask"])
+def test_importance_weights_fit_every_file(name, variant):
+    diff = variants.variants(variants.PAGE.read_text())[variant]
+    compile(variants.apply(diff, (ROOT / f"algos/{name}.py").read_text()), name, "exec")
 
 
 def test_a_diff_that_no_longer_fits_says_where():
-    with pytest.raises(errors.BadInput, match="0 places in algos/grpo.py are like this, expected one:\nold line"):
+    with pytest.raises(
+        errors.BadInput,
+        match="0 places in the file to change .algos/grpo.py on the page. are like this, expected one:\nold line",
+    ):
         variants.apply("--- algos/grpo.py\n@@\n-old line\n+new line\n", "another line\n")
 
 

@@ -55,6 +55,11 @@ def pair(where: str, prompt: Prompt, columns: dict[str, str], tokenizer: PreTrai
             raise BadInput(
                 f'{where}: "{column}" must be a text, or messages of which the assistant\'s is last, got {shown}'
             )
+    own_prompt = prompt.meta["prompt"]
+    if isinstance(own_prompt, str):
+        own_prompt = [{"role": "user", "content": own_prompt}]
+    if before[0] and before[0] != own_prompt:
+        raise BadInput(f'{where}: the messages before the response in "{own[0]}" are not the row\'s prompt')
     if before[0] != before[1]:
         raise BadInput(f'{where}: the messages before the response differ in "{own[0]}" and "{own[1]}"')
     return [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts]

@@ -129,8 +129,9 @@ class PromptLoader:
     are evenly spread, and a data set has as many of them as its weight says, to a thousandth of the whole.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int):
-        self.seed, self.position = seed, 0
+    def __init__(self, prompts: list[Prompt], seed: int, also: list | None = None):
+        """also: what a run learns from beside prompts and answers, for the fingerprint."""
+        self.seed, self.position, self.also = seed, 0, also
         self.in_flight: int | None = None  # start of a batch that has been drawn and not yet been trained on
         by_name: dict[str, list[Prompt]] = {}
         for prompt in prompts:
@@ -146,6 +147,7 @@ class PromptLoader:
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and answers in their order. A file whose content changed has another fingerprint."""
         content = [[(prompt.ids, prompt.answer) for prompt in dataset] for dataset in self.datasets]
+        content += [] if self.also is None else [self.also]
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def take(self, count: int) -> list[Prompt]:

@@ -14,8 +14,7 @@ from common.errors import BadInput
 
 Messages = list[dict[str, str]]
 Template = str | Messages | None
-# Columns with a whole conversation, in OpenAI's and in ShareGPT's form; the last one is that of preference data.
-CONVERSATIONS = ("messages", "conversations", "chosen")
+CONVERSATIONS = ("messages", "conversations")  # columns with a whole conversation, in OpenAI's and in ShareGPT's form
 
 
 def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str | None, str | None]:
@@ -23,10 +22,11 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
 
     Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
     worked solution. Answer and solution are None where a row has none: most rewards need an answer, some do not.
-    A conversation (CONVERSATIONS) stands for both a prompt and, if the last of them is the assistant's, its solution.
+    "messages", "conversations" or "chosen" stand for both a prompt and, if their last is the assistant's, its solution.
     """
+    conversations = (*CONVERSATIONS, columns.get("chosen", "chosen"))
     usual = {
-        "prompt": next((name for name in ("prompt", "question", *CONVERSATIONS) if name in row), "prompt"),
+        "prompt": next((name for name in ("prompt", "question", *conversations) if name in row), "prompt"),
         "answer": "answer",
         "solution": "solution" if "solution" in row else "response",
     }
@@ -38,7 +38,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
 
             raise missing(where, row, column, is_usual=name not in columns)
     content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], absent)
-    is_text = names["prompt"] not in CONVERSATIONS
+    is_text = names["prompt"] not in conversations
     if not is_text:
         from common.data.formats import split_conversation
 

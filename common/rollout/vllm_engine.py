@@ -74,7 +74,8 @@ class VLLMEngine:
 
         from common.rollout import vllm_weights
 
-        gc.freeze()  # vLLM collects garbage five times at the start, each time through all that is imported: seconds
+        gc.collect()
+        gc.freeze()  # vLLM collects garbage five times while it starts, which takes 2 s if it walks through all modules
         vllm_weights.register()
         # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
         TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves

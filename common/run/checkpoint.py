@@ -165,7 +165,7 @@ class Saver:
             "lora": adapters_of(self.trained["policy"][0]),
             "ranks": self.world.size,
             "weight_version": self.engine.weight_version if self.engine else 0,
-            "reward": self.reward.state() if self.reward else {"weights": {}},
+            "reward": self.reward.state() if self.reward else {"weights": {}},  # a run that does not sample has none
             "eval/accuracy": metrics.get("eval/accuracy"),
         }
         trainer = folder.with_suffix(".unfinished") / "trainer"
@@ -178,11 +178,13 @@ class Saver:
             dist.barrier()
 
     def rescue(self, step: int, position: int) -> None:
-        """Save the state of a run that fails, unless it is saved already. Collective: every rank calls it.
+        """Save the state of a run that fails, unless it is saved already or has weights that are not finite.
 
-        step: the last one that is done. position: where its next prompts begin.
+        step: the last one that is done. position: where its next prompts begin. Collective: every rank calls it.
         """
-        if step <= self.saved:
+        models = [model for model, _ in self.trained.values()]
+        finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
+        if step <= self.saved or not self.world.min(finite):
             return
         self.loader.position, self.loader.in_flight = position, None
         try:

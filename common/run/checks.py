@@ -106,9 +106,11 @@ def check_model(
         )
 
 
-def check_companion(flag: str, model_path: str, tokenizer, prompts: list[Prompt], max_response_tokens: int) -> None:
+def check_companion(
+    flag: str, model_path: str, tokenizer, prompts: list[Prompt], max_response_tokens: int, ranks: int = 1
+) -> None:
     """Refuse a model that is to read the policy's tokens and has another tokenizer, or fewer positions, or cannot be
-    packed. Raises BadInput.
+    packed, or whose heads cannot be shared among so many ranks of sequence parallelism. Raises BadInput.
     """
     theirs, ours = load_tokenizer(model_path, flag)[0].get_vocab(), tokenizer.get_vocab()
     other = next((token for token in sorted(ours, key=ours.get) if theirs.get(token) != ours[token]), None)
@@ -117,7 +119,11 @@ def check_companion(flag: str, model_path: str, tokenizer, prompts: list[Prompt]
         said = f"its tokenizer is not that of --model: token {ours[other]}, {other!r}, {found}"
         raise BadInput(f"{flag} {model_path}: {said}")
     total_tokens(model_path, prompts, max_response_tokens, flag)
-    check_model(model_path, tokenizer, prompts)
+    try:
+        check_heads(AutoConfig.from_pretrained(model_path), ranks, model_path)
+        check_model(model_path, tokenizer, prompts)
+    except BadInput as error:
+        raise BadInput(str(error).replace(f"--model {model_path}", f"{flag} {model_path}"), code=error.code) from None
 
 
 def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:

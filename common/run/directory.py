@@ -39,6 +39,11 @@ REMOVED = ("reward_failure", "trust_pickle", "selftest", "rollout_batched_tokens
            "rollout_devices", "rollout_urls")  # fmt: skip
 
 
+def name_of(args) -> str:
+    """The name of the algorithm's file, which defines the class of its flags, without .py."""
+    return Path(inspect.getfile(type(args))).stem
+
+
 def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
     """The checkpoint to resume, or None.
 

@@ -10,7 +10,6 @@ Nothing here computes a loss, an advantage or a gradient, and nothing calls an o
 """
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,7 +126,7 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     the whole plan.
     """
     ranges.check(args)
-    name = Path(inspect.getfile(type(args))).stem
+    name = directory.name_of(args)
     size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_numbers(args, size)
     reward = rewards.load(args.reward)
@@ -143,7 +142,9 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     engines.check_family(args.rollout_backend, args.model)
     others = {flag: tokenizers.resolve_model(path) for flag, path in (others or {}).items()}
     for flag, path in others.items():
-        checks.check_companion(f"--{flag}", path, tokenizer, prompts + held_out, args.max_response_tokens)
+        checks.check_companion(
+            f"--{flag}", path, tokenizer, prompts + held_out, args.max_response_tokens, args.compute.sequence_parallel
+        )
     dtype = precision.choose(args.dtype, args.model, resume)
     args.dtype = str(dtype).removeprefix("torch.")
     args.max_logprob_gap = args.max_logprob_gap or guards.MAX_GAP[dtype]
@@ -168,7 +169,7 @@ def check_numbers(args: Flags, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    if args.layout.max_inflight_batches > 1 and not getattr(args, "tis_cap", 0):
+    if args.layout.max_inflight_batches > 1 and not getattr(args, "tis_cap", True):
         raise BadInput(
             "--max-inflight-batches 2: its responses are one update old, and nothing corrects for that; add --tis-cap 2"
         )
@@ -265,13 +266,9 @@ class Run:
     def rescue(self, step: int, position: int) -> None:
         """Save the state after `step`, from which the prompts at `position` come next, and write the report.
 
-        Updates that the failing step has made before are in it. Weights that are not finite are not saved. Collective:
-        every rank calls it.
+        Updates that the failing step has made before are in it. Collective: every rank calls it.
         """
-        models = [model for model, _ in self.saver.trained.values()]
-        finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
-        if self.world.min(finite):
-            self.saver.rescue(step, position)
+        self.saver.rescue(step, position)
         self.tracker.close()
         dist.barrier()  # A rank that ended now would end rank 0, which writes the report.
 

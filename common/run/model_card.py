@@ -25,6 +25,7 @@ def text(run_dir: Path, step: int) -> str:
     run, metrics = described(run_dir / "run.json"), [row for row in read_metrics(run_dir) if row["step"] <= step]
     args, algorithm = run["args"], run["algorithm"]
     base = Path(args["model"]).name if Path(args["model"]).is_dir() else args["model"]
+    base = base or "random weights"  # SFT without --model
     about = ["library_name: transformers", "pipeline_tag: text-generation"]
     about += [f"base_model: {json.dumps(base)}"] * (base == args["model"])  # a hub knows only names of its own
     rewarded = "reward" in args

@@ -1,7 +1,7 @@
 """The frame around training on a fixed data set, without an engine: resuming, metrics, checkpoints, the report.
 
-    resume = find(args, "sft")              refuses a run directory that does not fit; ends a run that is done already
-    run = Run(args, "sft", resume, ...)     loads the checkpoint and opens the run directory
+    resume = find(args)                     refuses a run directory that does not fit; ends a run that is done already
+    run = Run(args, resume, ...)            loads the checkpoint and opens the run directory
     for step in run.steps():                the file trains
         run.end_step(step)                  writes metrics, saves
     run.close()
@@ -10,9 +10,11 @@ args: the file's flags, among them `run_dir`, `saving`, `track`, `steps` and `se
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from common import placement
@@ -22,10 +24,10 @@ from common.run import checkpoint, directory
 from common.run.tracking import Tracker
 
 
-def find(args, name: str) -> Path | None:
-    """The checkpoint to resume, or None. name: the name of the file, without .py. Raises BadInput."""
+def find(args) -> Path | None:
+    """The checkpoint to resume, or None. Raises BadInput."""
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
-    directory.check_configuration(args, name)
+    directory.check_configuration(args, directory.name_of(args))
     directory.leave_if_done(args, resume)
     return resume
 
@@ -34,20 +36,21 @@ class Run:
     """The steps of a run. Collective: every rank calls every method."""
 
     def __init__(
-        self, args, name: str, resume: Path | None, trained: checkpoint.Trained, loader: PromptLoader,
+        self, args, resume: Path | None, trained: checkpoint.Trained, loader: PromptLoader,
         tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World,
     ):  # fmt: skip
         """trained: name -> (model, optimizer); "policy" is exported. Raises BadInput or RunFailed."""
         self.steps_wanted, self.world = args.steps, world
         self.saver = checkpoint.Saver(args.saving, trained, loader, None, None, tokenizer, dtype, world)
         done = self.saver.load(resume)
-        self.tracker = Tracker(args.run_dir, name, args, world, args.track, done, args.steps)
+        self.tracker = Tracker(args.run_dir, directory.name_of(args), args, world, args.track, done, args.steps)
         self.saver.signals.doing = self.tracker.doing
 
     def steps(self) -> Iterator[int]:
         """Yields the remaining steps, from 1 to --steps, or until a signal asks the run to stop."""
         for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
             self.tracker.begin(step, ())
+            self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
             yield step
 
     def end_step(self, step: int) -> None:
@@ -55,10 +58,11 @@ class Run:
         self.saver.step_done(step, self.tracker.write(step))
         self.tracker.refresh_report()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the last step is done. A signal may have stopped the run before it."""
-        return self.saver.done == self.steps_wanted
+    def rescue(self, step: int, position: int) -> None:
+        """Save the state after `step` before the run fails, and write the report."""
+        self.saver.rescue(step, position)
+        self.tracker.close()
+        dist.barrier()  # A rank that ended now would end rank 0, which writes the report.
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""

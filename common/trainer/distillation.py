@@ -6,6 +6,7 @@ p is the softmax of the policy's logits z, q that of the teacher's, both over th
 are often padded to different sizes.
 """
 
+from dataclasses import replace
 from types import MethodType
 
 import torch
@@ -26,8 +27,11 @@ def load_teacher(
 ) -> nn.Module:
     """A frozen model that has no adapters. frozen_logprobs() and divergences() take it. Collective: every rank."""
     model_path = resolve_model(model_path)
-    without_lora = Compute(**{**vars(compute), "lora_rank": 0})
-    teacher = model.load(model_path, world, dtype, without_lora, offload=offload).requires_grad_(False).eval()
+    teacher = (
+        model.load(model_path, world, dtype, replace(compute, lora_rank=0), offload=offload)
+        .requires_grad_(False)
+        .eval()
+    )
     for owner, forward in ((teacher, hidden_and_head), (policy, token_divergences)):
         setattr(owner, forward.__name__, MethodType(forward, owner))
         register_fsdp_forward_method(owner, forward.__name__)
@@ -113,7 +117,7 @@ class ChunkedKL(torch.autograd.Function):
 
 def both(hidden, head, their_hidden, their_head):
     """Slices of rows, each with the products (r, V) of the policy and of the teacher in float32."""
-    widest = max(len(head), len(their_head))
+    widest = 3 * max(len(head), len(their_head))  # a chunk takes the memory of six, where log-probs take that of two
     pairs = zip(logits_in_chunks(hidden, head, widest), logits_in_chunks(their_hidden, their_head, widest))
     for (rows, z), (_, w) in pairs:
         yield rows, z, w

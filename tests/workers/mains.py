@@ -30,8 +30,9 @@ FLAGS = {
 }  # fmt: skip
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
-    "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1},
-    "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {},
+    "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
+    "ppo": {"kl_coef": 0.1, "lam_actor": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
+    "opd": {"full_vocabulary": True},
 }  # fmt: skip
 
 
