@@ -212,19 +212,28 @@ def sampled(task: str, run: str, rows: list[dict]) -> list[int]:
     return [int(prompts) * args["group_size"] for prompts in accumulate(drawn)]
 
 
-def table(task: str) -> str:
+def block(task: str, page: Path) -> str:
+    """The table of a page between its marks. The README has only the best wording of an untrained model."""
+    return f"{BEGIN.format(task)}\n{table(task, best=page == ROOT / 'README.md')}\n{END.format(task)}"
+
+
+def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for pretrained models samples as well, steps, time."""
-    return "\n".join(table_lines(task))
+    return "\n".join(table_lines(task, best))
 
 
-def table_lines(task: str) -> Iterator[str]:
+def table_lines(task: str, best: bool) -> Iterator[str]:
     pretrained = task != "arithmetic"
     more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if pretrained else ""
     yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
     yield "|---|---|---|---|---|---|---|---|" + "---|---|" * pretrained
     samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
     if pretrained:
-        for wording, found in json.loads((BASELINES / task / "start.json").read_text()).items():
+        untrained = json.loads((BASELINES / task / "start.json").read_text())
+        highest = max(found["greedy"] for found in untrained.values())
+        for wording, found in untrained.items():
+            if best and found["greedy"] < highest:
+                continue
             yield f'| untrained, "{wording.format("...")}" | | {found["greedy"]:.1%} | | |{samples(found)} | | |'
     for run, seeds in curves(task).items():
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
@@ -280,8 +289,7 @@ def main(args: Args) -> None:
             draw(task)
             for page in (BASELINES / "README.md", ROOT / "README.md"):
                 before, rest = page.read_text().split(BEGIN.format(task))
-                block = f"{BEGIN.format(task)}\n{table(task)}\n{END.format(task)}"
-                page.write_text(before + block + rest.split(END.format(task))[1])
+                page.write_text(before + block(task, page) + rest.split(END.format(task))[1])
 
 
 if __name__ == "__main__":

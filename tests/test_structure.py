@@ -96,6 +96,10 @@ def test_common_module(path):
     assert not names & {word for word in words if isinstance(word, str)}, "common knows no algorithm's name"
 
 
+def test_the_readme_has_at_most_200_lines():
+    assert lines(ROOT / "README.md") <= 200
+
+
 def test_common_has_few_names_and_no_splinters():
     top = [path for path in (ROOT / "common").iterdir() if path.name not in ("__init__.py", "__pycache__")]
     assert len(top) <= 8
