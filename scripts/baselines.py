@@ -58,7 +58,8 @@ RUNS = {  # (task, run): further flags; without an entry the run is the algorith
 OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
 SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
 SFT = (
-    f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} --output {{folder}}/model"
+    f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} "
+    "--output {folder}/model --run-dir {folder}/run"
 )
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ("sums", "sft"): [f"{SFT} --dataset sums"],

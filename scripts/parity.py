@@ -29,7 +29,8 @@ import tyro
 sys.path.append(str(Path(__file__).parent))
 import variants
 
-from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo
+from common.trainer.distillation import ChunkedKL
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -62,6 +63,8 @@ def batch() -> Tensors:
         "greedy": draw(3).round(decimals=1).repeat_interleave(G),
         "values": draw(12, 9) * mask,
         "old_values": draw(12, 9) * mask,
+        "logits": draw(12, 9, 7),
+        "teacher_logits": draw(12, 9, 7),
     }
 
 
@@ -81,6 +84,14 @@ def ours() -> Tensors:
     z = grpo.compute_advantages(scores, G)
     token_rewards = remax.reward_tokens(scores, old, ref, mask, BETA)
     advantages, returns = ppo.compute_advantages(token_rewards, b["values"], mask, 1.0, 0.95)
+
+    def divergence(logits: torch.Tensor) -> torch.Tensor:
+        """The heads are identities: hidden states are logits."""
+        student, teacher, head = logits[mask].float(), b["teacher_logits"][mask].float(), torch.eye(7)
+        targets, shape = torch.zeros(len(student), dtype=torch.long), (0.9, None)
+        found, *_ = ChunkedKL.apply(student, head, targets, shape, teacher, head, shape)
+        return opd.vocabulary_loss(found, torch.ones_like(found, dtype=torch.bool), denominator=tokens)
+
     whitened = lambda rewards, baseline: reinforce_pp.whiten(
         reinforce_pp.compute_advantages(rewards, scores, mask, G, baseline), mask
     )
@@ -120,6 +131,7 @@ def ours() -> Tensors:
                 dpo.implicit_rewards(logprobs, (ref * mask).sum(1).view(-1, 2), mask, 0.1), 0.0
             ).mean(),
         ),
+        "opd loss over the vocabulary": with_gradient("logits", divergence),
         "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
         "ppo value loss": with_gradient(
             "values",
@@ -295,6 +307,7 @@ def trl_lines() -> Tensors:
     """The TRL lines by the trainers' own methods."""
     from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
+    distill = import_with_stand_ins("trl.experimental.gold.gold_trainer").GOLDTrainer.generalized_jsd_loss
     b = batch()
     mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
     z = grpo.compute_advantages(scores, G)
@@ -374,6 +387,12 @@ def trl_lines() -> Tensors:
         "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),
         "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
         "dpo loss|DPOTrainer, sigmoid": with_gradient("logprobs", preferences),
+        "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient(
+            "logits",
+            lambda logits: distill(
+                logits, b["teacher_logits"], torch.where(b["mask"], 0, -100), 1, 0.9, reduction="batchmean"
+            ),
+        ),
     }
 
 

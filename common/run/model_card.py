@@ -28,8 +28,9 @@ def text(run_dir: Path, step: int) -> str:
     base = base or "random weights"  # SFT without --model
     about = ["library_name: transformers", "pipeline_tag: text-generation"]
     about += [f"base_model: {json.dumps(base)}"] * (base == args["model"])  # a hub knows only names of its own
-    rewarded = "reward" in args
-    about += ["tags:", *["- reinforcement-learning"] * rewarded, f"- {algorithm}"]
+    short = lambda word: Path(word).name if Path(word).is_absolute() else word
+    rewarded = f", reward: `{' '.join(args['reward'])}`" if "reward" in args else ""
+    about += ["tags:", *["- reinforcement-learning"] * bool(rewarded), f"- {algorithm}"]
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     hardware = f"{run['hardware']['ranks']} rank(s) on {run['hardware']['device']}"
     return "\n".join(
@@ -39,12 +40,12 @@ def text(run_dir: Path, step: int) -> str:
             "",
             f"- base model: `{base}`",
             f"- algorithm: `algos/{algorithm}.py` at commit `{run['commit'] or 'unknown'}`",
-            f"- data: `{' '.join(args['dataset'])}`" + rewarded * f", reward: `{' '.join(args.get('reward', []))}`",
+            f"- data: `{' '.join(map(short, args['dataset']))}`" + rewarded,
             f"- steps: {step} of {args['steps']}, seed {args['seed']}, {hardware}",
             f"- versions: {versions}",
             "",
             "```",
-            shlex.join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in run["argv"])]),
+            shlex.join(["python", *map(short, run["argv"])]),
             "```",
             "",
             *table(metrics),
