@@ -186,9 +186,8 @@ def main(args: Args) -> None:
                         divergences, logprobs, entropy = distillation.divergences(
                             policy, teacher, micro, args.temperature
                         )  # (n, T) each; only the divergences have a gradient
-                        kl = torch.where(micro.response_mask, divergences.detach(), 0.0)
-                        advantages[micro.rows] -= kl  # 0 in a micro-batch that only keeps the ranks in step
-                        tracker.add("teacher/kl", kl.sum(), micro.response_mask.sum())
+                        advantages[micro.rows] -= divergences.detach()
+                        tracker.add("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
                     else:
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
                     if single_update:

@@ -41,7 +41,7 @@ def load_teacher(
 def divergences(
     policy: nn.Module, teacher: nn.Module, micro: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL, log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
+    """KL, log-probs and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
 
     Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). Collective: every rank
     calls it equally often.
@@ -53,7 +53,8 @@ def divergences(
         micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, *theirs, shape
     )
     kl, logprobs, entropy = [model.place(values, micro) for values in found]
-    return kl, logprobs, entropy
+    # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
+    return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
 
 def shape_of(of: nn.Module, temperature: float) -> Shape:

@@ -136,6 +136,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
 
     def vocabulary_loss(micro):
         found, *_ = distillation.divergences(policy, teacher, micro, temperature=0.9)
+        assert (found[~micro.response_mask] == 0).all()  # dummies count in no metric
         return opd.vocabulary_loss(found, micro.response_mask, denominator=tokens)
 
     out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
