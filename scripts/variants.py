@@ -52,12 +52,17 @@ def apply(diff: str, source: str) -> str:
     return source
 
 
-def load(name: str) -> ModuleType:
-    """A variant as a module, without a file."""
+def source(name: str, file: str = "") -> str:
+    """The text of `file`, or of the one that the page names, with a variant's lines. Raises BadInput."""
     diff = variants(PAGE.read_text())[name]
+    return apply(diff, Path(file or ROOT / base(diff)).read_text())
+
+
+def load(name: str, file: str = "") -> ModuleType:
+    """A variant as a module, without writing it."""
     module = ModuleType(f"variant {name}")
     sys.modules[module.__name__] = module  # where dataclasses look
-    exec(compile(apply(diff, (ROOT / base(diff)).read_text()), module.__name__, "exec"), vars(module))
+    exec(compile(source(name, file), module.__name__, "exec"), vars(module))
     return module
 
 
@@ -70,8 +75,8 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'"{args.name}" is no variant; known: {", ".join(known)}')
     if not args.file or Path(args.file).exists():
         raise errors.BadInput(f'"{args.file}": name a file that does not exist yet, for example algos/mine.py')
-    diff, changed = known[args.name], args.base or ROOT / base(known[args.name])
-    Path(args.file).write_text(apply(diff, Path(changed).read_text()))
+    diff = known[args.name]
+    Path(args.file).write_text(source(args.name, args.base))
     lines = sum(line.startswith("+") for line in diff.splitlines())
     print(f"{args.file}: {args.base or base(diff)} with {lines} other lines")
 

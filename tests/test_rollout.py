@@ -2,9 +2,12 @@
 
 import shutil
 
+import psutil
+import pytest
 import torch
 from transformers import GenerationConfig
 
+from common.data import arithmetic
 from common.rollout import engines
 from common.rollout.rollout import collate, select
 
@@ -53,3 +56,11 @@ def test_a_cpus_bfloat16_head_gives_float32_logits():
         method.process_weights_after_loading(layer)
         exact = x.double() @ layer.weight.double().t()
         assert exact.abs().max() > 20 and (method.apply(layer, x) - exact).abs().max() <= 1e-4
+
+
+def test_a_cpu_engines_kv_cache_holds_every_response_at_its_longest():
+    """512 responses of 112 tokens: 3.5 blocks of 32 tokens, rounded up, and one more, of 3 KiB a token."""
+    size = lambda sequences: engines.kv_cache_bytes(arithmetic.config(), torch.float32, 112, sequences)
+    assert size(512) == 512 * 5 * 32 * (2 * 3 * 128 * 4)
+    assert size(1) == 2**27  # room for a family that keeps more than its config says
+    assert size(2**30) == pytest.approx(psutil.virtual_memory().total / 4, rel=1e-3)

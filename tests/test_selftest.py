@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 from pathlib import Path
 
@@ -344,17 +345,24 @@ def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):
 @pytest.mark.parametrize("name", variants.variants(variants.PAGE.read_text()))
 def test_the_loss_of_each_variant_holds(holds, tmp_path, name):
     """The diffs of docs/variants.md, in the whole loop. Their functions are compared with the peers' in test_parity."""
-    diff = variants.variants(variants.PAGE.read_text())[name]
     file = tmp_path / "mine.py"
-    file.write_text(variants.apply(diff, (ROOT / variants.base(diff)).read_text()))
+    file.write_text(variants.source(name))
     assert holds(file, **({} if name == "dppo" else {"tis_cap": 2.0})) == ({"policy": True}, "")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("variant", ["icepop", "sequence-weights", "geometric-mask"])
 def test_importance_weights_fit_every_file(name, variant):
-    diff = variants.variants(variants.PAGE.read_text())[variant]
-    compile(variants.apply(diff, (ROOT / f"algos/{name}.py").read_text()), name, "exec")
+    """Ratios of two responses: e^0, e^1 and e^2; e^0 and e^-1."""
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    old, sampled = torch.tensor([[0.0, 1.0, 2.0], [0.0, -1.0, torch.nan]]), torch.zeros(2, 3)
+    found = variants.load(variant, ROOT / f"algos/{name}.py").rollout_weights(old, sampled, mask, 2.0)
+    expected = {
+        "icepop": [1, 0, 0, 1, 0],
+        "sequence-weights": [2, 2, 2, 1 / math.e, 1 / math.e],
+        "geometric-mask": [0, 0, 0, 1, 1],  # geometric means of e and 0.61
+    }[variant]
+    assert torch.allclose(found[mask], torch.tensor(expected).float())
 
 
 def test_a_diff_that_no_longer_fits_says_where():
