@@ -48,7 +48,7 @@ def divergences(
     """
     with torch.no_grad():
         theirs = teacher.hidden_and_head(micro.input_ids, micro.position_ids, micro.spans, micro.predictors)
-    shape = shape_of(teacher, temperature)
+    shape = model.logit_shape(teacher.config, temperature)
     found = policy.token_divergences(
         micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, *theirs, shape
     )
@@ -57,15 +57,9 @@ def divergences(
     return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
 
-def shape_of(of: nn.Module, temperature: float) -> Shape:
-    scale, cap = model.logit_shape(of.config)
-    return temperature / scale, None if cap is None else cap / temperature
-
-
 def hidden_and_head(self, input_ids, position_ids, spans, predictors) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states (R, d) at R places of one packed row, and the head (V, d), in the compute dtype."""
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
-    return hidden.last_hidden_state[0].index_select(0, predictors), self.get_output_embeddings().weight
+    return model.hidden_states(self, input_ids, position_ids, spans, predictors), self.get_output_embeddings().weight
 
 
 def token_divergences(
@@ -74,7 +68,8 @@ def token_divergences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
     hidden, head = hidden_and_head(self, input_ids, position_ids, spans, predictors)
-    return ChunkedKL.apply(hidden, head, targets, shape_of(self, temperature), their_hidden, their_head, their_shape)
+    shape = model.logit_shape(self.config, temperature)
+    return ChunkedKL.apply(hidden, head, targets, shape, their_hidden, their_head, their_shape)
 
 
 class ChunkedKL(torch.autograd.Function):

@@ -192,8 +192,8 @@ def logits_are_ours(model: nn.Module) -> bool:
         return False
     del decoder.forward
     model.set_output_embeddings(head)
-    scale, cap = logit_shape(model.config)
-    ours, _ = ChunkedLogprobs.apply(hidden[0].expand(32, -1), small.weight, torch.arange(32), 1 / scale, False, cap)
+    divisor, cap = logit_shape(model.config, temperature=1.0)
+    ours, _ = ChunkedLogprobs.apply(hidden[0].expand(32, -1), small.weight, torch.arange(32), divisor, False, cap)
     return torch.allclose(ours, theirs.float().log_softmax(-1), atol=1e-3)
 
 
@@ -201,25 +201,30 @@ def token_logprobs(
     self, input_ids, position_ids, spans, predictors, targets, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, of the R targets that are predicted at R places of one packed row."""
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
-    hidden = hidden.last_hidden_state[0].index_select(0, predictors)  # (R, hidden size)
-    head = self.get_output_embeddings().weight
-    scale, cap = logit_shape(self.config)
-    cap = None if cap is None else cap / temperature
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, temperature / scale, with_entropy, cap)
+    hidden, head = hidden_states(self, input_ids, position_ids, spans, predictors), self.get_output_embeddings().weight
+    divisor, cap = logit_shape(self.config, temperature)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, divisor, with_entropy, cap)
     return logprobs, entropy if with_entropy else None
 
 
-def logit_shape(config) -> tuple[float, float | None]:
-    """(scale, cap): a model's logits are z = scale hidden head^T (Cohere, Granite) or cap tanh(z / cap) (Gemma 2)."""
+def hidden_states(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
+    """The decoder's last hidden states, (R, hidden size), at R places of one packed row."""
+    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
+    return hidden.last_hidden_state[0].index_select(0, predictors)
+
+
+def logit_shape(config, temperature: float) -> tuple[float, float | None]:
+    """(divisor, cap) of ChunkedLogprobs at a temperature. Without it a model's logits are z = scale hidden head^T
+    (Cohere, Granite), or cap tanh(z / cap) (Gemma 2).
+    """
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return temperature / scale, None if cap is None else cap / temperature
 
 
 def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
     """Values, (R,) float32, at R places of one packed row: the value of the text up to there, before the next token."""
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
-    hidden = hidden.last_hidden_state[0].index_select(0, predictors).float()  # (R, hidden size)
+    hidden = hidden_states(self, input_ids, position_ids, spans, predictors).float()  # (R, hidden size)
     values = F.linear(hidden, self.score.weight.float(), self.score.bias.float())  # (R, 1)
     return values.squeeze(-1).clone()  # FSDP warns of a view
 
