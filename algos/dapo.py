@@ -171,7 +171,7 @@ def main(args: Args) -> None:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         generate = lambda prompts, place, grading: engine.generate(
             [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-            seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading,
+            seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading, reply=grading.reply,
         )  # fmt: skip
         # Dynamic sampling: draw prompts until enough of them pass the filter.
         batch = draw.until_full(

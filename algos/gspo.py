@@ -167,7 +167,7 @@ def main(args: Args) -> None:
         with draw.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-                seed=args.seed * 2**20 + step, done=grading,
+                seed=args.seed * 2**20 + step, done=grading, reply=grading.reply,
             )  # fmt: skip
             engine.sleep()
         return draw.grade(prompts, rollout, grading)

@@ -152,9 +152,11 @@ def main(args: Args) -> None:
         with draw.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-                seed=args.seed * 2**20 + step, done=grading,
+                seed=args.seed * 2**20 + step, done=grading, reply=grading.reply,
             )  # fmt: skip
-            greedy = engine.generate([prompt.ids for prompt in prompts], 1, 0.0, args.max_response_tokens, seed=0)
+            greedy = engine.generate(
+                [prompt.ids for prompt in prompts], 1, 0.0, args.max_response_tokens, 0, reply=grading.reply
+            )
             engine.sleep()
         baseline = draw.grade(prompts, greedy, figures=False)
         batch = draw.grade(prompts, rollout, grading)

@@ -21,6 +21,7 @@ import tyro
 from common import errors, placement
 from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
+from common.data.suffix import demonstrations
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
 from common.run import checkpoint, checks, memory, offline, precision, ranges
@@ -93,10 +94,9 @@ def main(args: Args) -> None:
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
-        end = [tokenizer.eos_token_id]
         prompt_ids = [prompt.ids for prompt in own_prompts]
-        solutions = [tokenizer(p.solution, add_special_tokens=False)["input_ids"] + end for p in own_prompts]
-        batch = rollout.collate(prompt_ids, solutions, None, [False] * len(solutions), 0, world.device)
+        solutions, sampled = demonstrations(own_prompts, tokenizer)
+        batch = rollout.collate(prompt_ids, solutions, None, [False] * len(solutions), 0, world.device, sampled)
         tokens = world.sum(batch.response_mask.sum())  # response tokens of the whole mini-batch, on all ranks
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)

@@ -31,6 +31,7 @@ from common.data.prompts import INSTRUCTIONS, Prompt, Source, load
 from common.data.sources import kind
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
+from common.rollout.environments import episodes
 from common.run import checks, evaluation, precision, ranges
 
 
@@ -40,7 +41,9 @@ class Args:
     dataset: tuple[str, ...] = ("arithmetic",)  # Data sets: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
     split: str = "test"  # Split of the data set: test or train.
-    reward: tuple[str, ...] = ("gsm8k",)  # Graders: gsm8k, math, FILE.py:FUNCTION, ... The first one decides.
+    environment: str = ""  # Answers the policy between its turns: calculator, guess or FILE.py:CLASS.
+    reward: tuple[str, ...] = ()
+    """Graders: gsm8k, math, FILE.py:FUNCTION, ... The first one decides. Default: the environment's or gsm8k."""
     prompts: int = 0  # Number of prompts. 0: all.
     n: int = 0  # Sampled responses per prompt. 0: greedy decoding only.
     temperature: float = 1.0  # Temperature of the sampled responses.
@@ -103,8 +106,11 @@ def main(args: Args) -> None:
     ranges.check(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)
-    reward = rewards.load(args.reward)
-    prompts = load(args.dataset, args.source, args.split, tokenizer, args.max_prompt_tokens)
+    args.reward = args.reward or (("environment",) if args.environment else ("gsm8k",))
+    reward, source = rewards.load(args.reward), args.source
+    if args.environment:
+        source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
+    prompts = load(args.dataset, source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     reward.check_answers(prompts)
     checks.try_rewards(reward, prompts, tokenizer)

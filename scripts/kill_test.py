@@ -62,9 +62,9 @@ def train(args: Args, run_dir: Path, asynchronous: bool, resume: str, moment: Mo
     begin, timed = tracking.Tracker.begin, tracking.Tracker.time
     now = [0]
 
-    def begin_step(tracker, step: int, profiled) -> None:
+    def begin_step(tracker, step: int) -> None:
         now[0] = step
-        begin(tracker, step, profiled)
+        begin(tracker, step)
 
     @contextmanager
     def timed_phase(tracker, phase: str):

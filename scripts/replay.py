@@ -31,7 +31,7 @@ import tyro
 from common import errors, placement
 from common.data import prompts as data
 from common.rewards import mixture as reward_mixture
-from common.rollout import engines, rollout
+from common.rollout import engines, rollout, turns
 from common.run import directory as run
 from common.run import folders, traces, tracking
 
@@ -70,17 +70,23 @@ class ReplayEngine:
             key = tuple(group[0]["prompt_ids"])
             self.sampled.setdefault(key, []).append(group)
             if "baseline_response_ids" in group[0]:
-                names = ("response_ids", "finish_reason")
-                greedy = {name: group[0][f"baseline_{name}"] for name in names}
+                names = ("response_ids", "finish_reason", "sampled")
+                greedy = {name: group[0].get(f"baseline_{name}") for name in names}
                 self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
 
-    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Recorded:
+    def generate(
+        self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None, reply=None
+    ) -> Recorded:
         waiting = self.sampled if temperature > 0 else self.greedy
         groups = [waiting[tuple(ids)].pop(0) if waiting.get(tuple(ids)) else [] for ids in prompt_ids]
         missing = next((ids for ids, group in zip(prompt_ids, groups) if len(group) != n), None)
         if missing is not None:
             raise errors.BadInput(f"the file does not hold {n} responses to the prompt {missing}")
         rows = [row for group in groups for row in group]
+        if reply is not None:
+            episodes = [play_again(row, partial(reply, i)) for i, group in enumerate(groups) for row in group]
+            versions = max(version for row in rows for version in row["weight_versions"])
+            return Recorded(**vars(turns.collate_turns(episodes, versions, self.device)), rows=rows)
         batch = rollout.collate(
             [row["prompt_ids"] for row in rows],
             [row["response_ids"] for row in rows],
@@ -96,6 +102,26 @@ class ReplayEngine:
 
     def sleep(self) -> None:
         """It holds nothing."""
+
+
+def play_again(row: dict, reply) -> turns.Turns:
+    """The recorded turns of an episode, answered by the environment again. Raises RunFailed if an answer differs."""
+    ids, logprobs = row["response_ids"], row["rollout_logprobs"]
+    episode = turns.Turns(row["prompt_ids"], len(ids) + 1)
+    for sampled, places in itertools.groupby(range(len(ids)), lambda t: row["sampled"][t]):
+        places = list(places)
+        part = slice(places[0], places[-1] + 1)
+        if sampled:
+            ends = part.stop == len(ids)
+            given = (logprobs[part] or [0.0] * len(places), ends and row["finish_reason"] == "length")
+            episode.add(ids[part], *given)
+            suffix = reply(episode)
+        else:
+            if suffix != ids[part]:
+                said = f"{row['id']}: the environment answers otherwise than in the run"
+                raise errors.RunFailed(said, code="environment-failed")
+            episode.observe(suffix)
+    return episode
 
 
 class ReplayLoader(data.PromptLoader):

@@ -4,7 +4,8 @@
     python scripts/view_rollouts.py runs/grpo --html step.html --color mismatch --limit 0
     python scripts/view_rollouts.py runs/ppo/rollouts/step_000010.jsonl --color value --grep 85
 
-Green is above zero, red below zero, orange the gap between trainer and engine, violet NaN.
+Green is above zero, red below zero, orange the gap between trainer and engine, violet NaN. What an environment said is
+grey.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import html
 import math
 import sys
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,7 @@ STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em a
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
 pre.prompt{background:#f6f6f6;max-height:12em;overflow:auto;margin:0}i{opacity:.4;user-select:none}"""
 GREEN, RED, ORANGE, VIOLET = (70, 190, 90), (240, 90, 80), (255, 160, 40), (190, 120, 255)
+GREY = (215, 215, 215)
 # Control characters of a response would move the cursor or rename the window: visible signs replace them.
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 VISIBLE |= {code: "\N{SYMBOL FOR DELETE}" for code in range(127, 160)}
@@ -84,16 +87,19 @@ def tint(number: float, scale: float, color: str) -> tuple[int, int, int] | None
 
 def headline(row: dict) -> str:
     """The figures of a response in one line."""
+    own = row.get("sampled") or [1] * len(row["response_ids"])
     given, gap = row["advantage"], numbers(row, "mismatch")
+    gap, versions = [*compress(gap or [], own)], compress(row["weight_versions"], own)
+    given = [*compress(given, own)] if isinstance(given, list) else given
     shown = {
         "score": "could not be graded" if row["score"] is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
         "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
-        "tokens": f"{len(row['response_ids'])} ({row['finish_reason']})",
+        "tokens": f"{sum(own)} ({row['finish_reason']})",
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
         "found": "nothing" if row["extracted"] is None else str(row["extracted"])[:200],
         "reference": "none" if row["answer"] is None else row["answer"][:200],
-        "weights": f"version {' and '.join(map(str, sorted(set(row['weight_versions']))))}",
+        "weights": f"version {' and '.join(map(str, sorted(set(versions))))}",
         **{name: str(value)[:200] for name, value in traces.info(row).items() if name != "parts"},
     }
     parts = traces.info(row).get("parts")
@@ -132,8 +138,11 @@ def tokens(row: dict, tokenizer, scale: float, color: str) -> list[tuple[str, tu
     if tokenizer is None:
         return [(row["response"].translate(VISIBLE), None, "")]
     given = numbers(row, color)
-    out = []
+    own, out = row.get("sampled") or [1] * len(row["response_ids"]), []
     for t, text in enumerate(pieces(row["response_ids"], tokenizer)):
+        if not own[t]:
+            out.append((text.translate(VISIBLE), GREY, f"token {row['response_ids'][t]}, from the environment"))
+            continue
         said = f"token {row['response_ids'][t]}, engine {row['rollout_logprobs'][t]:.4f}"
         said += f", trainer {row['old_logprobs'][t]:.4f}" if row["old_logprobs"] else ""
         said += f", {color} {given[t]:+.4g}" if given else ""

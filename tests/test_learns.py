@@ -1,6 +1,5 @@
 """Whole runs of algos/grpo.py: it learns, on one rank and two; the same command gives the same run; resume; guards."""
 
-import gzip
 import json
 import shutil
 
@@ -78,9 +77,7 @@ def test_the_same_command_gives_the_same_run_and_so_does_resuming(tmp_path):
 def test_rollout_logprobs_are_measured_and_never_trained_on(tmp_path):
     flags = [*SMALL, "--steps", 2, "--rollout-backend", "hf", "--kl-coef", "0.05", "--epochs", 2]
     flags += ["--track", "tensorboard", "--max-logprob-gap", 0.05]
-    launch(PATCHED, "none", tmp_path / "right", *flags, "--profile", 2)
-    trace = tmp_path / "right/profile/step_000002.rank0.json.gz"
-    assert "aten::mm" in gzip.decompress(trace.read_bytes()).decode() and len(list(trace.parent.iterdir())) == 1
+    launch(PATCHED, "none", tmp_path / "right", *flags)
     launch(PATCHED, "wrong_rollout", tmp_path / "wrong", *flags)
     assert same(weights(tmp_path / "right", 2), weights(tmp_path / "wrong", 2))
     launch(PATCHED, "share", tmp_path / "share", *flags)  # a whole step with shared prompts

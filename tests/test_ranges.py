@@ -19,8 +19,7 @@ NAMES = (*ALGORITHMS, "dpo", "sft")
 def flags(name: str) -> dict[str, float]:
     """Numeric flags of an algorithm, with a number of each one's type."""
     args = importlib.import_module(f"algos.{name}").Args()
-    tuples = {"profile": 0}  # empty by default
-    return dict(ranges.numbers(args)) | {flag: number for flag, number in tuples.items() if name not in ("dpo", "sft")}
+    return dict(ranges.numbers(args))
 
 
 def command_line(monkeypatch, capsys, name: str, *words: str) -> str:
@@ -57,7 +56,6 @@ def test_every_numeric_flag_has_a_range_and_is_held_to_it(name, monkeypatch, cap
         ("rollouts-every", "0"),
         ("rollout-memory", "40"),  # 0.4 was meant
         ("max-inflight-batches", "3"),
-        ("profile", "0"),
         ("group-size", "0"),
         ("seed", "9" * 12),
     ],

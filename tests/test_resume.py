@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     return folder, launch(WORKERS / "resume.py", folder).stdout
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "ppo-guess", "remax-calculator", "dapo-guess"])
 def test_three_steps_a_signal_and_three_more_are_six(runs, name):
     whole, parts = (runs[0] / f"{name}-{kind}" for kind in ("whole", "parts"))
     assert [row["step"] for row in metrics(whole)] == list(range(name != "grpo", 7))

@@ -50,7 +50,7 @@ class OtherTemperature(HFEngine):
 
     own = 1.0
 
-    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None):
+    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
         return super().generate(prompt_ids, n, self.own, max_tokens, seed)
 
 
@@ -63,7 +63,7 @@ class KeepsCache(HFEngine):
 
     asked, cached, old = frozenset(), frozenset(), None
 
-    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None):
+    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
         prompts, now = {tuple(ids) for ids in prompt_ids}, self.model
         self.asked |= prompts
         self.model = self.old if prompts <= self.cached else now

@@ -36,7 +36,7 @@ BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py h
     (b'{"question": "x", "answer": true}', '"answer" must be a string or a number, got true'),
     (b'{"question": "x", "answer": NaN}', '"answer" must be a string or a number, got NaN'),
     (b'{"question": "x", "answer": -1e999}', '"answer" must be a string or a number, got -Infinity'),
-    (b'{"question": "x", "solution": 2}', '"solution" must be a string, got 2'),
+    (b'{"question": "x", "solution": 2}', '"solution" must be a string, or turns, got 2'),
     (b'{"question": "\\ud800", "answer": "2"}',
      r"'utf-8' codec can't encode character '\ud800' in position 14: surrogates not allowed"),
     (b'{"question": "x", "answer": ' + b"9" * 5000 + b"}",
@@ -68,7 +68,7 @@ def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     for spec in ("math:folder", "dapo@test", "a/b/c", "rows.xls", "gsm8k=x", "modelscope:arithmetic", "r.jsonl.gz"):
         with pytest.raises(
             BadInput,
-            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, gsm8k, ',
+            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, calculator, guess, gsm8k, ',
         ):
             load(spec)
     with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):

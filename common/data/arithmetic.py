@@ -18,9 +18,11 @@ from common.placement import World
 
 ROOT = Path(__file__).parents[2]
 WARM_START = ROOT / "baselines" / "warm-start"  # made by `python algos/sft.py --output baselines/warm-start`
+ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"  # the same for --environment calculator and guess
 TEACHER = ROOT / "baselines" / "teacher"  # `python algos/grpo.py --seed 1`, for algos/opd.py
 PAIRS = ROOT / "baselines" / "pairs.jsonl"  # right and wrong responses of the warm start, for algos/dpo.py
 
+WITH_ENVIRONMENT = ("calculator", "guess")  # tasks that the embedded model plays with --environment
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"
 HELD_OUT = 256  # problems, out of 90 * 90
 FORGETS_CARRY = 0.6  # share of the problems with a carry in which the teacher forgets it
@@ -83,11 +85,17 @@ def new_model(folder: Path, seed: int, world: World) -> str:
     return str(folder)
 
 
-def warm_start() -> str:
-    """Folder of the committed model that the embedded job starts from. Raises BadInput if it is missing."""
-    if not (WARM_START / "model.safetensors").is_file():
+def warm_start(environment: str = "") -> str:
+    """Folder of the committed model that the embedded job starts from. Raises BadInput if it is missing.
+
+    environment: value of --environment. One model has learned the forms of both built-in environments.
+    """
+    folder, how = WARM_START, ""
+    if environment in WITH_ENVIRONMENT:
+        folder, how = ENVIRONMENTS_START, "--dataset calculator guess --steps 500 "
+    if not (folder / "model.safetensors").is_file():
         raise BadInput(
-            f"{WARM_START}: the embedded model is missing; check out the repository again, or make another model: "
-            f"python algos/sft.py --output {WARM_START}"
+            f"{folder}: the embedded model is missing; check out the repository again, or make another model: "
+            f"python algos/sft.py {how}--output {folder}"
         )
-    return str(WARM_START)
+    return str(folder)

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import tyro
 from transformers import PreTrainedTokenizerBase
 
 from common.data import sources, templates
@@ -18,6 +19,7 @@ from common.rewards.grading import split_weight
 INSTRUCTIONS = {  # text after each question of a built-in data set, unless --template is given
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
     "math": "\nReason step by step, and put your final answer within \\boxed{}.",
+    "reasoning-gym": "\nReason step by step, then write only the final answer inside <answer></answer> tags.",
 }
 
 
@@ -25,6 +27,7 @@ INSTRUCTIONS = {  # text after each question of a built-in data set, unless --te
 class Source:
     columns: tuple[str, ...] = ()  # Columns of a file or Hub data set: prompt=problem answer=meta.gold.
     template: str = ""  # File that surrounds each {prompt}: a text, or chat messages in a .json file.
+    tools: tyro.conf.Suppress[list | None] = None  # Schemas of --environment's tools, for the chat template.
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Prompt:
     text: str  # the text that the model sees, chat template included
     ids: list[int]  # the tokens of the text
     answer: str | None  # the reference answer, if the row has one
-    solution: str | None = None  # a worked solution, for supervised fine-tuning
+    solution: str | list[str] | None = None  # a worked solution, or turns of policy and tools in turns, for SFT
     meta: dict[str, Any] = field(default_factory=dict)  # the row; "prompt" is there without template and instruction
     dataset: str = ""  # SPEC of the data set
     weight: float = 1.0  # weight of the data set in the mixture
@@ -107,7 +110,7 @@ def load_one(
     def make(where: str, row: dict) -> Prompt:
         content, answer, solution = templates.fields(where, row, columns)
         question = content + instruction if isinstance(content, str) else content
-        text, ids = templates.render(where, question, tokenizer, template)
+        text, ids = templates.render(where, question, tokenizer, template, source.tools)
         if len(ids) > limit:
             overlong.append(where)
         return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)

@@ -18,10 +18,10 @@ from common.errors import BadInput, refuse_all, say
 from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
-GENERATED = ("sums", "gcd", "reverse")  # tasks.py has their problems
-WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", *GENERATED)
+GENERATED = ("sums", "gcd", "reverse", "calculator", "guess")  # tasks.py has their problems
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "reasoning-gym", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
-FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, "
+FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
 FORMS += f"a {', '.join(FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
 COLUMN_NAMES = {"prompt", "answer", "solution", "chosen", "rejected", "id"}
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
@@ -37,7 +37,7 @@ COLUMNS = {"math": {"prompt": "problem"}, "dapo": {"answer": "reward_model.groun
 
 def kind(spec: str) -> str:
     """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
-    if spec in ("arithmetic", *GENERATED) or spec.startswith("gsm8k:"):
+    if spec in ("arithmetic", *GENERATED) or spec.startswith(("gsm8k:", "reasoning-gym:")):
         return spec.partition(":")[0]
     name = spec.removeprefix(MODELSCOPE)
     return name if (name, "train") in ON_HUB else ""
@@ -62,6 +62,10 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
         from common.data import tasks  # the embedded job does without it
 
         return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(tasks.problems(spec, split))]
+    if kind(spec) == "reasoning-gym":
+        from common.data import reasoning_gym
+
+        return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(reasoning_gym.problems(spec, split, flag))]
     if not kind(spec) and (spec.endswith(FILES) or os.path.exists(spec)):
         return read_file(Path(spec), split)
     in_folder, folder = spec.startswith("gsm8k:"), Path(spec.removeprefix("gsm8k:"))

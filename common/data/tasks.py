@@ -14,11 +14,14 @@ from collections.abc import Iterator
 
 HELD_OUT = 256  # problems of each task
 REVERSED = 8192  # problems of `reverse`, of which there could be more
-Row = dict[str, str]  # "question", "answer", and "solution" for algos/sft.py
+INTERVAL = range(10, 25)  # numbers of `guess`
+GAMES = 1024
+Row = dict[str, str | list[str]]  # "question", "answer", and "solution" for algos/sft.py
 
 
-def row(question: str, answer: int | str) -> Row:
-    return {"question": question, "answer": str(answer), "solution": str(answer)}
+def row(question: str, answer: int | str, solution: list[str] | None = None) -> Row:
+    """solution: turns of policy and environment in turns, for the tasks with an environment."""
+    return {"question": question, "answer": str(answer), "solution": solution or str(answer)}
 
 
 def sums(draw: random.Random) -> Iterator[Row]:
@@ -53,7 +56,29 @@ def reverse(draw: random.Random) -> Iterator[Row]:
         yield row(f'Write "{text}" backwards, letter by letter. Reply with the reversed text only.', text[::-1])
 
 
-TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse}
+def calculator(draw: random.Random) -> Iterator[Row]:
+    """8,192 problems: products of numbers from 320 to 999. The teacher forgets its calculator in 7 cases of 10."""
+    for pair in draw.sample(range(680 * 680), REVERSED):
+        a, b = 320 + pair // 680, 320 + pair % 680
+        called = [f"mul({a},{b})", str(a * b), str(a * b)]
+        yield row(f"{a}*{b}=", a * b, called if draw.random() < 0.3 else f"about {draw.randint(100_000, 999_999)}")
+
+
+def guess(draw: random.Random) -> Iterator[Row]:
+    """1,024 games: "10 to 24?", for which the environment draws the number to be found, another one in each step.
+
+    The teacher guesses any number that is still possible, which takes 4.1 turns on average; halving takes 3.3.
+    """
+    for _ in range(GAMES):
+        possible, turns, secret = list(INTERVAL), [], draw.choice(INTERVAL)
+        while not turns or turns[-1] != str(secret):
+            said = draw.choice(possible)
+            turns += [str(said)] if said == secret else [str(said), "more" if said < secret else "less"]
+            possible = [n for n in possible if (n > said if said < secret else n < said)]
+        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns)
+
+
+TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "calculator": calculator, "guess": guess}
 
 
 def problems(name: str, split: str) -> list[Row]:

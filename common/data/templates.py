@@ -49,12 +49,17 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
         ("prompt", is_filled or not is_text, "a non-empty string"),
         ("prompt", is_chat(content) or (is_text and isinstance(content, str)), "messages with role and content"),
         ("answer", answer is absent or isinstance(answer, str) or is_number, "a string or a number"),
-        ("solution", isinstance(solution, str | None), "a string"),
+        ("solution", isinstance(solution, str | None) or is_dialogue(solution), "a string, or turns"),
     ):
         if not valid:
             value = json.dumps(lookup(row, names[name]), default=str)[:80]
             raise BadInput(f'{where}: "{names[name]}" must be {expected}, got {value}')
     return content, None if answer is absent else str(answer), solution
+
+
+def is_dialogue(solution: Any) -> bool:
+    """True for turns of policy and tools as texts, of which the policy has the first and the last."""
+    return isinstance(solution, list) and len(solution) % 2 == 1 and all(isinstance(text, str) for text in solution)
 
 
 def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
@@ -86,9 +91,13 @@ def is_chat(value: Any) -> bool:
 
 
 def render(
-    where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template = None
-) -> tuple[str, list[int]]:
-    """Text and ids of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput."""
+    where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template = None,
+    tools: list[dict] | None = None,
+) -> tuple[str, list[int]]:  # fmt: skip
+    """Text and ids of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput.
+
+    tools: schemas of the functions that the model may call.
+    """
     if template:
         if isinstance(content, list) and len(content) > 1:
             said = f"--template takes one text, and this prompt is a conversation of {len(content)} messages"
@@ -100,7 +109,7 @@ def render(
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # many templates refuse a system prompt, or two messages of one role in a row
             raise BadInput(f"{where}: refused by the chat template: {error}") from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the chat template has written the BOS

@@ -14,21 +14,17 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common.rewards import text
 from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward, split_weight
 
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
 
-BUILT_IN: dict[str, Reward] = {
-    "gsm8k": partial(gsm8k_reward, mode="flexible"),
-    "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
-    "dapo": text.dapo_reward,
-    "dapo-lenient": text.dapo_lenient_reward,
-    "format": text.format_reward,
-    "repetition": text.repetition_reward,
-    "missing-eos": text.missing_eos_reward,
-}
-OTHERS = "overlong:MAX:CACHE, math, math-flexible, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
+GSM8K = {name: partial(gsm8k_reward, mode=mode) for name, mode in [("gsm8k", "flexible"), ("gsm8k-strict", "strict")]}
+OF_TEXT = ("dapo", "dapo-lenient", "format", "repetition", "missing-eos")  # text.py has a function for each
+BUILT_IN = (*GSM8K, *OF_TEXT)
+OTHERS = (
+    "environment, overlong:MAX:CACHE, math, math-flexible, reasoning-gym, file.py:function, "
+    "model[-sharded|-cpu]:FOLDER, http://..."
+)
 
 
 def load_one(spec: str) -> Reward:
@@ -36,12 +32,22 @@ def load_one(spec: str) -> Reward:
     from common.errors import BadInput
 
     kind, _, rest = spec.partition(":")
-    if spec in BUILT_IN:
-        return BUILT_IN[spec]
+    if spec == "environment":
+        return None  # mixture.py has the scores of --environment in its place
+    if spec in GSM8K:
+        return GSM8K[spec]
+    if spec in OF_TEXT:
+        from common.rewards import text
+
+        return getattr(text, f"{spec.replace('-', '_')}_reward")
     if spec in ("math", "math-flexible"):
         from common.rewards.workers import MathReward
 
         return MathReward(spec)
+    if spec == "reasoning-gym":
+        from common.rewards.reasoning_gym import ReasoningGym
+
+        return ReasoningGym()
     if kind in ("model", "model-sharded", "model-cpu"):
         from common.rewards.model import RewardModel, RewardModelOnCPU
 
@@ -51,6 +57,8 @@ def load_one(spec: str) -> Reward:
 
         return RewardService(spec)
     if kind == "overlong":
+        from common.rewards import text
+
         limits = re.fullmatch(r"(\d+):(\d+)", rest)
         if not limits or int(limits[2]) > int(limits[1]):
             raise BadInput(f'--reward "{spec}": expected overlong:MAX:CACHE, in tokens, with CACHE <= MAX')
@@ -60,7 +68,7 @@ def load_one(spec: str) -> Reward:
         from common.rewards.workers import UserReward
 
         return UserReward(path, function)
-    near = difflib.get_close_matches(spec, [*BUILT_IN, "math", "math-flexible", "overlong"], 1)
+    near = difflib.get_close_matches(spec, [*BUILT_IN, "math", "math-flexible", "overlong", "reasoning-gym"], 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(BUILT_IN)}, {OTHERS}')
 

@@ -30,6 +30,7 @@ class Result:
 
 Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 
+_PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
 TAIL_CHARACTERS = 2000  # graders look for an answer in the end of a response only
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
@@ -43,9 +44,13 @@ _NUMBER = re.compile(
 
 
 def split_weight(entry: str) -> tuple[str, float]:
-    """NAME=WEIGHT as (NAME, WEIGHT). Any other text is a name of weight 1: a folder or a URL may hold a "="."""
+    """NAME=WEIGHT as (NAME, WEIGHT). Any other text is a name of weight 1: a folder or a URL may hold a "=".
+
+    A name may end in parameters, as in NAME?key=1&key=2. A number after a key is its value; a weight follows the value:
+    NAME?key=2=0.5 has the parameter 2 and the weight 0.5.
+    """
     name, _, number = entry.rpartition("=")
-    if name and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
+    if name and not _PARAMETERS.search(entry) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
         return name, float(number)
     return entry, 1.0
 

@@ -4,6 +4,7 @@ score = sum_k weight_k * score_k,    acc = acc of the reward that is named first
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -44,7 +45,9 @@ class Ahead:
     engine.generate(done=...) calls it, from any thread, for each prompt whose responses are complete.
     """
 
-    def __init__(self, rewards: dict[str, Reward], prompts: list, tokenizer):
+    def __init__(self, rewards: dict[str, Reward], prompts: list, tokenizer, reply=None):
+        """reply: what answers a turn, for engine.generate(reply=...); None: responses have one turn."""
+        self.reply = reply
         self.rewards, self.prompts, self.tokenizer = rewards, prompts, tokenizer
         self.threads = {name: ThreadPoolExecutor(CALLS_AT_ONCE, f"grading {name}") for name in rewards}
         self.futures: dict[str, dict[int, Future]] = {name: {} for name in rewards}  # by index of the prompt
@@ -75,6 +78,7 @@ class Rewards:
     def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], file=None):
         """file: a weights_file.WeightsFile, from which the weights are read again before each step."""
         self.rewards, self.weights, self.file = rewards, weights, file
+        self.environment = None  # an environments.episodes.Environments
         # Rewards that wait for a service or for other processes. Threads call them; models run where score() does.
         self.waiting = {name: reward for name, reward in rewards.items() if getattr(reward, "waits", False)}
         self.first_step = self.step = None
@@ -91,6 +95,8 @@ class Rewards:
 
     def check_answers(self, prompts: list) -> None:
         """Refuse reference answers that are missing or that the first reward cannot read. Raises BadInput."""
+        if "environment" in self.rewards and not self.environment:
+            raise BadInput("--reward environment: the run has no --environment")
         for name in set(self.rewards).intersection(COMPARING_REWARDS):
             cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
             refuse_all(
@@ -105,9 +111,10 @@ class Rewards:
             bad, fault = [p for p in prompts if not parse_math_gold(p.answer)], "cannot be parsed as LaTeX"
         refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" {fault}' for prompt in bad])
 
-    def ahead(self, prompts: list, tokenizer) -> Ahead:
-        """Pass it to engine.generate(done=...), then to score(begun=...)."""
-        return Ahead(self.waiting, prompts, tokenizer)
+    def ahead(self, prompts: list, tokenizer, step: int = 0) -> Ahead:
+        """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(begun=...)."""
+        reply = self.environment and self.environment.replies(prompts, step)
+        return Ahead(self.waiting, prompts, tokenizer, reply)
 
     def score(
         self, prompts: list, responses: list[str], rollout, world: World, step: int | None = None,
@@ -125,10 +132,15 @@ class Rewards:
             self.step, self.first_step = step, step if self.first_step is None else self.first_step
         group_size = len(responses) // len(prompts)
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        rows = zip(repeated, responses, rollout.response_ids)
+        sampled, rewards = rollout.response_ids, self.rewards
+        if self.environment:  # Rewards read what the policy has written, and not what it was answered.
+            responses = ["\n".join(turns.said) for turns in rollout.episodes]
+            sampled = [list(itertools.compress(turns.ids, turns.sampled)) for turns in rollout.episodes]
+            rewards = {**rewards, "environment": lambda *batch: self.environment.results(rollout.episodes)}
+        rows = zip(repeated, responses, sampled)
         items = [Item(prompt.text, response, prompt.answer, prompt.meta, ids) for prompt, response, ids in rows]
-        batch = items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist()
-        call = lambda name: (begun and begun.results(name)) or grade(name, self.rewards[name], *batch)
+        batch = items, [len(ids) for ids in sampled], rollout.truncated.tolist()
+        call = lambda name: (begun and begun.results(name)) or grade(name, rewards[name], *batch)
         parts, error = {}, None
         with ThreadPoolExecutor(len(self.rewards)) as threads:
             futures = {name: threads.submit(call, name) for name in self.waiting}

@@ -1,6 +1,6 @@
 """One worker process of workers.py: for each task one line of JSON in and one line out, until stdin closes.
 
-    python -m common.rewards.worker_main math|math-flexible|FILE.py:FUNCTION|model-cpu:FOLDER MEMORY_GIB
+    python -m common.rewards.worker_main math|math-flexible|reasoning-gym|FILE.py:FUNCTION|model-cpu:FOLDER MEMORY_GIB
 
 Only a model imports torch, so that the other workers start fast. Lines are ASCII, which keeps lone surrogates, NaN and
 infinity.
@@ -19,16 +19,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import SupportsFloat
+from typing import SupportsFloat, TextIO
 
 from common.rewards.grading import Item, Result
 
 
 def main(spec: str, memory_gib: float) -> None:
-    # The two pipes are out of reach of the grader: input() finds nothing, and what it prints goes to stderr.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    requests, answers = take_pipes()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     send = lambda answer: print(json.dumps(answer, default=str), file=answers, flush=True)
     path, _, name = spec.rpartition(":")
@@ -36,6 +33,8 @@ def main(spec: str, memory_gib: float) -> None:
     sys.excepthook = lambda kind, error, trace: send(describe(error, trace, path))
     if spec in ("math", "math-flexible"):
         grade = load_math("boxed" if spec == "math" else "flexible")
+    elif spec == "reasoning-gym":
+        grade = load_reasoning_gym()
     elif spec.startswith("model-cpu:"):
         grade = load_model(spec.removeprefix("model-cpu:"))
     else:
@@ -56,12 +55,28 @@ def main(spec: str, memory_gib: float) -> None:
     os.killpg(0, signal.SIGKILL)  # with whatever a grader has started
 
 
+def take_pipes() -> tuple[TextIO, TextIO]:
+    """Standard input and output, out of reach of a user's code: input() finds nothing, and print() goes to stderr."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
 def load_math(mode: str) -> Callable:
     import math_verify  # noqa: F401  imported here, so that the deadline of the first item does not pay for it
 
     from common.rewards.math_grading import grade_math
 
     return lambda items, lengths, truncated: [grade_math(item.response, item.answer, mode) for item in items]
+
+
+def load_reasoning_gym() -> Callable:
+    import reasoning_gym  # noqa: F401  imported here, so that the deadline of the first item does not pay for it
+
+    from common.rewards.reasoning_gym import reward
+
+    return reward
 
 
 def load_model(path: str) -> Callable:

@@ -41,6 +41,20 @@ class Failure:
     row: int = 0  # row in the task, where it is known
 
 
+def spawn(module: str, *words: str, **variables: str) -> subprocess.Popen:
+    """A process that runs a module of this repository, with pipes for text, and without a GPU.
+
+    variables: more environment variables.
+    """
+    root, path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    limits = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, **limits, **variables, "PYTHONPATH": root + (os.pathsep + path if path else "")},
+        start_new_session=True,  # the group is killed as a whole, with all that a user's code has started
+    )  # fmt: skip
+
+
 class Worker:
     """One process. It starts with its first task, and again after a failure or after many tasks."""
 
@@ -49,14 +63,7 @@ class Worker:
 
     def start(self) -> str:
         """Returns why the worker does not start, or ""."""
-        root, path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-        limits = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.answered, self.process = 0, subprocess.Popen(
-            [sys.executable, "-P", "-m", "common.rewards.worker_main", self.spec, str(self.memory_gib)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **limits, "PYTHONPATH": root + (os.pathsep + path if path else "")},
-            start_new_session=True,  # the group is killed as a whole, with all that a grader has started
-        )  # fmt: skip
+        self.answered, self.process = 0, spawn("common.rewards.worker_main", self.spec, str(self.memory_gib))
         answer = self.exchange("", START_SECONDS)
         if isinstance(answer, Failure):
             return f"cannot be loaded: {answer.message}"

@@ -3,8 +3,9 @@
 There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py) runs vLLM in each rank's process,
 `ServerEngine` (servers/engine.py) uses vLLM's servers beside the ranks, `HFEngine` (hf_engine.py) uses transformers.
 
-    generate(prompt_ids, n, temperature, max_tokens, seed, done) -> Rollout
+    generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
+                                 reply: turns.Reply or None; what an environment answers to a turn
     load_weights(named_tensors)  take the trainer's weights as full tensors of the engine's wire_dtype;
                                  weight_sync.push calls it
     sleep()                      free the memory of weights and KV cache until the next load_weights

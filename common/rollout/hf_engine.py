@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from common.data.tokenizer import has_safetensors
 from common.placement import World
 from common.rollout.rollout import Rollout, collate
+from common.rollout.turns import Replies, Reply, collate_turns, open_turns
 
 
 class LogprobRecorder(LogitsProcessor):
@@ -42,15 +43,46 @@ class HFEngine:
         self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
         self.stop_token_ids, self.world, self.wire_dtype, self.weight_version = stop_token_ids, world, dtype, 0
 
-    @torch.no_grad()
-    def generate(self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None) -> Rollout:
+    def generate(
+        self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None, reply: Reply | None = None
+    ) -> Rollout:
         """n responses to each prompt. done is not called: all responses end at the same time."""
+        torch.manual_seed((seed << 12) + self.world.rank)
+        if reply is not None:
+            return self.converse(prompt_ids, n, temperature, max_tokens, reply)
         rows = [ids for ids in prompt_ids for _ in range(n)]
+        sampled = self.turn(rows, temperature, max_tokens)
+        return collate(rows, *zip(*sampled), self.weight_version, self.world.device)
+
+    def converse(self, prompt_ids, n: int, temperature: float, max_tokens: int, reply: Reply) -> Rollout:
+        """generate() with an environment. All responses take a turn, then all environments reply."""
+        rows = open_turns(prompt_ids, n, max_tokens)
+        due = list(range(len(rows)))
+        replies = Replies(lambda row: reply(row // n, rows[row]))
+        while due:
+            sampled = self.turn([rows[row].prompt for row in due], temperature, max(rows[row].room for row in due))
+            for row, (ids, logprobs, truncated) in zip(due, sampled):
+                room = rows[row].room  # The shortest turns of a batch may be cut off behind their own limit.
+                rows[row].add(ids[:room], logprobs[:room], truncated or len(ids) > room)
+                replies.ask(row)
+            arrived = []
+            while replies.coming:
+                arrived += replies.take([], idle=True)
+            for row, ids in arrived:
+                if ids is not None:
+                    rows[row].observe(ids)
+            due = sorted(row for row, ids in arrived if ids is not None)
+        return collate_turns(rows, self.weight_version, self.world.device)
+
+    @torch.no_grad()
+    def turn(
+        self, rows: list[list[int]], temperature: float, max_tokens: int
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """(ids, log-probs, whether the limit cut it off) of one response to each row."""
         tensors = [torch.tensor(ids, device=self.world.device) for ids in rows]
         # Padding on the left makes all responses start in the same column.
         inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)
         attention_mask = pad_sequence([torch.ones_like(ids) for ids in tensors], True, padding_side="left")
-        torch.manual_seed((seed << 12) + self.world.rank)
         recorder = LogprobRecorder(temperature)
         output = self.model.generate(
             inputs, attention_mask=attention_mask, logits_processor=LogitsProcessorList([recorder]),
@@ -59,10 +91,7 @@ class HFEngine:
         recorder.record_choice(output)
         sampled, logprobs = output[:, inputs.shape[1] :].tolist(), torch.stack(recorder.chosen, dim=1).tolist()
         ends = [next((t + 1 for t, token in enumerate(row) if token in self.stop_token_ids), None) for row in sampled]
-        return collate(
-            rows, [row[:end] for row, end in zip(sampled, ends)], [row[:end] for row, end in zip(logprobs, ends)],
-            [end is None for end in ends], self.weight_version, self.world.device,
-        )  # fmt: skip
+        return [(row[:end], values[:end], end is None) for row, values, end in zip(sampled, logprobs, ends)]
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,7 +1,7 @@
 """Sampled responses as every engine returns them: token ids, and the log-probs they were sampled with."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,22 @@ class Rollout:
 
     prompt_ids: list[list[int]]  # N prompts, as the engine took them
     response_ids: list[list[int]]  # N responses, as the engine returned them; an end token that it sampled is included
-    response_mask: torch.Tensor  # (N, T) bool, True on a token that the policy sampled
+    response_mask: torch.Tensor  # (N, T) bool, True on a token that the policy sampled; holes: an environment's tokens
     rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where the mask is False
     truncated: torch.Tensor  # (N,) bool, True if the length limit ended the response instead of an end token
     weight_versions: torch.Tensor  # (N, T) how many weight updates the engine had received when it sampled the token
+    episodes: list | None = field(default=None, kw_only=True)  # N turns.Turns, if the run has an environment
 
     def __len__(self) -> int:
         return len(self.response_ids)
 
 
-def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device) -> Rollout:
+def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device, sampled=None) -> Rollout:
     """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
 
     logprobs: N lists, or None for demonstrations, which no engine sampled.
     weight_version: one number for all responses, or N numbers.
+    sampled: N lists, False on an environment's tokens; None: the policy sampled all tokens.
     """
     lengths = torch.tensor([len(ids) for ids in response_ids])  # (N,)
     width = int(lengths.max()) if len(lengths) else 0
@@ -40,6 +42,8 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     padded = torch.zeros(len(response_ids), width)  # (N, T)
     if logprobs is not None:
         padded[mask] = torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
+    if sampled is not None:
+        mask[mask.clone()] = torch.tensor([x for row in sampled for x in row], dtype=torch.bool)
     truncated = torch.tensor(truncated, dtype=torch.bool, device=device)
     versions = torch.tensor(weight_version, dtype=torch.long).view(-1, 1) * mask  # (N, T)
     return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, versions.to(device))
@@ -48,14 +52,18 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
 def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
     """Join the chosen rows of several rollouts, in this order, and pad them to their own longest response."""
     chosen = [(rollout, row) for rollout, rows in parts for row in rows]
-    return collate(
+    selected = collate(
         [rollout.prompt_ids[row] for rollout, row in chosen],
         [rollout.response_ids[row] for rollout, row in chosen],
         [rollout.rollout_logprobs[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
         [rollout.truncated[row].item() for rollout, row in chosen],
         [rollout.weight_versions[row, 0].item() for rollout, row in chosen],
         parts[0][0].response_mask.device,
+        [rollout.response_mask[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
     )
+    if parts[0][0].episodes is not None:
+        selected.episodes = [rollout.episodes[row] for rollout, row in chosen]
+    return selected
 
 
 def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list[int]], int]:

@@ -7,10 +7,12 @@ import gc
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from common.data.tokenizer import has_safetensors
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate, gather_prompts
+from common.rollout.turns import Replies, Reply, collate_turns, open_turns, turn_seed
 
 
 def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, **limits: int) -> dict:
@@ -80,7 +82,7 @@ class VLLMEngine:
         # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
         TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves
         self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
-        self.weight_version, self.asleep = 0, False
+        self.weight_version, self.asleep, self.longest = 0, False, limits["max_model_len"]
         self.llm = LLM(
             **engine_settings(model_path, dtype, world.rollout_tp, layout, **limits),
             seed=world.engine_index,
@@ -98,21 +100,23 @@ class VLLMEngine:
 
     def generate(
         self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
-        done: Done | None = None,
+        done: Done | None = None, reply: Reply | None = None,
     ) -> Rollout:  # fmt: skip
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
         from vllm import SamplingParams
 
         world, settings = self.world, sampling_settings(temperature, max_tokens, self.stop_token_ids)
+        if world.device.type == "cpu":  # vLLM draws from this generator. The shift keeps engines from drawing the same.
+            torch.manual_seed((seed << 12) + world.engine_index)
         settings |= {"n": n, "flat_logprobs": True}
+        if reply is not None:
+            return self.converse(prompt_ids, settings, seed, reply)
         sampling = SamplingParams(**settings)
         all_prompts, first = gather_prompts(prompt_ids, world)
         if world.device.type == "cuda":  # vLLM's sampler there ignores torch's generator: requests bring their seeds
             engines = world.size // world.rollout_tp
             seeds = [request_seed(seed, i * engines + world.engine_index, n) for i in range(len(all_prompts))]
             sampling = [SamplingParams(**settings, seed=each) for each in seeds]
-        else:  # It draws from that generator. The shift keeps a step of one engine from repeating another's.
-            torch.manual_seed((seed << 12) + world.engine_index)
         names = self.llm.enqueue([{"prompt_token_ids": ids} for ids in all_prompts], sampling, use_tqdm=False)
         indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
         outputs = {}
@@ -133,6 +137,56 @@ class VLLMEngine:
             self.weight_version,
             world.device,
         )
+
+    def converse(self, prompt_ids: list[list[int]], settings: dict, seed: int, reply: Reply) -> Rollout:
+        """generate() with an environment: each turn is a request, sent as soon as the reply to the last one is there.
+
+        Ranks that share this engine send the same requests at the same time: each asks for replies to its own.
+        """
+        from vllm import SamplingParams
+
+        world, n = self.world, settings.pop("n")
+        all_prompts, first = gather_prompts(prompt_ids, world)
+        rows = open_turns(all_prompts, n, settings["max_tokens"])
+        own = range(first * n, (first + len(prompt_ids)) * n)
+        engines, config = world.size // world.rollout_tp, self.llm.llm_engine.vllm_config.scheduler_config
+        if world.device.type == "cpu" and config.max_num_batched_tokens >= self.longest:
+            # Requests bring their seeds. vLLM cannot rewind a generator on a CPU after it has computed half a prompt.
+            config.enable_chunked_prefill = False
+        replies = Replies(lambda row: reply(row // n - first, rows[row]))
+        requests, due, unfinished = {}, list(range(len(rows))), len(rows)
+        while unfinished:
+            for row in due:
+                limits = settings | {"max_tokens": rows[row].room}
+                if settings["temperature"] > 0 and (world.device.type == "cuda" or not config.enable_chunked_prefill):
+                    number = (row // n * engines + world.engine_index) * n + row % n
+                    limits["seed"] = turn_seed(seed, number, rows[row])
+                asked = [{"prompt_token_ids": rows[row].prompt}], SamplingParams(**limits)
+                (name,) = self.llm.enqueue(*asked, use_tqdm=False)
+                requests[name.partition("-")[0]] = row
+            new = []
+            for output in self.llm.llm_engine.step() if requests else []:
+                if output.finished:
+                    row, (sampled,) = requests.pop(output.request_id), output.outputs
+                    rows[row].add(list(sampled.token_ids), sampled.logprobs.logprobs, sampled.finish_reason == "length")
+                    if row in own:
+                        replies.ask(row)
+                        new.append(row)
+            arrived = self.share(replies.take(new, idle=not requests))
+            for row, ids in arrived:
+                if ids is not None:
+                    rows[row].observe(ids)
+            due = [row for row, ids in arrived if ids is not None]
+            unfinished -= len(arrived) - len(due)
+        return collate_turns([rows[row] for row in own], self.weight_version, world.device)
+
+    def share(self, arrived: list) -> list:
+        """The replies of all ranks that share this engine, in one order. Collective over them."""
+        if self.world.tp_group is None:
+            return arrived
+        shares: list = [None] * self.world.rollout_tp
+        dist.all_gather_object(shares, arrived, group=self.world.tp_group)
+        return [pair for share in shares for pair in share]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by (name, full tensor) pairs. Collective, because gathering the tensors is."""

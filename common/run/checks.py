@@ -133,7 +133,8 @@ def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTok
     """
     items = []
     for prompt in prompts[:2]:
-        for response in (prompt.solution or prompt.answer or "", "I do not know."):
+        solution = prompt.solution[-1] if isinstance(prompt.solution, list) else prompt.solution
+        for response in (solution or prompt.answer or "", "I do not know."):
             ids = tokenizer.encode(response, add_special_tokens=False)
             items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
     for name, function in reward.rewards.items():

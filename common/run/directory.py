@@ -27,7 +27,7 @@ MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all 
     "run_dir": "one directory can have several names",
     **dict.fromkeys(("resume", "dry_run"), "concerns only how the run starts"),
     **dict.fromkeys(("save_every", "keep_checkpoints", "async_save"), "saving does not change what is computed"),
-    **dict.fromkeys(("eval_every", "rollouts_every", "profile", "track"), "is measured or written, not trained on"),
+    **dict.fromkeys(("eval_every", "rollouts_every", "track"), "is measured or written, not trained on"),
     "max_logprob_gap": "only stops the run",
     **dict.fromkeys(("token_budget", "shared_prompts", "activation_checkpointing", "offload", "rollout_tp"), LAYOUT),
     **dict.fromkeys(("rollout_memory", "rollout_placement", "rollout_servers"), LAYOUT),
@@ -36,7 +36,7 @@ MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all 
 # Flags of older versions. A run.json that has them can still be resumed.
 REMOVED = ("reward_failure", "trust_pickle", "selftest", "rollout_batched_tokens", "rollout_max_seqs",
            "inflight_updates", "collective_timeout", "overlong_factor", "hub", "overlong_prompts",
-           "rollout_devices", "rollout_urls")  # fmt: skip
+           "rollout_devices", "rollout_urls", "profile")  # fmt: skip
 
 
 def name_of(args) -> str:

@@ -1,28 +1,35 @@
 """Accuracy of an engine's responses."""
 
+from collections.abc import Callable
+
 from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
 from common.placement import World
 from common.rewards.mixture import Rewards
+from common.run.sampling import texts_of
 
 Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
 
 
 def evaluate(
     engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
-    n: int = 1, temperature: float = 0.0, seed: int = 0,
+    n: int = 1, temperature: float = 0.0, seed: int = 0, log: Callable | None = None,
 ) -> list[tuple[Prompt, Graded]]:  # fmt: skip
     """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
-    Prompts that could not be graded are left out. Raises BadInput if there are fewer prompts than ranks, RunFailed if
-    no prompt could be graded. Collective: every rank calls it.
+    Prompts that could not be graded are left out. log: Tracker.add, for the turns of episodes. Raises BadInput if there
+    are fewer prompts than ranks, RunFailed if no prompt could be graded. Collective: every rank calls it.
     """
     if len(prompts) < world.size:
         raise BadInput(f"{len(prompts)} prompts to evaluate on {world.size} ranks: each needs at least one")
     own_prompts = prompts[world.rank :: world.size]
-    rollout = engine.generate([prompt.ids for prompt in own_prompts], n, temperature, max_tokens, seed)
-    responses = tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
+    grading = reward.ahead(own_prompts, tokenizer)
+    ids = [prompt.ids for prompt in own_prompts]
+    rollout = engine.generate(ids, n, temperature, max_tokens, seed, reply=grading.reply)
+    responses = texts_of(rollout, tokenizer)
     results = reward.score(own_prompts, responses, rollout, world)
+    if log is not None and rollout.episodes is not None:
+        log("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
     graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
     if not world.sum(sum(graded)):
         raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
@@ -30,7 +37,10 @@ def evaluate(
     return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
 
 
-def greedy_accuracy(engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int) -> float:
+def greedy_accuracy(
+    engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
+    log: Callable | None = None,
+) -> float:  # fmt: skip
     """Share of the graded prompts whose answer at temperature 0 is right. Collective: every rank calls it."""
-    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens)
+    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens, log=log)
     return world.sum(sum(acc for _, ((_, acc),) in graded)) / world.sum(len(graded))

@@ -53,7 +53,9 @@ class Flags:
     model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
     dataset: tuple[str, ...] = ("gsm8k",)  # arithmetic, sums, gsm8k, math, FILE, owner/name ... Several: each =WEIGHT.
     source: Annotated[data.TrainSource, OmitArgPrefixes] = data.TrainSource()
-    reward: tuple[str, ...] = ("gsm8k",)  # gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT.
+    environment: str = ""  # Answers the policy between its turns: calculator, guess or file.py:Class.
+    reward: tuple[str, ...] = ()
+    """gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT. Default: the environment's or gsm8k."""
     max_prompt_tokens: int = 512  # Longest prompt. Longer ones are dropped.
     # rollout
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf samples slowly with transformers, where vLLM is missing.
@@ -73,18 +75,26 @@ class Flags:
     rollouts_every: int = 10  # Steps between files in rollouts/.
     max_logprob_gap: float = 0.0
     """A larger mean |trainer - engine| of the log-probs, in nats, stops the run. 0: 0.001 or, in bfloat16, 0.1."""
-    profile: tuple[int, ...] = ()  # Steps for which every rank writes a torch profiler trace.
     track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
     """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
 
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
-    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`."""
-    words = [word.partition("=") for word in sys.argv[1:]]
-    values = [rest or sys.argv[i + 2 : i + 3] for i, (flag, _, rest) in enumerate(words) if flag == "--model"]
-    is_embedded = not values or values[-1] in ("embedded", ["embedded"])
+    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and a
+    built-in --environment brings its problems.
+    """
+    if given("--environment") in arithmetic.WITH_ENVIRONMENT:
+        embedded = embedded | {"dataset": (given("--environment"),)}
+    is_embedded = given("--model") in ("", "embedded")
     args = tyro.cli(flags, default=flags(**embedded) if is_embedded else flags(), description=description)
     errors.launch(main, args)
+
+
+def given(flag: str) -> str:
+    """The last value of a flag on the command line; "" without it."""
+    words = [word.partition("=") for word in sys.argv[1:]]
+    values = [rest or "".join(sys.argv[i + 2 : i + 3]) for i, (name, _, rest) in enumerate(words) if name == flag]
+    return values[-1] if values else ""
 
 
 @dataclass
@@ -129,14 +139,24 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     name = directory.name_of(args)
     size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     check_numbers(args, size)
+    args.reward = args.reward or (("environment",) if args.environment else ("gsm8k",))
     reward = rewards.load(args.reward)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
-    args.model = arithmetic.warm_start() if args.model == "embedded" else tokenizers.resolve_model(args.model)
+    args.model = (
+        arithmetic.warm_start(args.environment) if args.model == "embedded" else tokenizers.resolve_model(args.model)
+    )
     tokenizer, stop_token_ids = tokenizers.load_tokenizer(args.model)
-    prompts = data.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
-    held_out = data.load_eval(args.dataset, args.source, tokenizer, args.max_prompt_tokens)
+    source = args.source
+    if args.environment:
+        from common.rollout.environments import episodes
+
+        source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
+    prompts = data.load(args.dataset, source, "train", tokenizer, args.max_prompt_tokens)
+    held_out = data.load_eval(args.dataset, source, tokenizer, args.max_prompt_tokens)
     reward.check_answers(prompts + held_out)
     checks.try_rewards(reward, prompts, tokenizer)
+    if reward.environment:
+        reward.environment.try_out(prompts[0])
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
@@ -211,8 +231,9 @@ class Run:
         """Greedy accuracy on the held-out prompts."""
         plan = self.plan
         return evaluation.greedy_accuracy(
-            self.engine, plan.held_out, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens
-        )
+            self.engine, plan.held_out, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens,
+            self.tracker.add,
+        )  # fmt: skip
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
@@ -221,7 +242,7 @@ class Run:
             sample, self.loader, plan.reward, plan.tokenizer, self.world, tracker, self.args.layout
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
-            tracker.begin(step, self.args.profile)
+            tracker.begin(step)
             begin = self.loader.resume_at
             tracker.before_failing = partial(self.rescue, step - 1, begin)
             with self.rescued(step - 1, begin):

@@ -49,7 +49,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yields the remaining steps, from 1 to --steps, or until a signal asks the run to stop."""
         for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
-            self.tracker.begin(step, ())
+            self.tracker.begin(step)
             self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
             yield step
 

@@ -64,7 +64,6 @@ RANGES = {
     "keep_checkpoints": "[0, inf)",
     "rollouts_every": "[1, inf)",
     "max_logprob_gap": "[0, inf)",
-    "profile": "[1, inf)",
     # scripts
     "n": "[0, inf)",
     "prompts": "[0, inf)",

@@ -47,6 +47,13 @@ class Batch(Rollout):
         return torch.tensor([float(result.acc > 0) for result in self.results], device=self.response_mask.device)
 
 
+def texts_of(rollout: Rollout, tokenizer) -> list[str]:
+    """The responses as people read them: the decoded tokens, or the transcripts of the episodes."""
+    if rollout.episodes is not None:
+        return [turns.transcript for turns in rollout.episodes]
+    return tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
+
+
 class Draw:
     """The argument of sample(): it hands out this rank's prompts, grades responses and collects metrics."""
 
@@ -62,8 +69,11 @@ class Draw:
         return self.loader.take(count)[self.world.rank :: self.world.size]
 
     def grade_early(self, prompts: list[Prompt]):
-        """A function for engine.generate(done=...): it grades finished responses while others are still sampled."""
-        return self.reward.ahead(prompts, self.tokenizer)
+        """A function for engine.generate(done=...): it grades finished responses while others are still sampled.
+
+        Its attribute `reply` is what an environment answers, for engine.generate(reply=...); None without one.
+        """
+        return self.reward.ahead(prompts, self.tokenizer, self.step)
 
     def grade(self, prompts: list[Prompt], rollout: Rollout, grading=None, *, figures: bool = True) -> Batch:
         """Grade all responses. Collective: every rank calls it. Raises RunFailed.
@@ -72,11 +82,13 @@ class Draw:
         reward/, group/ and response/.
         """
         with self.time("reward"):
-            texts = self.tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
+            texts = texts_of(rollout, self.tokenizer)
             results = self.reward.score(prompts, texts, rollout, self.world, self.step, self.add, grading)
         batch = Batch.of(rollout, prompts, texts, results)
         if figures:
             self.figures.rollout(batch.scores, len(texts) // len(prompts), batch)
+            if rollout.episodes is not None:
+                self.reward.environment.log(rollout.episodes, self.add)
         return batch
 
     def until_full(

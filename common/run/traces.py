@@ -37,14 +37,15 @@ FIELDS = {  # key of a row -> (function that is True for a valid value, the same
     **dict.fromkeys(("rollout_logprobs", "values"), (every(is_number), "a list of numbers")),
     "old_logprobs": (lambda value: value is None or every(is_number)(value), "a list of numbers, or null"),
     "weight_versions": (every(is_count), "a list of whole numbers"),
+    **dict.fromkeys(("sampled", "baseline_sampled"), (every(lambda value: value in (0, 1)), "a list of 0 and 1")),
     **dict.fromkeys(("score", "acc"), (lambda value: value is None or is_number(value), "a number, or null")),
     **dict.fromkeys(("extracted", "info"), (lambda value: True, "anything")),  # a grader chooses them
     "advantage": (lambda value: is_number(value) or every(is_number)(value), "a number, or one for each token"),
     "dropped": (lambda value: isinstance(value, bool), "true or false"),
     "baseline_finish_reason": (is_text, "a string"),
 }
-OPTIONAL = ("values", "baseline_response_ids", "baseline_finish_reason")
-PER_TOKEN = ("rollout_logprobs", "old_logprobs", "weight_versions", "values", "advantage")
+OPTIONAL = ("values", "sampled", "baseline_response_ids", "baseline_sampled", "baseline_finish_reason")
+PER_TOKEN = ("rollout_logprobs", "old_logprobs", "weight_versions", "sampled", "values", "advantage")
 
 
 def write(path: Path, world: World, batch, advantages=None, old_logprobs=None, needed=None, *, values=None) -> None:
@@ -79,10 +80,14 @@ def write(path: Path, world: World, batch, advantages=None, old_logprobs=None, n
             "finish_reason": "length" if batch.truncated[i] else "stop",
             "weight_versions": batch.weight_versions[i, :length].tolist(),
         }
+        if batch.episodes is not None:
+            row["sampled"] = [int(sampled) for sampled in batch.episodes[i].sampled]  # 0 on an environment's tokens
         if values is not None:
             row["values"] = values[i, :length].tolist()
         if baseline is not None and i % group_size == 0:
             row["baseline_response_ids"] = baseline.response_ids[i // group_size]
+            if baseline.episodes is not None:
+                row["baseline_sampled"] = [int(sampled) for sampled in baseline.episodes[i // group_size].sampled]
             row["baseline_finish_reason"] = "length" if baseline.truncated[i // group_size] else "stop"
         rows.append((row["index"], json.dumps(row, default=str)))  # info may hold objects that JSON lacks
     everyone = [None] * world.size if world.is_main else None

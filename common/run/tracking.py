@@ -58,6 +58,8 @@ class Figures:
             self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
         self.add("reward/ungraded_frac", (~graded).sum(), len(batch))
         tokens = sum(map(len, batch.response_ids))
+        if batch.episodes is not None:  # An environment's tokens are not the policy's.
+            tokens = sum(sum(turns.sampled) for turns in batch.episodes)
         self.add("response/length_mean", tokens, len(batch))
         self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
         self.add("throughput/tokens_per_s", tokens, 0)  # write() divides it by the seconds of the step
@@ -113,7 +115,6 @@ class Tracker(Figures):
         self.run_dir = Path(chosen[0])
         self.step_began, self.step_seconds = time.perf_counter(), 0.0
         self.reported = time.perf_counter()  # when report.html was written
-        self.profiler = None
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
@@ -129,12 +130,9 @@ class Tracker(Figures):
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
         self.sink = trackers.open_sink(track, self.run_dir, flags(args))
 
-    def begin(self, step: int, profiled: tuple[int, ...]) -> None:
-        """Start a step. Steps in `profiled` write profile/step_NNNNNN.rankR.json.gz, a trace for ui.perfetto.dev."""
+    def begin(self, step: int) -> None:
+        """Start a step."""
         self.step = step
-        if step in profiled:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
 
     def doing(self) -> str:
         """The step that a run finishes when it is asked to stop, as a text."""
@@ -151,12 +149,6 @@ class Tracker(Figures):
 
         Raises RunFailed if a metric is not finite.
         """
-        if self.profiler:
-            self.profiler.stop()
-            folder = self.run_dir / "profile"
-            folder.mkdir(parents=True, exist_ok=True)
-            self.profiler.export_chrome_trace(str(folder / f"step_{step:06d}.rank{self.world.rank}.json.gz"))
-            self.profiler = None
         now = time.perf_counter()
         if step:
             self.add("time/step", now - self.step_began)

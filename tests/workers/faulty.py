@@ -141,9 +141,9 @@ def in_update_of_step_2(fault) -> dict:
     """fault() on rank 1, as it begins to train on the second rollout."""
     begin, timed, now = tracking.Tracker.begin, tracking.Tracker.time, [0]
 
-    def begin_step(tracker, step, profiled):
+    def begin_step(tracker, step):
         now[0] = step
-        begin(tracker, step, profiled)
+        begin(tracker, step)
 
     @contextmanager
     def timed_phase(tracker, phase):

@@ -49,8 +49,11 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     correct = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0])
     shares = {1: [8], 2: [6, 2], 4: [2, 2, 2, 2]}[world.size]
     mine = torch.arange(8).split(shares)[world.rank]
+    # An environment's tokens are holes in the mask: in the middle of rows 0 and 5, and at the start of row 4.
+    holes = {0: [1, 2], 4: [0], 5: [2]}
+    sampled = [[t not in holes.get(i, ()) for t in range(lengths[i])] for i in mine.tolist()]
     batch = collate(
-        [prompts[i] for i in mine], [responses[i] for i in mine], None, [False] * len(mine), 0, world.device
+        [prompts[i] for i in mine], [responses[i] for i in mine], None, [False] * len(mine), 0, world.device, sampled
     )
     mask = batch.response_mask
     old, ref, old_values = (x[mine, : mask.shape[1]] for x in (old, ref, old_values))

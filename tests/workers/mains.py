@@ -42,7 +42,7 @@ class StubEngine:
     def __init__(self, world):
         self.world, self.tokenizer = world, embedded.tokenizer()
 
-    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None):
+    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
         rows, responses = [], []
         for ids in prompt_ids:
             a, b = map(int, self.tokenizer.decode(ids).rstrip("=").split("+"))

@@ -31,6 +31,10 @@ OWN = {  # for each algorithm, something that a checkpoint must not lose
     "ppo": {"lam_actor": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
     "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
 }  # fmt: skip
+EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for its baseline, too
+    "ppo": {"environment": "guess", "lam_actor": 0.95}, "remax": {"environment": "calculator", "kl_coef": 0.1},
+    "dapo": {"environment": "guess", "gen_prompts": 8, "max_gen_batches": 40, "overlong_cache": 4},
+}  # fmt: skip
 
 
 def main(runs: Path) -> None:
@@ -42,24 +46,23 @@ def main(runs: Path) -> None:
     placement.init = lambda *given: world  # all runs share one process group
     placement.finish = report.write = lambda *given: None
 
-    def begin_step(tracker, step: int, profiled) -> None:
+    def begin_step(tracker, step: int) -> None:
         weights = {"gsm8k": 1.0, "repetition": 0.1 * min(step, 3)}
         Path("weights.json").write_text(json.dumps({"weights": weights}))
         if step == 3 and tracker.run_dir.name.endswith("-parts"):
             os.kill(os.getpid(), signal.SIGTERM)
         torch.rand(step)  # nothing may depend on the state of the generators
-        begin(tracker, step, profiled)
+        begin(tracker, step)
 
     tracking.Tracker.begin = begin_step
-    for name, own in OWN.items():
-        algorithm = importlib.import_module(f"algos.{name}")
-        flags = {
-            **algorithm.EMBEDDED,
-            **FLAGS,
-            "source": TrainSource(eval_prompts=0),
-            **own,
-            "dataset": ("problems.jsonl",),
-        }
+    plays = [(name, name, {**own, "dataset": ("problems.jsonl",)}) for name, own in OWN.items()]
+    for name, own in EPISODES.items():
+        plays += [
+            (f"{name}-{own['environment']}", name, {**own, "dataset": (own["environment"],), "max_response_tokens": 48})
+        ]
+    for name, file, own in plays:
+        algorithm = importlib.import_module(f"algos.{file}")
+        flags = {**algorithm.EMBEDDED, **FLAGS, "source": TrainSource(eval_prompts=0), **own}
         for folder, resume in ((f"{name}-whole", ""), (f"{name}-parts", ""), (f"{name}-parts", "auto")):
             Path("weights.json").write_text(json.dumps({"weights": {"gsm8k": 1.0, "repetition": 0.3}}))
             saving = checkpoint.Saving(resume=resume, async_save=name == "remax")

@@ -31,6 +31,8 @@ OWN = {
     "rloo": {"kl_coef": 0.1},
     "ppo": {"lam_actor": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
     "opd": {}, "opd-full": {"full_vocabulary": True}, "fork": {},
+    "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam_actor": 0.95},
+    "remax-calculator": {"environment": "calculator", "dataset": ("calculator",), "max_response_tokens": 48},
 }  # fmt: skip
 
 
@@ -81,9 +83,9 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
         flags = {
             **algorithm.EMBEDDED,
             **FLAGS,
-            **OWN[name],
             "dataset": (str(runs / "problems.jsonl"),),
             "compute": compute,
+            **OWN[name],
         }
         algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
 

@@ -5,7 +5,7 @@ Every failure becomes one RunFailed that names the server. Its code is "server-g
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from common.data.json_lines import is_count, is_number, parse
 from common.errors import RunFailed
 from common.rollout.rollout import Done
 from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
+from common.rollout.turns import REPLIES_AT_ONCE
 
 GENERATE = "/inference/v1/generate"
 UPDATE_SECONDS = 300.0  # for one part of a weight update
@@ -52,11 +53,15 @@ def named_errors(url: str, path: str) -> Iterator[None]:
         raise RunFailed(said, code="server-refused") from None
 
 
-async def ask_all(requests: list[tuple[str, dict]], version: int, done: Done | None) -> list[list[Response]]:
+async def ask_all(
+    requests: list[tuple[str, dict]], version: int, done: Done | None, follow: Callable | None = None
+) -> list[list[Response]]:
     """Send all requests (server, body) at once and return their responses in the same order. Raises RunFailed.
 
     version: number of the weights that must have sampled them. done is called as soon as a request is answered.
+    follow(i, response) gives the body that continues the conversation of request i; None ends it. Threads call it.
     """
+    threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
     urls = {url for url, _ in requests}
     client = httpx.AsyncClient(
         timeout=None,  # a long response takes its time; watch() finds a server that hangs
@@ -72,6 +77,9 @@ async def ask_all(requests: list[tuple[str, dict]], version: int, done: Done | N
             if response.weight_version != str(version):
                 said = f"rollout server {url} has weights of version {response.weight_version}, not {version}"
                 raise RunFailed(said, code="weight-version")
+        if follow is not None:
+            body = await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
+            return responses if body is None else await ask(i, url, body)
         if done is not None:
             done(i, [response.token_ids for response in responses], [response.truncated for response in responses])
         return responses

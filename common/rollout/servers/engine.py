@@ -7,6 +7,7 @@ NCCL on GPUs and through shared memory on a CPU.
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from common.errors import RunFailed, raise_together, warn
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate
 from common.rollout.servers import client, process, weights
+from common.rollout.turns import Reply, Turns, collate_turns, open_turns, turn_seed
 from common.rollout.vllm_engine import request_seed, sampling_settings
 from common.weight_sync import FullParameters
 
@@ -60,27 +62,34 @@ class ServerEngine:
 
     def generate(
         self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
-        done: Done | None = None,
+        done: Done | None = None, reply: Reply | None = None,
     ) -> Rollout:  # fmt: skip
         """n responses to each prompt, in submission order. Collective. Raises RunFailed on all ranks.
 
         Prompt i of rank r is number i * world.size + r of the step. The number gives its seed and its server.
         """
         settings = sampling_settings(temperature, max_tokens, self.stop_token_ids)
-        requests = []
-        for i, ids in enumerate(prompt_ids):
-            number = i * self.world.size + self.world.rank
-            seeds = {"seed": request_seed(seed, number, n)} if temperature > 0 else {}
-            body = {"token_ids": ids, "sampling_params": {**settings, "n": n, **seeds}}
-            requests.append((self.urls[number % len(self.urls)], body))
+        numbers = [i * self.world.size + self.world.rank for i in range(len(prompt_ids))]
+        rows, follow = [], None
+        if reply is None:
+            seeds = [{"seed": request_seed(seed, number, n)} if temperature > 0 else {} for number in numbers]
+            asked = [{**settings, "n": n, **own} for own in seeds]
+            bodies = [{"token_ids": ids, "sampling_params": each} for ids, each in zip(prompt_ids, asked)]
+        else:
+            rows = open_turns(prompt_ids, n, max_tokens)
+            numbers = [number * n + sample for number in numbers for sample in range(n)]
+            bodies, follow = converse(rows, settings, numbers, seed, lambda row: reply(row // n, rows[row]))
+        urls = [self.urls[number // (n if rows else 1) % len(self.urls)] for number in numbers]
         try:
             with self.exclusive(self.group), together(self.group):
                 version = self.weight_version
-                replies = asyncio.run(client.ask_all(requests, version, done))
+                answers = asyncio.run(client.ask_all(list(zip(urls, bodies)), version, done, follow))
         except RunFailed as failed:
             self.restart(failed)
-            return self.generate(prompt_ids, n, temperature, max_tokens, seed, done)
-        responses = [response for reply in replies for response in reply]
+            return self.generate(prompt_ids, n, temperature, max_tokens, seed, done, reply)
+        if reply is not None:
+            return collate_turns(rows, version, self.world.device)
+        responses = [response for answer in answers for response in answer]
         return collate(
             [ids for ids in prompt_ids for _ in range(n)],
             [response.token_ids for response in responses],
@@ -158,6 +167,28 @@ class ServerEngine:
         """End the servers that this run started."""
         for server in self.owned:
             server.stop()
+
+
+def converse(rows: list[Turns], settings: dict, numbers: list[int], seed: int, reply: Callable):
+    """The first requests of responses with several turns, and client.ask_all's follow().
+
+    numbers: of the responses in the step. reply(row) gives the ids that follow the latest turn, or None.
+    """
+
+    def body(row: int) -> dict:
+        drawn = {"seed": turn_seed(seed, numbers[row], rows[row])} if settings["temperature"] > 0 else {}
+        limits = {**settings, "n": 1, "max_tokens": rows[row].room, **drawn}
+        return {"token_ids": rows[row].prompt, "sampling_params": limits}
+
+    def follow(row: int, response: client.Response) -> dict | None:
+        rows[row].add(response.token_ids, response.logprobs, response.truncated)
+        ids = reply(row)
+        if ids is None:
+            return None
+        rows[row].observe(ids)
+        return body(row)
+
+    return [body(row) for row in range(len(rows))], follow
 
 
 @contextlib.contextmanager

@@ -1,0 +1,78 @@
+"""Token ids that stand between two turns of the policy: the observation, in the form of the model's chat template.
+
+A conversation is prompt ids + sampled ids + suffix ids + sampled ids ... The chat template is asked only for the part
+behind a turn. Rendering the whole conversation again could change what was sampled: templates remove thinking from
+earlier turns, and the same text can have other tokens.
+"""
+
+from functools import partial
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from common.errors import BadInput, say
+
+TURN, THOUGHT, HEARD = "a5f1", "b7c2", "c9d3"  # texts to find again in what a chat template has made of them
+
+
+class Suffix:
+    """Token ids that follow a turn: its end where the template has more than the end token, the observation, and the
+    start of the next turn. Without a chat template they are the observation and a line end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int], role: str):
+        """Raises BadInput if the template cannot show an observation of this role."""
+        self.tokenizer, self.stop_token_ids, self.role = tokenizer, stop_token_ids, role
+        if not tokenizer.chat_template:
+            return
+        name = f"--model {tokenizer.name_or_path}: its chat template"
+        try:
+            suffix = self.render([HEARD])
+        except TemplateError as error:
+            raise BadInput(f'{name} refuses an observation of the role "{role}": {error}') from None
+        if HEARD not in suffix:
+            raise BadInput(f'{name} does not show what the role "{role}" says; set role = "user" in the environment')
+        before = partial(self.text, f"<think>\n{THOUGHT}\n</think>\n\n{TURN}")
+        if before([]).partition(TURN)[0] != before([HEARD]).partition(TURN)[0]:
+            say(f"{name} rewrites earlier turns; each episode keeps them as they were sampled")
+
+    def text(self, turn: str, observations: list[str]) -> str:
+        """The conversation of a question, a turn and the observations as the chat template writes it."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
+        messages += [{"role": self.role, "content": said} for said in observations]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=bool(observations))
+
+    def render(self, observations: list[str]) -> str:
+        """The text that the chat template writes behind a turn."""
+        before, _, suffix = self.text(TURN, observations).rpartition(TURN)
+        if not before:
+            name = self.tokenizer.name_or_path
+            raise BadInput(f"--model {name}: its chat template drops a turn before an observation of {self.role}")
+        return suffix
+
+    def ids(self, observations: list[str]) -> list[int]:
+        """The ids that follow a turn which ended with an end token."""
+        if not self.tokenizer.chat_template:
+            return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids[0] in self.stop_token_ids else ids  # the policy has sampled an end token itself
+
+
+def demonstrations(prompts: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[bool]]]:
+    """The solutions of prompts as token ids, and for each token whether the policy would say it.
+
+    A solution is one text, or a list of turns: policy, tool, policy, tool ... policy. Each of the policy's turns ends
+    with the tokenizer's end token.
+    """
+    several = any(isinstance(prompt.solution, list) for prompt in prompts)
+    suffix = Suffix(tokenizer, [tokenizer.eos_token_id], role="tool") if several else None
+    responses, masks = [], []
+    for prompt in prompts:
+        ids, mask = [], []
+        for i, text in enumerate([prompt.solution] if isinstance(prompt.solution, str) else prompt.solution):
+            turn = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            ids += turn if i % 2 == 0 else suffix.ids([text])
+            mask += [i % 2 == 0] * (len(ids) - len(mask))
+        responses.append(ids)
+        masks.append(mask)
+    return responses, masks

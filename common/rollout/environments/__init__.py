@@ -1,0 +1,81 @@
+"""Environments answer the policy between its turns: a game, a calculator, a shell. This file needs no torch.
+
+A class with three methods is an environment. It runs in a worker process, one object for each response:
+
+    class Guess(Environment):
+        def reset(self, problem): ...        a new episode begins; problem has prompt, answer, meta and seed
+        def step(self, text): ...            the policy's turn as text -> Step(observation), or Step(done=True)
+        def score(self): ...                 after the last turn -> Result(score, acc)
+
+The state of an episode must follow from its problem and the turns alone, random numbers included: draw them from
+problem.seed. After another episode has killed its worker, reset() and step() are called again with the same texts.
+`Tools` (tools.py) is an environment whose methods the policy calls.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.rewards.grading import Result
+
+__all__ = ["Environment", "Problem", "Result", "Step"]  # names that a user's environment imports
+
+BUILT_IN = {"calculator": "Calculator", "guess": "Guess"}  # classes of built_in.py
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str  # the text that the policy sees before its first turn
+    answer: str | None  # the reference answer, if the row of the data set has one
+    meta: dict[str, Any] = field(default_factory=dict)  # the row of the data set
+    seed: int = 0  # the same for all responses to a prompt in a step
+
+
+@dataclass(frozen=True)
+class Step:
+    observation: str | list[str] | None = None  # what the policy reads next; a list is one message for each entry
+    done: bool = False  # True ends the episode; so does an observation of None
+    calls: int = 0  # tools that were called, for the metrics
+    errors: int = 0  # calls that failed
+
+
+class Environment:
+    """Base class with the defaults. Only step() has to be written; without score() name a --reward."""
+
+    role = "user"  # who says an observation, in the model's chat template
+    seconds = 10.0  # limit for one call of a method
+    memory_gib = 4.0  # limit for all episodes of one worker process, on top of its imports
+    failed_score = 0.0  # score of an episode whose environment raised, hung or died
+
+    def reset(self, problem: Problem) -> None:
+        """Begin an episode."""
+        self.problem = problem
+
+    def step(self, text: str) -> Step:
+        """Take the text of one turn of the policy, without special tokens."""
+        raise NotImplementedError
+
+    score = None  # def score(self) -> Result
+
+
+def check(spec: str) -> str:
+    """Why --environment SPEC names no environment, or ""."""
+    path, _, name = spec.rpartition(":")
+    if spec in BUILT_IN:
+        return ""
+    if not path.endswith(".py") or not name:
+        return f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class'
+    return "" if Path(path).is_file() else f"--environment: {path}: file not found"
+
+
+def find(spec: str) -> type | None:
+    """The class that --environment names; None if the file has none of that name. Raises what importing it raises."""
+    if spec in BUILT_IN:
+        from common.rollout.environments import built_in
+
+        return getattr(built_in, BUILT_IN[spec])
+    from common.rewards.worker_main import import_file
+
+    path, _, name = spec.rpartition(":")
+
+    return getattr(import_file(Path(path), "environment"), name, None)

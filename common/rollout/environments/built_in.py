@@ -1,0 +1,60 @@
+"""The environments that come with the repository, small enough for the embedded model.
+
+common/data/tasks.py has their problems, and the demonstrations for algos/sft.py.
+"""
+
+import random
+import re
+
+from common.rollout.environments import Environment, Problem, Result, Step
+from common.rollout.environments.tools import Tools
+
+TURNS = 6  # turns after which `guess` gives up
+
+
+class Calculator(Tools):
+    """Products that the embedded model cannot compute, and a tool that can: mul(347,29) is answered by 10063."""
+
+    max_calls = 2
+
+    def mul(self, a: int, b: int) -> int:
+        """The product of two whole numbers."""
+        return a * b
+
+    def score(self) -> Result:
+        """1 if the last number of the turn without a call is right."""
+        said = last_number(self.answer)
+        right = float(said is not None and int(said) == int(self.problem.answer))
+        return Result(right, right, said)
+
+
+class Guess(Environment):
+    """Find a number of the interval "10 to 24?". A guess is answered by "more" or "less", and halving the interval is
+    optimal. The number is drawn from the problem's seed, so that it differs from step to step.
+    """
+
+    def reset(self, problem: Problem) -> None:
+        """Draw the number."""
+        low, high = map(int, problem.meta["prompt"].rstrip("?").split(" to "))
+        self.secret = random.Random(problem.seed).randint(low, high)
+        self.turns, self.found = 0, False
+
+    def step(self, text: str) -> Step:
+        """Compare the last number of the turn. A hit, a turn without a number and the last turn end the episode."""
+        self.turns += 1
+        said = last_number(text)
+        self.found = said is not None and int(said) == self.secret
+        if self.found or said is None or self.turns == TURNS:
+            return Step(done=True)
+        return Step("more" if int(said) < self.secret else "less")
+
+    def score(self) -> Result:
+        """1 for a hit in the first turn, 1 / TURNS less for each further turn, 0 without a hit."""
+        score = 1 - (self.turns - 1) / TURNS if self.found else 0.0
+        return Result(score, float(self.found), None, {"number": self.secret})
+
+
+def last_number(text: str) -> str | None:
+    """The last whole number of a text, as it stands there; None without one."""
+    numbers = re.findall(r"-?\d{1,100}", text)
+    return numbers[-1] if numbers else None

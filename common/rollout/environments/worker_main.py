@@ -1,0 +1,111 @@
+"""One worker process of workers.py: it holds the environments of many episodes, and steps them in threads.
+
+    python -m common.rollout.environments.worker_main calculator|guess|FILE.py:CLASS FORMAT
+
+A line of JSON in is [number, key, problem, texts, ends]; a line out is [number, answer]. `texts` are all turns of the
+episode so far. If this process does not know the episode, it begins it and takes all its steps again.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from common.rewards.worker_main import describe, end_with, take_pipes
+from common.rollout.environments import Environment, Problem, Result, Step, find
+from common.rollout.environments.tools import Tools, schemas
+
+THREADS = 16  # episodes that step at the same time; more than that wait
+MAX_OBSERVATION = 100_000  # characters of one observation
+
+
+class Episodes:
+    """The environments of this process, by the key of their episode."""
+
+    def __init__(self, kind: type[Environment], path: str):
+        """path: the user's file, where a traceback begins."""
+        self.kind, self.path = kind, path
+        self.open: dict[str, tuple[Environment, list[Step]]] = {}  # key -> the environment, and its steps so far
+
+    def answer(self, key: str, problem: dict, texts: list[str], ends: bool) -> dict:
+        """The latest observation, and the result if the episode is over. Raises what the environment raises."""
+        environment, steps = self.open.pop(key, (None, []))
+        if environment is None:
+            environment = self.kind()
+            environment.reset(Problem(**problem))
+        for text in texts[len(steps) :]:
+            steps.append(checked(environment.step(text)))
+        done = ends or steps[-1].done or steps[-1].observation is None
+        result = environment.score() if done and environment.score else None
+        if result is not None and not isinstance(result, Result):
+            result = Result(float(result), float(result > 0))
+        if not done:
+            self.open[key] = environment, steps
+        return {
+            "observation": None if done else steps[-1].observation,
+            "result": result and [result.score, result.acc, result.extracted, result.info],
+            "calls": sum(step.calls for step in steps),
+            "errors": sum(step.errors for step in steps),
+        }
+
+    def finish(self, answer: Future) -> dict:
+        """The dict of answer(), or as "failure" the error of the environment, which ends only its own episode."""
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        refused = {"kind": "wrong", "message": str(error)} if isinstance(error, Refused) else None
+        return {"failure": refused or describe(error, error.__traceback__, self.path)}
+
+
+class Refused(ValueError):
+    """An environment returned something else than a Step with text."""
+
+
+def checked(step: Step) -> Step:
+    if not isinstance(step, Step):
+        raise Refused(f"step() returned {type(step).__name__}, expected Step")
+    texts = step.observation if isinstance(step.observation, list) else [step.observation or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(f"an observation is no text: {step.observation!r:.200}")
+    if sum(map(len, texts)) > MAX_OBSERVATION:
+        raise Refused(f"an observation of {sum(map(len, texts))} characters; at most {MAX_OBSERVATION} are allowed")
+    return step
+
+
+def main(spec: str, call_format: str) -> None:
+    requests, answers = take_pipes()
+    lock = threading.Lock()
+
+    def send(answer) -> None:
+        with lock:
+            print(json.dumps(answer, default=str), file=answers, flush=True)
+
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    path = spec.rpartition(":")[0]
+    sys.excepthook = lambda kind, error, trace: send(describe(error, trace, path)["message"])
+    kind = find(spec)
+    if kind is None or not callable(getattr(kind, "step", None)) or not callable(getattr(kind, "reset", None)):
+        return send(f'{path} has no class "{spec.rpartition(":")[2]}" with reset() and step()')
+    is_tools = issubclass(kind, Tools)
+    if is_tools:
+        kind.format = call_format
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = mapped + int(getattr(kind, "memory_gib", Environment.memory_gib) * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    facts = {name: getattr(kind, name, getattr(Environment, name)) for name in ("role", "seconds", "failed_score")}
+    send({**facts, "tools": schemas(kind) if is_tools else [], "scores": bool(getattr(kind, "score", None))})
+    episodes = Episodes(kind, path)
+    with ThreadPoolExecutor(THREADS) as threads:
+        for line in requests:
+            number, *request = json.loads(line)
+            answer = threads.submit(episodes.answer, *request)
+            answer.add_done_callback(lambda answer, number=number: send([number, episodes.finish(answer)]))
+    os.killpg(0, signal.SIGKILL)  # with whatever an environment has started
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

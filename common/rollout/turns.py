@@ -1,0 +1,121 @@
+"""Responses of several turns: what the policy sampled, and what its environment answered in between.
+
+    ids       m u l ( 3 , 4 ) E 1 2 \\n 1 2 E       the next prompt is always prompt + ids: nothing is encoded again
+    sampled   1 1 1 1 1 1 1 1 1 0 0 0  1 1 1       False on an observation: no loss, log-prob 0
+
+An engine makes one `Turns` for each response, adds each sampled turn to it, and asks `reply` what follows. Replies come
+from threads, so that other responses are sampled while an environment is busy.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.rollout.rollout import Rollout, collate
+
+REPLIES_AT_ONCE = 64  # threads: they wait for environments
+PATIENCE = 0.02  # seconds that an engine waits for new replies before it samples on
+
+
+@dataclass
+class Turns:
+    """One response and its budget."""
+
+    prompt_ids: list[int]
+    room: int  # tokens that may still be added
+    number: int | None = None  # number of the episode, given by its environment
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)  # True on tokens of the policy
+    logprobs: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # place of the first token of each of the policy's turns
+    truncated: bool = False  # the length limit ended the last turn
+    said: list[str] = field(default_factory=list)  # the policy's turns as text
+    heard: list[str] = field(default_factory=list)  # the observations as text
+    seconds: float = 0.0  # time in which the environment was busy
+    facts: dict[str, Any] = field(default_factory=dict)  # counts of the environment
+    result: Any = None  # grading.Result, if the environment scores
+
+    def add(self, ids: list[int], logprobs: Iterable[float], truncated: bool) -> None:
+        """A turn that the policy sampled."""
+        self.starts.append(len(self.ids))
+        self.extend(ids, True, logprobs)
+        self.truncated = truncated
+
+    def observe(self, ids: list[int]) -> None:
+        """An observation, and all that stands before the next turn. It leaves room for a token."""
+        assert len(ids) < self.room, f"an observation of {len(ids)} tokens, room for {self.room}"
+        self.extend(ids, False, [0.0] * len(ids))
+
+    def extend(self, ids: list[int], sampled: bool, logprobs: Iterable[float]) -> None:
+        self.ids += ids
+        self.sampled += [sampled] * len(ids)
+        self.logprobs += logprobs
+        self.room -= len(ids)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The token ids from which the next turn is sampled."""
+        return self.prompt_ids + self.ids
+
+    @property
+    def latest(self) -> list[int]:
+        """The ids of the latest turn."""
+        return self.ids[self.starts[-1] :]
+
+    @property
+    def transcript(self) -> str:
+        """All turns for people to read. An observation stands behind "> "."""
+        heard = [f"\n> {text.strip()}\n" for text in self.heard] + [""]
+        return "".join(said + answer for said, answer in zip(self.said, heard))
+
+
+# (index of the prompt, the response) -> ids of the observation and of what stands before the next turn; None: the end.
+Reply = Callable[[int, Turns], list[int] | None]
+
+
+def open_turns(prompt_ids: list[list[int]], n: int, max_tokens: int) -> list[Turns]:
+    """n responses to each prompt, group-major."""
+    return [Turns(ids, max_tokens) for ids in prompt_ids for _ in range(n)]
+
+
+def turn_seed(seed: int, number: int, turns: Turns) -> int:
+    """Seed of the next turn of response `number` of a step, for an engine whose requests bring their seeds."""
+    return random.Random(f"{seed}/{number}/{len(turns.starts)}").getrandbits(62)
+
+
+class Replies:
+    """The replies that are on their way, by the row of their response."""
+
+    def __init__(self, reply: Callable[[int], list[int] | None]):
+        """reply(row) gives the ids that follow the latest turn of a response; None ends it."""
+        self.reply = reply
+        self.threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
+        self.coming: dict[int, Future] = {}
+
+    def ask(self, row: int) -> None:
+        """Ask what follows the latest turn of a response."""
+        self.coming[row] = self.threads.submit(self.reply, row)
+
+    def take(self, new: list[int], idle: bool) -> list[tuple[int, list[int] | None]]:
+        """(row, reply) of all replies that are there, in the order of their rows. Raises what reply() raised.
+
+        It waits a moment for those asked for since the last call, `new`: environments that answer at once are then
+        always answered in the same order, and a run can be repeated bit for bit. idle: it waits for any reply.
+        """
+        wait([self.coming[row] for row in new], PATIENCE)
+        if idle and self.coming:
+            wait(self.coming.values(), return_when=FIRST_COMPLETED)
+        ready = sorted(row for row, future in self.coming.items() if future.done())
+        return [(row, self.coming.pop(row).result()) for row in ready]
+
+
+def collate_turns(rows: list[Turns], weight_version: int, device) -> Rollout:
+    """The rollout of finished responses."""
+    rollout = collate(
+        [turns.prompt_ids for turns in rows], [turns.ids for turns in rows], [turns.logprobs for turns in rows],
+        [turns.truncated for turns in rows], weight_version, device, [turns.sampled for turns in rows],
+    )  # fmt: skip
+    rollout.episodes = rows
+    return rollout
