@@ -1,0 +1,586 @@
+"""Environments and tools: turns as token ids, calls, workers that hang or die, and runs with episodes."""
+
+import json
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import ARITHMETIC, ROOT, launch, save_model
+from test_learns import metrics, same, weights
+from transformers import AutoModelForCausalLM
+
+from algos import grpo
+from common.data import arithmetic, tasks
+from common.data.prompts import Prompt
+from common.data.suffix import Suffix, demonstrations
+from common.errors import BadInput
+from common.rewards.workers import Failure
+from common.rollout.environments import Problem as EnvironmentProblem
+from common.rollout.environments import built_in, tools
+from common.rollout.environments.episodes import Environments
+from common.rollout.environments.worker_main import THREADS
+from common.rollout.environments.workers import WorkerPool
+from common.rollout.rollout import collate
+from common.trainer import batching, model
+
+TURNS = ROOT / "tests" / "workers" / "turns.py"
+LETTERS = '''
+import random
+from common.rollout.environments import Environment, Result, Step
+
+class Letters(Environment):
+    """Says how many letters each turn has. The number of turns is drawn from the seed."""
+
+    def reset(self, problem):
+        self.turns, self.most = 0, random.Random(problem.seed).randint(1, 5)
+
+    def step(self, text):
+        self.turns += 1
+        if self.turns == self.most:
+            return Step(done=True)
+        return Step(f"{self.turns - 1}: {len(text)} letters")
+
+    def score(self):
+        return Result(float(self.turns), 1.0, None, {"finished": self.turns == self.most})
+'''
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("environment") / "letters.py"
+    file.write_text(LETTERS)
+    return f"{file}:Letters"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> str:
+    """The embedded model with the special tokens of two chat templates."""
+    folder, config, tokenizer = tmp_path_factory.mktemp("chat") / "model", arithmetic.config(), arithmetic.tokenizer()
+    special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(["<think>", "</think>"])
+    config.vocab_size = len(tokenizer)
+    save_model(folder, config, 0.05)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("backend, tp", [("vllm", 2), ("hf", 1), ("servers", 1)])
+def test_the_loss_has_the_ids_that_were_sampled(chat_model, letters, backend, tp):
+    """In four forms of a conversation, with the trainer's log-probs equal to the engine's on every sampled token. Two
+    ranks that share an engine have environments of their own.
+    """
+    result = launch(TURNS, chat_model, letters, tp, backend, ranks=tp, servers=backend == "servers")
+    gaps = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("gap ")]
+    assert [form for form, _ in gaps] == [form for form in ("plain", "chatml", "llama", "thinking") for _ in range(2)]
+    assert max(float(gap) for _, gap in gaps) < 1e-5, gaps
+
+
+# Suffixes
+
+
+class Tokenizer:
+    """The embedded tokenizer with a chat template and the special tokens of ChatML."""
+
+    def __new__(cls, template: str):
+        tokenizer = arithmetic.tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template = template
+        return tokenizer
+
+
+TURN_OF = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CHATML = (
+    "{% for m in messages %}" + TURN_OF + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_suffix_is_the_part_of_the_template_behind_a_turn():
+    """The end token of the turn was sampled, so that only what stands behind it is added."""
+    tokenizer = Tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    suffix = Suffix(tokenizer, [1, end], "tool")
+    expected = "\n<|im_start|>tool\nup<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(suffix.ids(["up", "12"])) == expected
+    assert Suffix(tokenizer, [1], "tool").ids(["up"])[0] == end, "no end token of the model: the template writes it"
+    plain = arithmetic.tokenizer()
+    assert plain.decode(Suffix(plain, [1], "user").ids(["a", "b"])) == "a\nb\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_named_and_does_not_touch_them(capfd):
+    thought = CHATML.replace("m.content }}", "m.content.split('</think>')[-1] if not loop.last else m.content }}")
+    tokenizer = Tokenizer(thought)
+    ids = Suffix(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "user").ids(["up"])
+    assert "rewrites earlier turns" in capfd.readouterr().out
+    assert tokenizer.decode(ids) == "\n<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n"
+    Suffix(Tokenizer(CHATML), [1], "user")
+    assert "rewrites" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (CHATML.replace("{% for", "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+                        "{% endfor %}{% for"), 'refuses an observation of the role "tool": no tools'),
+        ("{% for m in messages if m.role != 'tool' %}" + TURN_OF + "{% endfor %}", 'not show what the role "tool"'),
+        ("{% for m in messages if m.role != 'assistant' %}" + TURN_OF + "{% endfor %}", "drops a turn"),
+    ],
+)  # fmt: skip
+def test_a_template_without_observations_is_refused(template, message):
+    with pytest.raises(BadInput, match=message):
+        Suffix(Tokenizer(template), [1], "tool")
+
+
+def test_demonstrations_have_the_policys_turns_in_the_loss_alone():
+    tokenizer = arithmetic.tokenizer()
+    prompt = lambda solution: Prompt("x:1", "", [], None, solution)
+    (ids,), (mask,) = demonstrations([prompt(["mul(3,4)", "12", "12"])], tokenizer)
+    assert tokenizer.decode(ids) == "mul(3,4)<eos>12\n12<eos>"
+    assert tokenizer.decode([t for t, own in zip(ids, mask) if not own]) == "12\n"
+    assert demonstrations([prompt("7")], tokenizer) == ([[*tokenizer("7")["input_ids"], 1]], [[True] * 2])
+
+
+# Calls
+
+
+class Shop(tools.Tools):
+    """Its tools are price and lookup."""
+
+    def price(self, item: str, count: int = 1, tax: float = 0.0) -> float:
+        """Price in euros."""
+        return 2 * count * (1 + tax) if item == "pen" else 1 / 0
+
+    def lookup(self, ids: list[int] | None) -> str:
+        return f"found {ids}"
+
+    def _hidden(self) -> None:
+        """No tool."""
+
+
+def turn(format: str, text: str):
+    shop = Shop()
+    shop.format = format
+    shop.reset(None)
+    return shop.step(text), shop
+
+
+@pytest.mark.parametrize(
+    "format, text, said",
+    [
+        ("hermes", 'so <tool_call>\n{"name": "price", "arguments": {"item": "pen"}}\n</tool_call>', ["2.0"]),
+        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen", "tax": 1}}</tool_call>\n'
+                   '<tool_call>{"name": "lookup", "arguments": {"ids": null}}</tool_call>', ["4.0", "found None"]),
+        ("llama", '{"name": "price", "parameters": {"item": "pen", "count": 3}}', ["6.0"]),
+        ("llama", '{"name": "price", "parameters": {"item": "pen"}}; {"name": "lookup", "parameters": {"ids": [1]}}',
+         ["2.0", "found [1]"]),
+        ("plain", 'let me see\nprice("pen", count=2)', ["4.0"]),
+        ("plain", "lookup([1, 2])", ["found [1, 2]"]),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_the_models_format(format, text, said):
+    step, _ = turn(format, text)
+    assert step.observation == said and not step.done and (step.calls, step.errors) == (len(said), 0)
+
+
+@pytest.mark.parametrize(
+    "format, text, said",
+    [
+        ("hermes", '<tool_call>{"name": "steal", "arguments": {}}</tool_call>', "no tool is named steal"),
+        ("hermes", '<tool_call>{"name": "_hidden", "arguments": {}}</tool_call>', "no tool is named _hidden"),
+        ("hermes", '<tool_call>{"name": "reset", "arguments": {}}</tool_call>', "no tool is named reset"),
+        ("plain", "price('cup')", "error: ZeroDivisionError: division by zero"),
+        ("plain", "price(3)", "error: TypeError: item must be str, not int"),
+        ("plain", "price('pen', True)", "error: TypeError: count must be int, not bool"),
+        ("plain", "price('pen', cuont=2)", "error: TypeError: got an unexpected keyword argument"),
+        ("plain", "lookup()", "error: TypeError: missing a required argument"),
+    ],
+)
+def test_a_call_that_fails_is_said_to_the_model(format, text, said):
+    step, _ = turn(format, text)
+    assert said in step.observation[0] and (step.calls, step.errors, step.done) == (1, 1, False)
+    assert format == "plain" or set(json.loads(step.observation[0])) == {"error"}
+
+
+@pytest.mark.parametrize(
+    "format, text",
+    [
+        ("hermes", "<tool_call>price(pen)</tool_call>"),
+        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen"}'),
+        ("hermes", '<tool_call>["price"]</tool_call>'),
+        ("llama", '{"name": 3, "parameters": {}}'),
+        ("llama", 'I would call {"name": "price"}'),
+        ("plain", "price(pen)"),  # a name is no plain value
+        ("plain", "price('pen').real"),
+        ("plain", "price('pen') it is"),
+        ("plain", "__import__('os').system('ls')"),
+        ("plain", "price(" + "(" * 500 + ")" * 500 + ")"),
+        ("plain", ""),
+    ],
+)
+def test_a_turn_without_a_readable_call_is_the_answer(format, text):
+    step, shop = turn(format, text)
+    assert step.done and step.calls == 0 and shop.answer == text
+
+
+def test_the_schemas_are_those_of_transformers():
+    from transformers.utils import get_json_schema
+
+    def price(item: str, count: int = 1, tax: float = 0.0) -> float:
+        """
+        Price in euros.
+
+        Args:
+            item: a
+            count: b
+            tax: c
+        """
+
+    expected = get_json_schema(price)["function"]
+    (found,) = [tool["function"] for tool in tools.schemas(Shop) if tool["function"]["name"] == "price"]
+    for parameter in expected["parameters"]["properties"].values():
+        del parameter["description"]
+    assert found["parameters"] == expected["parameters"] and found["description"] == "Price in euros."
+    assert {tool["function"]["name"] for tool in tools.schemas(Shop)} == {"price", "lookup"}
+    with pytest.raises(TypeError, match='tool guess: parameter "x" has no type'):
+        tools.schemas(type("Untyped", (tools.Tools,), {"guess": lambda self, x: x}))
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [(None, "plain"), ("<tool_call>", "hermes"), ("<|start_header_id|>ipython", "llama"), ("{{ m }}", "plain")],
+)
+def test_the_format_follows_from_the_chat_template(template, expected):
+    assert tools.format_of(template) == expected
+
+
+# The loss
+
+
+def test_the_gradient_is_that_of_a_loss_over_the_sampled_tokens_alone(models, world):
+    """Whatever stands at an observation's tokens: they are read, and nothing is learned from them."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 50, (4,), generator=generator).tolist() for _ in range(3)]
+    responses = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in (9, 6, 3)]
+    sampled = [[t not in holes for t in range(len(ids))] for ids, holes in zip(responses, ([2, 3, 6], [4], []))]
+    batch = collate(prompts, responses, None, [False] * 3, 0, world.device, sampled)
+    advantages, mask = torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64), batch.response_mask
+    (micro,) = batching.pack(batch, torch.arange(3), batching.Compute(1000), world)
+    policy = model.load(models["untied"], world, torch.float64, batching.Compute())
+    logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+    old = torch.where(micro.response_mask, logprobs.detach(), torch.nan)
+    order = micro.rows
+    grpo.policy_loss(
+        logprobs=logprobs, old_logprobs=old, ref_logprobs=None, advantages=advantages[order],
+        response_mask=mask[order], clip_low=0.2, clip_high=0.2, kl_coef=0.0, denominator=3,
+    ).backward()  # fmt: skip
+    plain = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float64)
+    for prompt, response, own, advantage in zip(prompts, responses, sampled, advantages):
+        places = [t for t, kept in enumerate(own) if kept]
+        logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logits[places, [response[t] for t in places]]
+        (-advantage * chosen.mean() / 3).backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in policy.named_parameters():
+        given = parameter.grad.full_tensor().double()
+        torch.testing.assert_close(given, expected[name].grad, atol=1e-6, rtol=1e-5)
+
+
+# Workers
+
+BAD = """
+import ctypes, os, sys, time
+from common.rollout.environments import Environment, Result, Step
+
+class Bad(Environment):
+    seconds, memory_gib = 1.5, 0.5
+
+    def reset(self, problem):
+        self.said = []
+
+    def step(self, text):
+        self.said.append(text)
+        kind = text.rpartition(" ")[2]
+        if kind == "hang":
+            time.sleep(60)
+        if kind == "spin":
+            while True:
+                pass
+        if kind == "wait":
+            time.sleep(0.5)
+        if kind == "exit":
+            os._exit(7)
+        if kind == "segfault":
+            ctypes.string_at(0)
+        if kind == "quit":
+            sys.exit(3)
+        if kind == "memory":
+            bytearray(2**31)
+        if kind == "raise":
+            raise KeyError("no such door")
+        if kind == "print":
+            print("x" * 2**20)
+            input()
+        return {"long": Step("x" * 2**20), "bytes": Step(b"no text"), "none": None}.get(kind, Step(" ".join(self.said)))
+
+    def score(self):
+        return len(self.said)
+
+class NoStep:
+    pass
+
+class Raises(Environment):
+    def __init__(self):
+        raise OSError("no display")
+"""
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("environment") / "bad.py"
+    file.write_text(BAD)
+    return str(file)
+
+
+PROBLEM = {"prompt": "", "answer": None, "meta": {}, "seed": 0}
+
+
+def failure(pool: WorkerPool, *texts: str, key: int = 0) -> tuple[str, str]:
+    found = pool.ask(key, PROBLEM, list(texts), False)
+    assert isinstance(found, Failure), found
+    return found.kind, found.message
+
+
+def test_a_bad_turn_is_an_outcome_with_a_code_and_the_next_episode_goes_on(bad):
+    pool = WorkerPool(f"{bad}:Bad", "plain")
+    good = {"observation": "fine", "result": None, "calls": 0, "errors": 0}
+    cases = [
+        ("hang", "timeout", "no answer within 1.5 s"),
+        ("spin", "timeout", "no answer within 1.5 s"),
+        ("exit", "died", "exit status 7"),
+        ("segfault", "died", "exit status -11"),
+        ("memory", "died", "ran out of memory"),
+        ("raise", "raised", "KeyError: 'no such door'"),
+        ("quit", "raised", "SystemExit: 3"),
+        ("print", "raised", "EOFError: EOF when reading a line"),
+        ("long", "wrong", "an observation of 1048576 characters; at most 100000 are allowed"),
+        ("bytes", "wrong", "an observation is no text: b'no text'"),
+        ("none", "wrong", "step() returned NoneType, expected Step"),
+    ]
+    for number, (kind, code, message) in enumerate(cases):
+        found, said = failure(pool, kind, key=2 * number)
+        assert (found, said.rpartition("\n")[2][-len(message) :]) == (code, message), kind
+        assert pool.ask(2 * number, PROBLEM, ["fine"], False) == good, kind
+    pool.close()
+
+
+@pytest.mark.parametrize("kind, code", [("hang", "timeout"), ("exit", "died")])
+def test_episodes_beside_a_bad_one_take_their_turns_again(bad, kind, code):
+    """All of one worker: those that had finished turns, those that were waiting, and only the guilty one fails."""
+    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool.workers = pool.workers[:1]
+    for key in range(4):
+        assert pool.ask(key, PROBLEM, [f"{key}"], False)["observation"] == f"{key}"
+    with ThreadPoolExecutor(8) as threads:
+        waiting = {key: threads.submit(pool.ask, key, PROBLEM, [f"{key}", "wait"], False) for key in range(3)}
+        guilty = threads.submit(failure, pool, "3", kind, key=3)
+    assert guilty.result()[0] == code
+    assert [answer.result()["observation"] for answer in waiting.values()] == ["0 wait", "1 wait", "2 wait"]
+    assert pool.ask(0, PROBLEM, ["0", "wait", "more"], True)["result"] == [3.0, 1.0, None, {}]
+    pool.close()
+
+
+def test_waiting_environments_wait_at_the_same_time(bad):
+    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool.workers = pool.workers[:1]
+    began = time.monotonic()
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(lambda key: pool.ask(key, PROBLEM, ["wait"], False), range(THREADS)))
+    assert time.monotonic() - began < 0.5 * 4
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("Missing", 'has no class "Missing" with reset() and step()'),
+        ("NoStep", 'has no class "NoStep" with reset() and step()'),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(bad, name, message):
+    with pytest.raises(BadInput, match=re.escape(message)):
+        WorkerPool(f"{bad}:{name}", "plain")
+    assert "no display" in failure(WorkerPool(f"{bad}:Raises", "plain"), "fine")[1]
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("calculater", 'expected calculator, guess or file.py:Class'),
+        ("gone.py:Game", "gone.py: file not found"),
+        ("letters.py", "expected calculator, guess or file.py:Class"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_no_environment_is_refused(spec, message):
+    with pytest.raises(BadInput, match=re.escape(message)):
+        Environments(spec, arithmetic.tokenizer(), [1])
+
+
+def test_the_page_about_environments_has_code_that_runs(tmp_path):
+    """Hangman and Shop of docs/environments.md, as files of a user."""
+    hangman, shop = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    assert len(hangman.split("class Hangman")[1].strip().splitlines()) <= 15
+    (tmp_path / "hangman.py").write_text(hangman)
+    (tmp_path / "shop.py").write_text(shop)
+    pool = WorkerPool(f"{tmp_path}/hangman.py:Hangman", "plain")
+    word = {**PROBLEM, "answer": "noon"}
+    assert pool.ask(0, word, ["n"], False)["observation"] == "n__n"
+    assert pool.ask(0, word, ["n", "x"], False)["observation"] == "n__n"
+    assert pool.ask(0, word, ["n", "x", "o"], False)["result"] == [7 / 8, 1.0, None, {}]
+    pool.close()
+    pool = WorkerPool(f"{tmp_path}/shop.py:Shop", "plain")
+    assert pool.ask(0, PROBLEM, ['price("pen", 3)'], False)["observation"] == ["6.0"] and not pool.facts.scores
+    pool.close()
+
+
+def test_the_optimal_player_of_guess_needs_49_fifteenths_turns():
+    """Every number of the interval, found by halving: one turn for the middle, four for every second number."""
+    turns = []
+    for secret in tasks.INTERVAL:
+        game = built_in.Guess()
+        game.reset(EnvironmentProblem("", None, {"prompt": "10 to 24?"}, seed=0))
+        game.secret, low, high, step = secret, 10, 24, None
+        while not game.found:
+            guess = (low + high) // 2
+            step = game.step(f"{guess}")
+            low, high = (guess + 1, high) if step.observation == "more" else (low, guess - 1)
+        assert step.done and game.score().score == 1 - (game.turns - 1) / 6
+        turns.append(game.turns)
+    assert sum(turns) == 49 and sorted(turns) == [1] + [2] * 2 + [3] * 4 + [4] * 8
+
+
+# Runs
+
+SMALL = [
+    "--prompts-per-step",
+    8,
+    "--mini-batches",
+    2,
+    "--eval-prompts",
+    16,
+    "--rollouts-every",
+    1,
+    "--dtype",
+    "float32",
+]
+
+
+def rows(folder, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def unmeasured(row: dict) -> dict:
+    """A row of the metrics without those of the engine's log-probs."""
+    return {name: value for name, value in row.items() if not name.startswith("mismatch/")}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """Four steps of GRPO with vLLM, and of a run that stops after two of them and goes on."""
+    folder, flags = tmp_path_factory.mktemp("played"), ["--environment", "calculator", "--steps", 4, *SMALL]
+    launch(ROOT / "algos/grpo.py", *flags, "--save-every", 2, "--run-dir", folder / "whole")
+    shutil.copytree(folder / "whole/checkpoints/step_000002", folder / "parts/checkpoints/step_000002")
+    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", folder / "parts", "--resume", "auto")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_with_episodes_goes_on_bit_for_bit(played):
+    """With vLLM, whose requests are sent as soon as environments have answered. Which responses share a forward depends
+    on the machine's load, and the engine's log-probs on that, by rounding; nothing is computed from them.
+    """
+    whole, parts = ([unmeasured(row) for row in metrics(played / name)] for name in ("whole", "parts"))
+    assert parts == whole[3:]  # without step 0, 1 and 2
+    assert same(weights(played / "whole", 4), weights(played / "parts", 4))
+    for step in (3, 4):
+        one, other = (rows(played / name, step) for name in ("whole", "parts"))
+        for row in one + other:
+            row.pop("rollout_logprobs")
+        assert one == other
+
+
+@pytest.mark.slow
+def test_rollout_files_metrics_and_the_viewer_show_turns(played):
+    step, given = metrics(played / "whole")[-1], rows(played / "whole", 4)
+    turns = [row["response"].split("\n> ") for row in given]
+    assert step["environment/turns"] == sum(map(len, turns)) / len(given) > 1
+    assert step["environment/calls"] == step["environment/turns"] - 1 and step["environment/failed_frac"] == 0
+    assert step["response/length_mean"] == sum(sum(row["sampled"]) for row in given) / len(given)
+    for row, (said, *heard) in zip(given, turns):
+        holes = [not own for own in row["sampled"]]
+        assert any(holes) == bool(heard) == said.startswith("mul(")
+        assert all(x == 0 for x, hole in zip(row["rollout_logprobs"], holes) if hole)
+        assert row["old_logprobs"] is None or all(x == 0 for x, hole in zip(row["old_logprobs"], holes) if hole)
+        assert not heard or row["acc"] == (heard[0].split("\n")[-1].strip() == row["answer"])
+    page = played / "page.html"
+    launch(ROOT / "scripts/view_rollouts.py", played / "whole", "--html", page, "--limit", 0)
+    assert page.read_text().count("from the environment") == sum(row["sampled"].count(0) for row in given)
+
+
+@pytest.mark.slow
+def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
+    """One episode in ten takes a second; another one hangs, one dies and one says no text: codes, and a score of -1."""
+    (tmp_path / "moody.py").write_text(
+        "import os, time\n"
+        "from common.rollout.environments import Step\n"
+        "from common.rollout.environments.built_in import Calculator\n"
+        "class Moody(Calculator):\n"
+        "    seconds, failed_score = 3.0, -1.0\n"
+        "    def step(self, text):\n"
+        "        kind = self.problem.seed % 20\n"
+        "        if kind in (1, 2):\n"
+        "            time.sleep(0.5)\n"
+        "        if kind in (3, 7) and text:\n"
+        "            time.sleep(60)\n"
+        "        if kind in (4, 6) and text:\n"
+        "            os._exit(1)\n"
+        "        return Step(b'12') if kind == 5 else super().step(text)\n"
+    )
+    flags = ["--environment", f"{tmp_path}/moody.py:Moody", "--dataset", "calculator", "--steps", 2, *SMALL]
+    start = ["--model", arithmetic.warm_start("calculator"), *ARITHMETIC]
+    result = launch(ROOT / "algos/grpo.py", *start, *flags, "--prompts-per-step", 24, "--run-dir", tmp_path / "run")
+    given = rows(tmp_path / "run", 1) + rows(tmp_path / "run", 2)
+    codes = {row["info"].get("environment") for row in given}
+    assert codes == {None, "timeout", "died", "wrong"}
+    assert all(row["score"] == -1 and row["acc"] == 0 for row in given if "environment" in row["info"])
+    failed = [step["environment/failed_frac"] for step in metrics(tmp_path / "run")[1:]]
+    assert sum(failed) / 2 == pytest.approx(sum("environment" in row["info"] for row in given) / len(given))
+    assert (
+        result.stderr.count("environment-failed") + result.stdout.count("environment-failed") == 3
+    )  # one for each kind
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--reward", "environment"], "--reward environment: the run has no --environment"),
+        (["--environment", "calculater"], "expected calculator, guess or file.py:Class"),
+        (["--environment", "plain.py:Plain"], "the class has no score(); name a --reward"),
+        (["--environment", "plain.py:Breaks", "--reward", "gsm8k"], "raised after an empty turn to the prompt"),
+        (["--environment", "plain.py:Gone"], 'has no class "Gone"'),
+        (["--environment", "syntax.py:Any"], "SyntaxError"),
+    ],
+)
+def test_a_wrong_environment_is_one_line_before_a_model_is_loaded(tmp_path, flags, message):
+    (tmp_path / "plain.py").write_text(
+        "from common.rollout.environments import Environment, Step\n"
+        "class Plain(Environment):\n    def step(self, text):\n        return Step(done=True)\n"
+        "class Breaks(Environment):\n    def step(self, text):\n        return 1 / 0\n"
+    )
+    (tmp_path / "syntax.py").write_text("class Any:\n    def\n")
+    result = launch(ROOT / "algos/grpo.py", *flags, check=False, cwd=tmp_path)
+    assert (
+        result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr.partition("error[")[0]
+    )
