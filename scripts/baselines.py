@@ -38,18 +38,23 @@ BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table betw
 COLUMNS = (
     "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
     "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss",
-    "reward/accuracy", "teacher/kl",
+    "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
 PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-every 5"
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
+    "calculator": "--environment calculator --eval-every 5",
+    "guess": "--environment guess --eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
 }
-RUNS = {  # (task, run): further flags; without an entry the run is the algorithm's file with the task's recipe
+# (task, run): further flags, or with --model all of them. Without an entry a run is its file with the task's recipe.
+RUNS = {
     ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
+    ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
+    "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
@@ -82,7 +87,7 @@ SAMPLES = 8  # responses to each held-out problem of pretrained models
 
 @dataclasses.dataclass
 class Args:
-    task: str = "arithmetic"  # Task of --run and --flags: arithmetic, sums or gcd.
+    task: str = "arithmetic"  # Task of --run and --flags: arithmetic, calculator, guess, sums or gcd.
     run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS, CONTROLS, start).
     seeds: tuple[int, ...] = (0, 1, 2)
     add: tuple[str, ...] = ()  # Folders of runs to take as baselines.
@@ -93,7 +98,8 @@ class Args:
 
 def flags(task: str, run: str) -> str:
     """The flags of a baseline, without its seed."""
-    return f"{'' if run in OFFLINE else RECIPES[task]} {RUNS.get((task, run), '')}".strip()
+    own = RUNS.get((task, run), "")
+    return f"{'' if run in OFFLINE or own.startswith('--model') else RECIPES[task]} {own}".strip()
 
 
 def command(task: str, run: str, seed: int) -> list[str]:
@@ -124,11 +130,11 @@ def add(run_dir: Path, task: str, name: str) -> None:
         rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
     if "teacher" in run["args"]:
         run["args"]["teacher"] = f"baselines/{arithmetic.TEACHER.name}"
-    if task == "arithmetic":
-        run["args"]["model"] = "embedded"
-    else:
+    if task in WORDINGS:
         run["evaluation"] = evaluate(task, trained)
         run["args"]["model"] = SMOLLM2
+    else:
+        run["args"]["model"] = "baselines/environments-start" if name == "grpo-off" else "embedded"
     run["args"]["run_dir"] = ""
     keep(task, name, run, rows)
 
@@ -213,6 +219,11 @@ def sampled(task: str, run: str, rows: list[dict]) -> list[int]:
     return [int(prompts) * args["group_size"] for prompts in accumulate(drawn)]
 
 
+def pages(task: str) -> list[Path]:
+    """The pages that have the table of a task. The README has no room for those with an environment."""
+    return [BASELINES / "README.md", *[ROOT / "README.md"] * (task not in arithmetic.WITH_ENVIRONMENT)]
+
+
 def block(task: str, page: Path) -> str:
     """The table of a page between its marks. The README has only the best wording of an untrained model."""
     return f"{BEGIN.format(task)}\n{table(task, best=page == ROOT / 'README.md')}\n{END.format(task)}"
@@ -224,10 +235,11 @@ def table(task: str, best: bool = False) -> str:
 
 
 def table_lines(task: str, best: bool) -> Iterator[str]:
-    pretrained = task != "arithmetic"
+    pretrained, plays = task in WORDINGS, task in arithmetic.WITH_ENVIRONMENT
     more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if pretrained else ""
+    more = " turns before | after, each seed |" if plays else more
     yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
-    yield "|---|---|---|---|---|---|---|---|" + "---|---|" * pretrained
+    yield "|---|---|---|---|---|---|---|---|" + "---|---|" * (pretrained or plays)
     samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
     if pretrained:
         untrained = json.loads((BASELINES / task / "start.json").read_text())
@@ -243,6 +255,9 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         if pretrained:
             known = [each["evaluation"] for each in described(task, run)]
             more = samples({key: statistics.mean(each[key] for each in known) for key in known[0]})
+        if plays:
+            turns = [[row["eval/turns"] for row in rows if "eval/turns" in row] or [1.0] for rows in seeds]
+            more = f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
@@ -288,7 +303,7 @@ def main(args: Args) -> None:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:
             draw(task)
-            for page in (BASELINES / "README.md", ROOT / "README.md"):
+            for page in pages(task):
                 before, rest = page.read_text().split(BEGIN.format(task))
                 page.write_text(before + block(task, page) + rest.split(END.format(task))[1])
 
