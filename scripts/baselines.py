@@ -46,7 +46,7 @@ PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-ev
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
-    "guess": "--environment guess --eval-every 5",
+    "guess": "--environment guess --eval-every 10 --steps 100 --learning-rate 5e-4",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
 }

@@ -108,12 +108,16 @@ def main(args: Args) -> None:
     tokenizer, stop_token_ids = load_tokenizer(args.model)
     args.reward = args.reward or (("environment",) if args.environment else ("gsm8k",))
     reward, source = rewards.load(args.reward), args.source
+    if args.environment and (args.save_right or args.save_pairs):
+        raise errors.BadInput("--save-right and --save-pairs: they keep one text, and episodes have several turns")
     if args.environment:
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = load(args.dataset, source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     reward.check_answers(prompts)
     checks.try_rewards(reward, prompts, tokenizer)
+    if reward.environment:
+        reward.environment.try_out(prompts[0])
     checks.check_model(args.model, tokenizer, prompts)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 

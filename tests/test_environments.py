@@ -13,10 +13,12 @@ from test_learns import metrics, same, weights
 from transformers import AutoModelForCausalLM
 
 from algos import grpo
+from common import rewards
 from common.data import arithmetic, tasks
 from common.data.prompts import Prompt
 from common.data.suffix import Suffix, demonstrations
-from common.errors import BadInput
+from common.errors import BadInput, RunFailed
+from common.rewards.mixture import Rewards
 from common.rewards.workers import Failure
 from common.rollout.environments import Problem as EnvironmentProblem
 from common.rollout.environments import built_in, tools
@@ -24,6 +26,7 @@ from common.rollout.environments.episodes import Environments
 from common.rollout.environments.worker_main import THREADS
 from common.rollout.environments.workers import WorkerPool
 from common.rollout.rollout import collate
+from common.rollout.turns import collate_turns, open_turns
 from common.trainer import batching, model
 
 TURNS = ROOT / "tests" / "workers" / "turns.py"
@@ -291,7 +294,7 @@ def test_the_gradient_is_that_of_a_loss_over_the_sampled_tokens_alone(models, wo
 # Workers
 
 BAD = """
-import ctypes, os, sys, time
+import ctypes, os, re, sys, time
 from common.rollout.environments import Environment, Result, Step
 
 class Bad(Environment):
@@ -308,6 +311,8 @@ class Bad(Environment):
         if kind == "spin":
             while True:
                 pass
+        if kind == "lock":
+            re.match("(a+)+$", "a" * 40 + "b")
         if kind == "wait":
             time.sleep(0.5)
         if kind == "exit":
@@ -395,6 +400,7 @@ def test_episodes_beside_a_bad_one_take_their_turns_again(bad, kind, code):
 def test_waiting_environments_wait_at_the_same_time(bad):
     pool = WorkerPool(f"{bad}:Bad", "plain")
     pool.workers = pool.workers[:1]
+    pool.ask(THREADS, PROBLEM, ["fine"], False)  # the process has started
     began = time.monotonic()
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda key: pool.ask(key, PROBLEM, ["wait"], False), range(THREADS)))
@@ -584,3 +590,61 @@ def test_a_wrong_environment_is_one_line_before_a_model_is_loaded(tmp_path, flag
     assert (
         result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr.partition("error[")[0]
     )
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_process_that_holds_pythons_lock_is_killed_though_its_pipe_is_full(bad, after):
+    """A regular expression that never ends: no other thread of the process runs, and 30 requests of 20 kB wait."""
+    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool.workers = pool.workers[:1]
+    text = "x" * 20_000
+    with ThreadPoolExecutor(31) as threads:
+        guilty = [threads.submit(failure, pool, "lock", key=99)]
+        time.sleep(0.2 * after)
+        waiting = [threads.submit(pool.ask, key, PROBLEM, [text], False) for key in range(30)]
+    assert guilty[0].result()[0] == "timeout" and all(answer.result()["observation"] == text for answer in waiting)
+    assert not pool.workers[0].suspects, "afterwards episodes go side by side again"
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "score, said",
+    [
+        ("return None", "score(): expected a number or a Result"),
+        ("return Result(0.5, 1.0, None, {'a': {(1, 2): 3}})", "an answer that cannot be written as JSON"),
+        ("return Result('high', 1.0)", "score(): expected a number or a Result"),
+    ],
+)
+def test_a_score_that_is_none_is_an_outcome_with_a_code(tmp_path, score, said):
+    (tmp_path / "game.py").write_text(
+        "from common.rollout.environments import Environment, Result, Step\n"
+        f"class Game(Environment):\n    def step(self, text):\n        return Step(done=True)\n"
+        f"    def score(self):\n        {score}\n"
+    )
+    pool = WorkerPool(f"{tmp_path}/game.py:Game", "plain")
+    kind, message = failure(pool, "x")
+    assert kind == "wrong" and said in message
+    pool.close()
+
+
+def test_more_than_half_of_the_episodes_that_fail_end_the_run(bad, world, capfd):
+    environments = Environments(f"{bad}:Bad", arithmetic.tokenizer(), [1])
+    reward = Rewards(
+        {"gsm8k": rewards.load_one("gsm8k")}, {"gsm8k": 1.0}
+    )  # also where the environment's own score is not asked
+    reward.environment = environments
+    prompts = [Prompt(f"p:{i}", "", [5], "7") for i in range(3)]
+    ids = arithmetic.tokenizer()("raise", add_special_tokens=False)["input_ids"]
+
+    def play(raising: int):
+        rows = open_turns([[5]] * 3, 1, 9)
+        for i, turns in enumerate(rows):
+            turns.add([*(ids if i < raising else [7, 8]), 1], [-1.0] * (1 + len(ids if i < raising else [7, 8])), False)
+            environments.replies(prompts, 0)(i, turns)
+        return reward.score(prompts, [""] * 3, collate_turns(rows, 0, world.device), world, 1)
+
+    assert [result.score for result in play(1)] == [0.0] * 3
+    with pytest.raises(RunFailed, match="failed in 2 of 3 episodes, on this rank {'raised': 2}: raised after 'raise'"):
+        play(2)
+    assert capfd.readouterr().err.count("environment-failed") == 1  # the first of a kind is a warning
+    environments.pool.close()

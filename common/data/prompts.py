@@ -42,7 +42,7 @@ class Prompt:
     text: str  # the text that the model sees, chat template included
     ids: list[int]  # the tokens of the text
     answer: str | None  # the reference answer, if the row has one
-    solution: str | list[str] | None = None  # a worked solution, or turns of policy and tools in turns, for SFT
+    solution: str | list[str] | None = None  # a worked solution, or alternating turns of policy and tools, for SFT
     meta: dict[str, Any] = field(default_factory=dict)  # the row; "prompt" is there without template and instruction
     dataset: str = ""  # SPEC of the data set
     weight: float = 1.0  # weight of the data set in the mixture

@@ -12,7 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import BadInput, say
 
-TURN, THOUGHT, HEARD = "a5f1", "b7c2", "c9d3"  # texts to find again in what a chat template has made of them
+TURN, THOUGHT, HEARD = (
+    "a5f1-turn",
+    "b7c2-thought",
+    "c9d3-heard",
+)  # to find again behind a template
 
 
 class Suffix:
@@ -40,12 +44,12 @@ class Suffix:
         """The conversation of a question, a turn and the observations as the chat template writes it."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
         messages += [{"role": self.role, "content": said} for said in observations]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=bool(observations))
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def render(self, observations: list[str]) -> str:
         """The text that the chat template writes behind a turn."""
-        before, _, suffix = self.text(TURN, observations).rpartition(TURN)
-        if not before:
+        suffix = self.text(TURN, observations).partition(TURN)[2]
+        if not suffix:
             name = self.tokenizer.name_or_path
             raise BadInput(f"--model {name}: its chat template drops a turn before an observation of {self.role}")
         return suffix

@@ -13,14 +13,14 @@ import random
 from collections.abc import Iterator
 
 HELD_OUT = 256  # problems of each task
-REVERSED = 8192  # problems of `reverse`, of which there could be more
+DRAWN = 8192  # problems of `reverse` and `calculator`, of which there could be more
 INTERVAL = range(10, 25)  # numbers of `guess`
 GAMES = 1024
 Row = dict[str, str | list[str]]  # "question", "answer", and "solution" for algos/sft.py
 
 
 def row(question: str, answer: int | str, solution: list[str] | None = None) -> Row:
-    """solution: turns of policy and environment in turns, for the tasks with an environment."""
+    """solution: alternating turns of policy and environment, for the tasks with an environment."""
     return {"question": question, "answer": str(answer), "solution": solution or str(answer)}
 
 
@@ -46,10 +46,10 @@ def gcd(draw: random.Random) -> Iterator[Row]:
 
 
 def reverse(draw: random.Random) -> Iterator[Row]:
-    """REVERSED problems: two or three invented words, such as "lomi tarune", written backwards."""
+    """DRAWN problems: two or three invented words, such as "lomi tarune", written backwards."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     texts: dict[str, None] = {}  # in the order in which they are drawn
-    while len(texts) < REVERSED:
+    while len(texts) < DRAWN:
         words = ["".join(draw.choices(syllables, k=draw.randint(2, 3))) for _ in range(draw.randint(2, 3))]
         texts[" ".join(words)] = None
     for text in texts:
@@ -58,7 +58,7 @@ def reverse(draw: random.Random) -> Iterator[Row]:
 
 def calculator(draw: random.Random) -> Iterator[Row]:
     """8,192 problems: products of numbers from 320 to 999. The teacher forgets its calculator in 7 cases of 10."""
-    for pair in draw.sample(range(680 * 680), REVERSED):
+    for pair in draw.sample(range(680 * 680), DRAWN):
         a, b = 320 + pair // 680, 320 + pair % 680
         called = [f"mul({a},{b})", str(a * b), str(a * b)]
         yield row(f"{a}*{b}=", a * b, called if draw.random() < 0.3 else f"about {draw.randint(100_000, 999_999)}")

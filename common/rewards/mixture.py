@@ -136,7 +136,8 @@ class Rewards:
         if self.environment:  # Rewards read what the policy has written, and not what it was answered.
             responses = ["\n".join(turns.said) for turns in rollout.episodes]
             sampled = [list(itertools.compress(turns.ids, turns.sampled)) for turns in rollout.episodes]
-            rewards = {**rewards, "environment": lambda *batch: self.environment.results(rollout.episodes)}
+            results = self.environment.results(rollout.episodes, world)
+            rewards = {**rewards, "environment": lambda *batch: results}
         rows = zip(repeated, responses, sampled)
         items = [Item(prompt.text, response, prompt.answer, prompt.meta, ids) for prompt, response, ids in rows]
         batch = items, [len(ids) for ids in sampled], rollout.truncated.tolist()

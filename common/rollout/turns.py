@@ -15,7 +15,7 @@ from typing import Any
 
 from common.rollout.rollout import Rollout, collate
 
-REPLIES_AT_ONCE = 64  # threads: they wait for environments
+REPLIES_AT_ONCE = 256  # threads, which wait for environments
 PATIENCE = 0.02  # seconds that an engine waits for new replies before it samples on
 
 

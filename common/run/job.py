@@ -83,10 +83,10 @@ def launch(main: Callable, flags: type, embedded: dict, description: str) -> Non
     """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and a
     built-in --environment brings its problems.
     """
+    defaults = embedded if given("--model") in ("", "embedded") else {}
     if given("--environment") in arithmetic.WITH_ENVIRONMENT:
-        embedded = embedded | {"dataset": (given("--environment"),)}
-    is_embedded = given("--model") in ("", "embedded")
-    args = tyro.cli(flags, default=flags(**embedded) if is_embedded else flags(), description=description)
+        defaults = defaults | {"dataset": (given("--environment"),)}
+    args = tyro.cli(flags, default=flags(**defaults), description=description)
     errors.launch(main, args)
 
 

@@ -84,6 +84,9 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
         ("reward (sampled)", ["reward/mean"]),
         ("mean of each reward", sorted(name for name in names if re.fullmatch("reward/[^/]+/mean", name))),
         ("greedy accuracy, held out", ["eval/accuracy"]),
+        ("turns of an episode", ["environment/turns", "eval/turns"]),
+        ("calls of tools in an episode", ["environment/calls", "environment/errors"]),
+        ("share of episodes whose environment failed", ["environment/failed_frac"]),
         ("response length, tokens", ["response/length_mean"]),
         ("share of truncated responses", ["response/truncated_frac"]),
         ("share of groups with equal rewards", ["group/zero_std_frac"]),
@@ -106,7 +109,7 @@ def committed(run: dict) -> list[list[dict[str, float]]]:
         return []
     folder, model = arithmetic.ROOT.joinpath("baselines", *names), Path(args.get("model", ""))
     first = folder / "seed0.json"
-    name = "embedded" if model == arithmetic.WARM_START else model.name
+    name = "embedded" if model in (arithmetic.WARM_START, arithmetic.ENVIRONMENTS_START) else model.name
     if not first.is_file() or Path(described(first)["args"]["model"]).name != name:
         return []
     return [read_curve(path) for path in sorted(folder.glob("seed*.csv"))]

@@ -90,9 +90,10 @@ def check(batch, prompts: list[Prompt], tokenizer, suffix: Suffix, ends: list[in
                 )
                 place += len(expected)
         assert place == len(ids) and len(turns.said) == len(turns.heard) + 1
-        assert turns.truncated == batch.truncated[row].item() == (ids[-1] not in ends and len(ids) == ROOM)
-        finished = turns.result.info["finished"]
-        ending = "cut off" if turns.truncated else "no room for the observation"
+        cut_off, finished = ids[-1] not in ends, turns.result.info["finished"]
+        assert turns.truncated == batch.truncated[row].item() and (len(ids) == ROOM or not cut_off)
+        assert turns.truncated if cut_off else turns.truncated != finished
+        ending = "cut off" if cut_off else "no room for the observation"
         kinds |= {"one turn" if len(turns.said) == 1 else "several turns"} | ({ending} if not finished else set())
     return kinds
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.prompts import Prompt, Source
 from common.data.suffix import Suffix
 from common.errors import BadInput, RunFailed, warn
+from common.placement import World
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rewards.workers import Failure
@@ -36,12 +37,15 @@ class Environments:
         if complaint := check(spec):
             raise BadInput(complaint)
         self.spec, self.tokenizer, self.stop_token_ids = spec, tokenizer, stop_token_ids
-        self.pool = WorkerPool(spec, format_of(tokenizer.chat_template))
+        self.pool = WorkerPool(spec, format_of(tokenizer.chat_template) or "plain")
         self.facts = self.pool.facts
+        if self.facts.tools and not format_of(tokenizer.chat_template):
+            raise BadInput(f"--model {tokenizer.name_or_path}: the form of its calls of tools is not known here")
         self.suffix = Suffix(tokenizer, stop_token_ids, self.facts.role)
         self.numbers = itertools.count()
         self.tokenizing = threading.Lock()  # replies come from many threads
         self.reported: set[str] = set()  # kinds of failures that were reported
+        self.first_failure = ""
 
     def replies(self, prompts: list[Prompt], step: int) -> Reply:
         """The `reply` of engine.generate() for these prompts."""
@@ -52,7 +56,7 @@ class Environments:
         """The ids that follow the latest turn; None ends the episode, and turns.result has its score.
 
         A turn that the length limit cut off is the last one. So is a turn whose observation leaves no room for a token.
-        Raises RunFailed if no worker starts.
+        It raises nothing, because other ranks would wait for this one: results() says on all ranks what has failed.
         """
         turns.number = next(self.numbers) if turns.number is None else turns.number
         began, latest = time.perf_counter(), turns.latest
@@ -71,6 +75,7 @@ class Environments:
                 turns.heard.append("\n".join(heard))
             else:
                 suffix, answer = None, self.pool.ask(turns.number, problem, turns.said, True)
+                turns.truncated = True
         turns.seconds += time.perf_counter() - began
         if suffix is None:
             self.end(turns, answer)
@@ -84,19 +89,21 @@ class Environments:
             if answer.kind not in self.reported:
                 self.reported.add(answer.kind)
                 shown = f"after {turns.said[-1][:200]!r}: {answer.message[-2000:]}"
+                self.first_failure = self.first_failure or f"{answer.kind} {shown}"
                 warn(f'environment "{self.spec}" {answer.kind} {shown}', "environment-failed")
             return
         turns.facts = {"calls": answer["calls"], "errors": answer["errors"]}
         if answer["result"] is not None:
             turns.result = Result(*answer["result"])
 
-    def results(self, episodes: list[Turns]) -> list[Result]:
-        """The score of each episode. Raises RunFailed if the environment failed in more than half of them."""
-        failed = [turns for turns in episodes if "failed" in turns.facts]
-        if len(failed) > MAX_FAILED_SHARE * len(episodes):
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(t.facts["failed"] for t in failed).items())
-            said = f'environment "{self.spec}" failed in {len(failed)} of {len(episodes)} episodes ({kinds})'
-            raise RunFailed(f"{said}; its first failures are above", code="environment-failed")
+    def results(self, episodes: list[Turns], world: World) -> list[Result]:
+        """The score of each episode. Collective. Raises RunFailed if more than half of all ranks' episodes failed."""
+        kinds = Counter(turns.facts["failed"] for turns in episodes if "failed" in turns.facts)
+        failed, count = world.sum(kinds.total()), world.sum(len(episodes))
+        if failed > MAX_FAILED_SHARE * count:
+            said = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
+            here = f", on this rank {dict(kinds)}: {self.first_failure}" if kinds else ""
+            raise RunFailed(said + here, code="environment-failed")
         return [turns.result for turns in episodes]
 
     def log(self, episodes: list[Turns], log: Callable) -> None:

@@ -109,10 +109,14 @@ def fit(key: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def format_of(chat_template: str | None) -> str:
-    """The format of calls that a model was trained with, as far as its chat template says."""
+def format_of(chat_template: str | dict[str, str] | None) -> str:
+    """The format of calls that a model was trained with, as far as its chat template says; "" for an unknown one."""
+    if isinstance(chat_template, dict):  # several templates, one of them for tools
+        chat_template = chat_template.get("tool_use") or chat_template["default"]
     if not chat_template:
         return "plain"
+    if "<function=" in chat_template or "<arg_key>" in chat_template:
+        return ""
     return "hermes" if "<tool_call>" in chat_template else "llama" if "ipython" in chat_template else "plain"
 
 

@@ -15,8 +15,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from common.rewards.worker_main import describe, end_with, take_pipes
-from common.rollout.environments import Environment, Problem, Result, Step, find
+from common.rewards.worker_main import describe, end_with, take_pipes, to_rows
+from common.rollout.environments import Environment, Problem, Step, find
 from common.rollout.environments.tools import Tools, schemas
 
 THREADS = 16  # episodes that step at the same time; more than that wait
@@ -40,14 +40,17 @@ class Episodes:
         for text in texts[len(steps) :]:
             steps.append(checked(environment.step(text)))
         done = ends or steps[-1].done or steps[-1].observation is None
-        result = environment.score() if done and environment.score else None
-        if result is not None and not isinstance(result, Result):
-            result = Result(float(result), float(result > 0))
+        result = None
+        if done and environment.score:
+            rows = to_rows([environment.score()], 1)
+            if isinstance(rows, dict):
+                raise Refused(f"score(): {rows['message']}")
+            (result,) = rows
         if not done:
             self.open[key] = environment, steps
         return {
             "observation": None if done else steps[-1].observation,
-            "result": result and [result.score, result.acc, result.extracted, result.info],
+            "result": result,  # score, acc, extracted, info
             "calls": sum(step.calls for step in steps),
             "errors": sum(step.errors for step in steps),
         }
@@ -69,7 +72,7 @@ def checked(step: Step) -> Step:
     if not isinstance(step, Step):
         raise Refused(f"step() returned {type(step).__name__}, expected Step")
     texts = step.observation if isinstance(step.observation, list) else [step.observation or ""]
-    if not all(isinstance(text, str) for text in texts):
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise Refused(f"an observation is no text: {step.observation!r:.200}")
     if sum(map(len, texts)) > MAX_OBSERVATION:
         raise Refused(f"an observation of {sum(map(len, texts))} characters; at most {MAX_OBSERVATION} are allowed")
@@ -81,8 +84,13 @@ def main(spec: str, call_format: str) -> None:
     lock = threading.Lock()
 
     def send(answer) -> None:
+        try:
+            text = json.dumps(answer, default=str)
+        except (TypeError, ValueError, RecursionError) as error:  # an info may hold anything
+            failure = {"kind": "wrong", "message": f"an answer that cannot be written as JSON: {error}"}
+            text = json.dumps([answer[0], {"failure": failure}])
         with lock:
-            print(json.dumps(answer, default=str), file=answers, flush=True)
+            print(text, file=answers, flush=True)
 
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     path = spec.rpartition(":")[0]

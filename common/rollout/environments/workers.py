@@ -12,9 +12,8 @@ import subprocess
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput
 from common.rewards.workers import START_SECONDS, Failure, spawn
 from common.rollout.environments.worker_main import THREADS
 
@@ -37,85 +36,89 @@ class Worker:
 
     def __init__(self, spec: str, call_format: str):
         self.words = (spec, call_format)
-        self.process, self.facts = None, None
-        self.changed = threading.Condition()
-        self.waiting: dict[int, Future] = {}  # number of a request -> its answer
+        self.process, self.facts, self.complaint = None, None, ""
+        self.changed = threading.Condition()  # guards what follows; nobody writes to a pipe while holding it
+        self.waiting: dict[int, tuple[str, Future]] = {}  # number of a request -> its episode, and its answer
         self.number = 0
-        self.alone = False  # a process has crashed: from now on one request at a time, so that the guilty one is known
-        self.killed: set[int] = set()  # processes that were killed here, by their ids
+        self.suspects: set[str] = set()  # episodes of a process that ended; they are asked again, one at a time
+        self.known: set[str] = set()  # episodes that the process has begun
+        self.late: subprocess.Popen | None = None  # the process that was killed for being late
+        self.writing = threading.Lock()
 
     def start(self) -> str:
         """Start the process and read its facts. Returns why it does not start, or "". The caller holds the lock."""
-        process = spawn("common.rollout.environments.worker_main", *self.words)
-        timer = threading.Timer(START_SECONDS, self.kill, [process])
+        # Each thread would reserve 64 MiB of addresses for an arena of its own, which count towards memory_gib.
+        process = spawn("common.rollout.environments.worker_main", *self.words, MALLOC_ARENA_MAX="2")
+        timer = threading.Timer(START_SECONDS, kill, [process])
         timer.start()
         line = process.stdout.readline()
         timer.cancel()
         if not line.startswith("{"):
-            self.kill(process)
+            kill(process)
             process.communicate()
-            return f"cannot be loaded: {json.loads(line) if line else 'its process ended'}"
-        self.process, self.facts = process, Facts(**json.loads(line))
+            self.complaint = f"cannot be loaded: {json.loads(line) if line else 'its process ended'}"
+            return self.complaint
+        self.process, self.facts, self.known = process, Facts(**json.loads(line)), set()
         threading.Thread(target=self.read, args=[process], daemon=True).start()
         return ""
 
-    def ask(self, *request: Any) -> dict:
-        """The answer to [key, problem, texts, ends]. {"failure": ...} if the environment raised, hung or died.
-
-        Raises RunFailed if no process starts.
-        """
+    def ask(self, key: str, problem: dict, texts: list[str], ends: bool) -> dict:
+        """The answer to the turns of an episode; {"failure": ...} if the environment raised, hung or died."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: len(self.waiting) < (1 if self.alone else THREADS))
-                complaint = "" if self.process else self.start()
-                if complaint:
-                    raise RunFailed(f'environment "{self.words[0]}" {complaint}', code="environment-failed")
+                self.changed.wait_for(lambda: len(self.waiting) < (1 if self.suspects else THREADS))
+                if self.complaint or (not self.process and self.start()):
+                    return {"failure": {"kind": "died", "message": self.complaint}}
                 self.number += 1
                 number, process, answer = self.number, self.process, Future()
-                self.waiting[number] = answer
-                with contextlib.suppress(BrokenPipeError):  # read() finds out that the process is gone
-                    process.stdin.write(json.dumps([number, *request], default=str) + "\n")
-                    process.stdin.flush()
+                self.waiting[number] = key, answer
+                calls = 1 if key in self.known else 1 + len(texts)  # a new process takes the earlier turns again
+                self.known.add(key)
+            request = json.dumps([number, key, problem, texts, ends], default=str)
+            # The pipe is full if the process hangs. Then the one that hangs is late, and killing it ends this write.
+            with self.writing, contextlib.suppress(OSError):
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
             try:
-                found = answer.result(self.facts.seconds)
+                found = answer.result(self.facts.seconds * calls)
             except TimeoutError:
-                with self.changed:
-                    late = self.waiting.pop(number, None)
-                if late is not None:
-                    self.kill(process)
-                    message = f"no answer within {self.facts.seconds:g} s"
-                    return {"failure": {"kind": "timeout", "message": message}}
+                self.late = process
+                kill(process)
                 found = answer.result()
             if found is not LOST:
                 return found
 
     def read(self, process: subprocess.Popen) -> None:
-        """Hand out the answers of a process until it ends."""
+        """Hand out the answers of a process until it ends. Then its only request is guilty, or all are asked again."""
         for line in process.stdout:
-            if not line.endswith("\n"):
+            try:
+                number, found = json.loads(line)
+            except (ValueError, TypeError):  # the last words of its main thread
                 break
-            number, found = json.loads(line)
             with self.changed:
-                answer = self.waiting.pop(number, None)
+                key, answer = self.waiting.pop(number)
+                self.suspects.discard(key)
                 self.changed.notify_all()
-            if answer is not None:
-                answer.set_result(found)
-        process.wait()
+            answer.set_result(found)
+        kill(process)  # with all that its environments have started
+        status = process.wait()
+        failure = {"kind": "died", "message": f"exit status {status}"}
+        if self.late is process:
+            failure = {"kind": "timeout", "message": f"no answer within {self.facts.seconds:g} s"}
         with self.changed:
-            lost, self.waiting, self.process = self.waiting, {}, None
-            crashed = process.pid not in self.killed and bool(lost)
-            guilty = crashed and len(lost) == 1
-            self.alone |= crashed
+            lost, self.waiting, self.process = list(self.waiting.values()), {}, None
+            guilty = len(lost) == 1
+            keys = {key for key, _ in lost}
+            self.suspects = self.suspects - keys if guilty else self.suspects | keys
             self.changed.notify_all()
-        for answer in lost.values():
-            message = f"exit status {process.returncode}"
-            answer.set_result({"failure": {"kind": "died", "message": message}} if guilty else LOST)
+        for _, answer in lost:
+            answer.set_result({"failure": failure} if guilty else LOST)
 
-    def kill(self, process: subprocess.Popen) -> None:
-        """Kill a process and all that its environments have started."""
-        self.killed.add(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill a process and all that its environments have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class WorkerPool:
@@ -140,4 +143,4 @@ class WorkerPool:
         """Kill all processes. The next ask() starts one again."""
         for worker in self.workers:
             if worker.process:
-                worker.kill(worker.process)
+                kill(worker.process)

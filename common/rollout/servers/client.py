@@ -69,17 +69,16 @@ async def ask_all(
         trust_env=not all(map(is_local, urls)),
     )
 
-    async def ask(i: int, url: str, body: dict) -> list[Response]:
-        with named_errors(url, GENERATE):
-            reply = (await client.post(url + GENERATE, json=body)).raise_for_status()
-            responses = read_responses(parse(reply.content), body["sampling_params"]["n"])
-        for response in responses:
-            if response.weight_version != str(version):
-                said = f"rollout server {url} has weights of version {response.weight_version}, not {version}"
-                raise RunFailed(said, code="weight-version")
-        if follow is not None:
-            body = await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
-            return responses if body is None else await ask(i, url, body)
+    async def ask(i: int, url: str, body: dict | None) -> list[Response]:
+        while body is not None:
+            with named_errors(url, GENERATE):
+                reply = (await client.post(url + GENERATE, json=body)).raise_for_status()
+                responses = read_responses(parse(reply.content), body["sampling_params"]["n"])
+            for response in responses:
+                if response.weight_version != str(version):
+                    said = f"rollout server {url} has weights of version {response.weight_version}, not {version}"
+                    raise RunFailed(said, code="weight-version")
+            body = follow and await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
         if done is not None:
             done(i, [response.token_ids for response in responses], [response.truncated for response in responses])
         return responses
@@ -93,6 +92,8 @@ async def ask_all(
                 task.cancel()
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
     return [task.result() for task in answers]
 
 
