@@ -129,8 +129,9 @@ def launch(
         else:
             environments = [inherited | variables for variables in torchrun_variables(ranks)]
             result = fork(command, environments, timeout, cwd, cores)
-    if check:
-        assert result.returncode == 0, f"{command} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    if check and result.returncode:  # the first rank that died stands at the start, those it took down at the end
+        printed = "\n".join([result.stdout[-3000:], result.stderr[:3000], result.stderr[3000:][-3000:]])
+        pytest.fail(f"{command} ended with {result.returncode}:\n{printed}")
     return result
 
 

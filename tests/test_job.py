@@ -41,7 +41,7 @@ def test_without_a_model_it_is_the_embedded_job(parsed, name, flags):
 @pytest.mark.parametrize("flags", [("--model", "folder"), ("--model=folder",), ("--seed", "3", "--model", "folder")])
 def test_a_real_model_has_the_defaults_of_real_models(parsed, name, flags):
     args = parsed(name, *flags)
-    assert args.model == "folder" and args.dataset == ("gsm8k",) and args.reward == ("gsm8k",)
+    assert args.model == "folder" and args.dataset == ("gsm8k",)
     assert (args.max_prompt_tokens, args.max_response_tokens, args.learning_rate) == (512, 1024, 1e-6)
     assert args.schedule == "constant" and args.steps == 200
 
@@ -49,6 +49,14 @@ def test_a_real_model_has_the_defaults_of_real_models(parsed, name, flags):
 def test_flags_win_over_both_sets(parsed):
     assert parsed("grpo", "--steps", "7", "--learning-rate", "1e-3").steps == 7
     assert parsed("grpo", "--model", "folder", "--steps", "7").steps == 7
+
+
+@pytest.mark.parametrize("flags, reward", [((), "gsm8k"), (("--environment", "calculator"), "environment")])
+def test_an_environment_gives_the_reward_unless_another_is_asked_for(parsed, flags, reward):
+    assert job.prepare(parsed("grpo", *flags), models=["policy"]).args.reward == (reward,)
+    if flags:
+        own = parsed("grpo", *flags, "--reward", "environment", "gsm8k=0.5")
+        assert job.prepare(own, models=["policy"]).args.reward == ("environment", "gsm8k=0.5")
 
 
 @pytest.mark.parametrize("flags, shown", [((), "52"), (("--model", "folder"), "200")])
