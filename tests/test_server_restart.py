@@ -57,7 +57,7 @@ class Servers:
     def control(self, urls: list[str]):
         return Control(urls, self)
 
-    async def ask_all(self, requests: list, version: int, done) -> list:
+    async def ask_all(self, requests: list, version: int, done, follow) -> list:
         self.happen(f"ask {requests[0][0]}" if requests[0][0] == "http://theirs" else "ask")
         assert self.version == str(version), "the servers have other weights than the run believes"
         assert {url for url, _ in requests} == {self.urls[0]}, "a stopped server is asked"
@@ -234,7 +234,7 @@ def test_servers_of_others_are_left_as_they_were(world, fake):
 def test_what_new_servers_do_not_mend_ends_the_run(world, fake, monkeypatch):
     made = make(world)
 
-    async def refuse(requests, version, done):
+    async def refuse(requests, version, done, follow):
         raise RunFailed("rollout server http://own1 refused a request (400): too long", code="server-refused")
 
     monkeypatch.setattr(client, "ask_all", refuse)

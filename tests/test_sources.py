@@ -296,7 +296,7 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
         assert len(seen) == count, "a problem and its mirror image may be in different splits"
         assert tasks.problems(name, "test") == test
     reversed_texts = tasks.problems("reverse", "test") + tasks.problems("reverse", "train")
-    assert len({row["question"] for row in reversed_texts}) == tasks.REVERSED
+    assert len({row["question"] for row in reversed_texts}) == tasks.DRAWN
     assert all(f'"{row["answer"][::-1]}"' in row["question"] for row in reversed_texts)
     assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
     assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")

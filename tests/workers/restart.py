@@ -39,7 +39,7 @@ class Control:
         return lambda *args: None
 
 
-async def ask_all(requests: list, version: int, done) -> list:
+async def ask_all(requests: list, version: int, done, follow) -> list:
     url = requests[0][0]
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
