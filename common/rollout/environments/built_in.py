@@ -37,6 +37,7 @@ class Guess(Environment):
         """Draw the number."""
         low, high = map(int, problem.meta["prompt"].rstrip("?").split(" to "))
         self.secret = random.Random(problem.seed).randint(low, high)
+        self.halvings = (high - low + 1).bit_length()
         self.turns, self.found = 0, False
 
     def step(self, text: str) -> Step:
@@ -49,9 +50,11 @@ class Guess(Environment):
         return Step("more" if int(said) < self.secret else "less")
 
     def score(self) -> Result:
-        """1 for a hit in the first turn, 1 / TURNS less for each further turn, 0 without a hit."""
+        """1 for a hit in the first turn, 1 / TURNS less for each further turn, 0 without a hit. Right is a game that
+        took no more turns than halving the interval ever does.
+        """
         score = 1 - (self.turns - 1) / TURNS if self.found else 0.0
-        return Result(score, float(self.found), None, {"number": self.secret})
+        return Result(score, float(self.found and self.turns <= self.halvings), None, {"number": self.secret})
 
 
 def last_number(text: str) -> str | None:
