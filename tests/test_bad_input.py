@@ -90,16 +90,16 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"r.parquet": table({"answer": "2"})}, "r.parquet", {}, 'r.parquet:row 1: missing key "prompt" (found: answer)'),
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
     ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as Parquet: ..."),
-    ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, gsm8k, '
-     "gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, "
-     "or owner/name[:CONFIG][@SPLIT]"),
+    ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, '
+     "squares, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
+     "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
     ({}, "arithmetic=0", {}, '--dataset "arithmetic=0": expected a weight > 0'),
     ({}, "arithmetic arithmetic=2", {}, '--dataset: "arithmetic" is named twice'),
     ({}, "", {}, "--dataset: names no data set"),
     ({}, "arithmetic", {"columns": ("prompt=x",)}, "--columns: arithmetic is built in, and its columns are known"),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("gold=x",)},
-     '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, chosen=COLUMN, '
-     'rejected=COLUMN, id=COLUMN, each once'),
+     '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, images=COLUMN, '
+     'chosen=COLUMN, rejected=COLUMN, id=COLUMN, each once'),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("answer=meta.gold",)},
      'r.jsonl:1: missing key "meta.gold" (found: question, answer)'),
     ({}, "arithmetic", {"template": "t.txt"}, "--template t.txt: file not found"),

@@ -218,7 +218,8 @@ def test_held_out_prompts(tmp_path, rows):
     assert held_out(dataset, eval_dataset="absent.jsonl", eval_prompts=0) == []  # not even read
     assert held_out(dataset[2:]) == [] and held_out(dataset, eval_dataset=other, eval_prompts=12) == ["o.jsonl"] * 12
     with pytest.raises(
-        BadInput, match='--eval-dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, gsm8k'
+        BadInput,
+        match='--eval-dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, squares, gsm8k',
     ):
         held_out(dataset, eval_dataset="arithmatic")
 

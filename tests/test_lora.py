@@ -19,7 +19,7 @@ from common.trainer import batching, lora, model
 from common.trainer.batching import Compute
 from common.weight_sync import FullParameters
 
-RANK = Compute(token_budget=200, lora_rank=4, lora_alpha=8.0)
+RANK = Compute(token_budget=200, lora_rank=4)
 
 
 def some_rows():
@@ -83,7 +83,7 @@ def test_each_linear_layer_of_the_decoder_has_adapters(models, world):
         other = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     other.model.layers[0] = torch.nn.Identity()
     with pytest.raises(BadInput, match="--lora-rank 2: layers of llama have no linear layers to adapt"):
-        lora.insert(other, 2, 32.0, torch.float32)
+        lora.insert(other, 2, torch.float32)
 
 
 def test_seeds_draw_different_adapters(models, world):
@@ -102,7 +102,7 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
     train(policy, adam(policy), world)
     checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "adapters", torch.float32, world)
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
-    assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (4, 8.0)
+    assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (4, lora.ALPHA)
     assert config["base_model_name_or_path"] == models["tied"] and len(config["target_modules"]) == 7
     with lora.switched_off(policy):  # as when a thread writes while the reference policy is asked
         checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "again", torch.float32, world)

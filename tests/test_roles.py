@@ -18,7 +18,6 @@ from common.errors import BadInput
 from common.placement import Layout
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
-from common.rollout import hf_engine
 from common.run import memory, plan, precision
 from common.trainer import model
 
@@ -65,7 +64,7 @@ def test_the_rollout_says_where_it_runs(roles, capsys, layout, tp, said):
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(roles, monkeypatch):
     monkeypatch.setattr(plan, "rank_memory", lambda: 2**20)
-    monkeypatch.setattr(hf_engine.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(BadInput, match=r"need 0\.0 GiB .* has 0\.0; most of it is the policy's"):
         roles(["policy"])
 

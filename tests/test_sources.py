@@ -68,7 +68,7 @@ def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     for spec in ("math:folder", "dapo@test", "a/b/c", "rows.xls", "gsm8k=x", "modelscope:arithmetic", "r.jsonl.gz"):
         with pytest.raises(
             BadInput,
-            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, calculator, guess, gsm8k, ',
+            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, calculator, guess, squares, gsm8k, ',
         ):
             load(spec)
     with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):

@@ -18,6 +18,7 @@ from common.placement import World
 
 ROOT = Path(__file__).parents[2]
 WARM_START = ROOT / "baselines" / "warm-start"  # made by `python algos/sft.py --output baselines/warm-start`
+IMAGES_START = ROOT / "baselines" / "images-start"  # the same for --dataset squares
 ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"  # the same for --environment calculator and guess
 TEACHER = ROOT / "baselines" / "teacher"  # `python algos/grpo.py --seed 1`, for algos/opd.py
 PAIRS = ROOT / "baselines" / "pairs.jsonl"  # right and wrong responses of the warm start, for algos/dpo.py
@@ -85,14 +86,18 @@ def new_model(folder: Path, seed: int, world: World) -> str:
     return str(folder)
 
 
-def warm_start(environment: str = "") -> str:
+def warm_start(environment: str = "", dataset: tuple[str, ...] = ()) -> str:
     """Folder of the committed model that the embedded job starts from. Raises BadInput if it is missing.
 
-    environment: value of --environment. One model has learned the forms of both built-in environments.
+    environment: value of --environment. One model has learned the forms of both built-in environments. dataset: that
+    of --dataset. Another model sees images.
     """
     folder, how = WARM_START, ""
     if environment in WITH_ENVIRONMENT:
         folder, how = ENVIRONMENTS_START, "--dataset calculator guess --steps 500 "
+    if "squares" in dataset:
+        made = "FOLDER after python -m common.data.squares FOLDER"
+        folder, how = IMAGES_START, f"--model {made} --dataset squares --train-vision --steps 400 "
     if not (folder / "model.safetensors").is_file():
         raise BadInput(
             f"{folder}: the embedded model is missing; check out the repository again, or make another model: "

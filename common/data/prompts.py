@@ -105,12 +105,18 @@ def load_one(
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     sources.refuse_repeated_ids(rows, columns.get("id", "id"))
-    overlong = []
+    overlong, images_of, column = [], None, columns.get("images", "images")
+    if any(sources.lookup(row, column) for _, row in rows):
+        from common.data import images
+
+        images_of = images.reader(rows, column, spec, tokenizer)
 
     def make(where: str, row: dict) -> Prompt:
+        seen = images_of and images_of(where, row)
+        row = images.without_images(row, column) if seen else row
         content, answer, solution = templates.fields(where, row, columns)
         question = content + instruction if isinstance(content, str) else content
-        text, ids = templates.render(where, question, tokenizer, template, source.tools)
+        text, ids = templates.render(where, question, tokenizer, template, source.tools, seen)
         if len(ids) > limit:
             overlong.append(where)
         return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)

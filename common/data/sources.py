@@ -19,11 +19,12 @@ from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
 GENERATED = ("sums", "gcd", "reverse", "calculator", "guess")  # tasks.py has their problems
-WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "reasoning-gym", *GENERATED)
+WITH_IMAGES = ("squares",)  # squares.py
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "reasoning-gym", *GENERATED, *WITH_IMAGES)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
-FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
+FORMS = f"arithmetic, {', '.join(GENERATED + WITH_IMAGES)}, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
 FORMS += f"a {', '.join(FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
-COLUMN_NAMES = {"prompt", "answer", "solution", "chosen", "rejected", "id"}
+COLUMN_NAMES = {"prompt", "answer", "solution", "images", "chosen", "rejected", "id"}
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
 ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
     ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
@@ -37,7 +38,7 @@ COLUMNS = {"math": {"prompt": "problem"}, "dapo": {"answer": "reward_model.groun
 
 def kind(spec: str) -> str:
     """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
-    if spec in ("arithmetic", *GENERATED) or spec.startswith(("gsm8k:", "reasoning-gym:")):
+    if spec in ("arithmetic", *GENERATED, *WITH_IMAGES) or spec.startswith(("gsm8k:", "reasoning-gym:")):
         return spec.partition(":")[0]
     name = spec.removeprefix(MODELSCOPE)
     return name if (name, "train") in ON_HUB else ""
@@ -49,8 +50,8 @@ def columns(spec: str, flags: tuple[str, ...]) -> dict[str, str]:
         return COLUMNS.get(kind(spec), {})
     chosen = dict(flag.partition("=")[::2] for flag in flags)
     if not all(chosen.values()) or len(chosen) < len(flags) or chosen.keys() - COLUMN_NAMES:
-        expected = "prompt=COLUMN, answer=COLUMN, solution=COLUMN, chosen=COLUMN, rejected=COLUMN, id=COLUMN, each once"
-        raise BadInput(f'--columns "{" ".join(flags)}": expected {expected}')
+        expected = "prompt=COLUMN, answer=COLUMN, solution=COLUMN, images=COLUMN, chosen=COLUMN, rejected=COLUMN, "
+        raise BadInput(f'--columns "{" ".join(flags)}": expected {expected}id=COLUMN, each once')
     return chosen
 
 
@@ -62,6 +63,10 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
         from common.data import tasks  # the embedded job does without it
 
         return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(tasks.problems(spec, split))]
+    if spec in WITH_IMAGES:
+        from common.data import squares
+
+        return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(squares.problems(split))]
     if kind(spec) == "reasoning-gym":
         from common.data import reasoning_gym
 

@@ -92,11 +92,11 @@ def is_chat(value: Any) -> bool:
 
 def render(
     where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase, template: Template = None,
-    tools: list[dict] | None = None,
+    tools: list[dict] | None = None, images=None,
 ) -> tuple[str, list[int]]:  # fmt: skip
     """Text and ids of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput.
 
-    tools: schemas of the functions that the model may call.
+    tools: schemas of the functions that the model may call. images: images.RowImages of the row, or None.
     """
     if template:
         if isinstance(content, list) and len(content) > 1:
@@ -108,6 +108,7 @@ def render(
         content = [{**m, "content": fill(m["content"])} for m in template] if chat else fill(template)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages = images.as_parts(messages) if images else messages
         try:
             text = tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:  # many templates refuse a system prompt, or two messages of one role in a row
@@ -123,4 +124,4 @@ def render(
             "one, so --template and the prompts must have none",
             code="double-bos",
         )
-    return text, ids
+    return text, images.expand(text, ids) if images else ids

@@ -5,7 +5,14 @@ from pathlib import Path
 
 from httpx2 import HTTPError  # huggingface_hub raises it without a connection
 from huggingface_hub import model_info, try_to_load_from_cache
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from common.data import sources
 from common.data.prompts import Prompt
@@ -47,7 +54,7 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     except OSError:  # the file is optional
         generation = GenerationConfig()
     stops: list[int] = []
-    for ids in (tokenizer.eos_token_id, config.eos_token_id, generation.eos_token_id):
+    for ids in (tokenizer.eos_token_id, config.get_text_config().eos_token_id, generation.eos_token_id):
         stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
@@ -57,13 +64,26 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
 def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model") -> int:
     """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
     total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
-    positions = getattr(AutoConfig.from_pretrained(model_path), "max_position_embeddings", total)
+    positions = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", total)
     if total > positions:
         raise BadInput(
             f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
             f"that is {total}, and {flag} has {positions} positions"
         )
     return total
+
+
+def image_tokens(config) -> tuple[int, ...]:
+    """Ids of the placeholders for images and videos, which are never sampled; () if the model sees none."""
+    if not hasattr(config, "vision_config"):
+        return ()
+    found = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    return tuple(token for token in found if token is not None)
+
+
+def causal_class(config) -> type:
+    """transformers' class that makes the language model of a configuration."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def has_safetensors(model_path: str) -> bool:

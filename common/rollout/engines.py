@@ -58,7 +58,9 @@ def start(
         if dtype == torch.float32:
             environment["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
     if world.device.type == "cpu":
-        limits["kv_cache_memory_bytes"] = kv_cache_bytes(AutoConfig.from_pretrained(model_path), dtype, **limits)
+        limits["kv_cache_memory_bytes"] = kv_cache_bytes(
+            AutoConfig.from_pretrained(model_path).get_text_config(), dtype, **limits
+        )
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}

@@ -4,24 +4,28 @@ from collections.abc import Iterable
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from common.data.tokenizer import has_safetensors
+from common.data.tokenizer import causal_class, has_safetensors, image_tokens
 from common.placement import World
 from common.rollout.rollout import Rollout, collate
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Divides the logits by the temperature and keeps the log-prob of each token that is chosen from them."""
+    """Divides the logits by the temperature and keeps the log-prob of each token that is chosen from them.
 
-    def __init__(self, temperature: float):
-        self.temperature, self.last, self.chosen = temperature, None, []
+    never: tokens that are never chosen.
+    """
+
+    def __init__(self, temperature: float, never: tuple[int, ...]):
+        self.temperature, self.never, self.last, self.chosen = temperature, list(never), None, []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.last is not None:
             self.record_choice(input_ids)
         scaled = scores.float() / self.temperature if self.temperature > 0 else scores.float()
+        scaled[:, self.never] = -torch.inf
         self.last = scaled.log_softmax(-1)  # (rows, vocabulary)
         return scaled
 
@@ -37,7 +41,9 @@ class HFEngine:
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         safe = has_safetensors(model_path)
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
+        config = AutoConfig.from_pretrained(model_path)
+        self.model = causal_class(config).from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
+        self.never = image_tokens(config)
         self.model.to(world.device).eval()
         # A new configuration, without the sampling defaults of the model's folder.
         self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
@@ -83,9 +89,13 @@ class HFEngine:
         # Padding on the left makes all responses start in the same column.
         inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)
         attention_mask = pad_sequence([torch.ones_like(ids) for ids in tensors], True, padding_side="left")
-        recorder = LogprobRecorder(temperature)
+        recorder, seen = LogprobRecorder(temperature, self.never), {}
+        if hasattr(rows[0], "images"):
+            from common.data import images
+
+            seen = images.together(rows)
         output = self.model.generate(
-            inputs, attention_mask=attention_mask, logits_processor=LogitsProcessorList([recorder]),
+            inputs, attention_mask=attention_mask, **seen, logits_processor=LogitsProcessorList([recorder]),
             do_sample=temperature > 0, top_k=0 if temperature > 0 else None, max_new_tokens=max_tokens,
         )  # fmt: skip
         recorder.record_choice(output)

@@ -7,17 +7,17 @@ import gc
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
+from transformers import AutoConfig
 
-from common.data.tokenizer import has_safetensors
+from common.data.tokenizer import has_safetensors, image_tokens
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate, gather_prompts
-from common.rollout.turns import Replies, Reply, collate_turns, open_turns, turn_seed
+from common.rollout.turns import Reply
 
 
 def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, **limits: int) -> dict:
     """Arguments of LLM(...). A server takes them as flags. limits: max_model_len (tokens) and max_num_seqs."""
-    cuda = torch.cuda.is_available()
+    cuda, sees_images = torch.cuda.is_available(), bool(image_tokens(AutoConfig.from_pretrained(model_path)))
     transfer = ("nccl" if cuda else "shared_memory") if layout.split else "in_process"
     settings = {
         "model": model_path,
@@ -25,7 +25,7 @@ def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout
         "dtype": str(dtype).removeprefix("torch."),
         **limits,
         "tensor_parallel_size": tp,
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "skip_tokenizer_init": not sees_images,  # token ids in, token ids out; images go through a processor
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "logprobs_mode": "processed_logprobs",  # after the temperature, as the trainer computes them
         "weight_transfer_config": {"backend": transfer},
@@ -36,7 +36,7 @@ def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
     else:
         settings["block_size"] = 32  # tokens, the fewest: responses to one prompt share its whole blocks,
-        if not layout.split:  # and its last one as well
+        if not layout.split and not sees_images:  # and its last one as well, which says nothing of images
             settings["kv_transfer_config"] = {
                 "kv_connector": "PromptTails", "kv_connector_module_path": "common.rollout.vllm_tails",
                 "kv_role": "kv_both",
@@ -44,8 +44,10 @@ def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout
     return settings
 
 
-def sampling_settings(temperature: float, max_tokens: int, stop_token_ids: list[int]) -> dict:
-    """Arguments of SamplingParams(...). A request to a server has the same ones as JSON."""
+def sampling_settings(
+    temperature: float, max_tokens: int, stop_token_ids: list[int], never: tuple[int, ...] = ()
+) -> dict:
+    """Arguments of SamplingParams(...). A server takes the same ones as JSON. never: tokens that are not sampled."""
     return {
         "temperature": temperature,
         "top_p": 1.0,  # top-p, top-k and penalties would sample from another policy than the one trained
@@ -54,7 +56,15 @@ def sampling_settings(temperature: float, max_tokens: int, stop_token_ids: list[
         "stop_token_ids": stop_token_ids,
         "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
+        **({"logit_bias": dict.fromkeys(never, -100.0)} if never else {}),  # the most that vLLM allows
     }
+
+
+def request(ids: list[int]) -> dict:
+    """A prompt as vLLM takes it. In one with images vLLM repeats the placeholder of each image itself."""
+    if not hasattr(ids, "images"):
+        return {"prompt_token_ids": ids}
+    return {"prompt_token_ids": ids.compact, "multi_modal_data": {"image": ids.pictures()}}
 
 
 def request_seed(seed: int, number: int, n: int) -> int:
@@ -82,6 +92,7 @@ class VLLMEngine:
         # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
         TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves
         self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
+        self.never = image_tokens(AutoConfig.from_pretrained(model_path))
         self.weight_version, self.asleep, self.longest = 0, False, limits["max_model_len"]
         self.llm = LLM(
             **engine_settings(model_path, dtype, world.rollout_tp, layout, **limits),
@@ -105,25 +116,29 @@ class VLLMEngine:
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
         from vllm import SamplingParams
 
-        world, settings = self.world, sampling_settings(temperature, max_tokens, self.stop_token_ids)
+        world, settings = self.world, sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
         if world.device.type == "cpu":  # vLLM draws from this generator. The shift keeps engines from drawing the same.
             torch.manual_seed((seed << 12) + world.engine_index)
         settings |= {"n": n, "flat_logprobs": True}
         if reply is not None:
-            return self.converse(prompt_ids, settings, seed, reply)
+            from common.rollout.vllm_turns import converse
+
+            return converse(self, prompt_ids, settings, seed, reply)
         sampling = SamplingParams(**settings)
         all_prompts, first = gather_prompts(prompt_ids, world)
         if world.device.type == "cuda":  # vLLM's sampler there ignores torch's generator: requests bring their seeds
             engines = world.size // world.rollout_tp
             seeds = [request_seed(seed, i * engines + world.engine_index, n) for i in range(len(all_prompts))]
             sampling = [SamplingParams(**settings, seed=each) for each in seeds]
-        names = self.llm.enqueue([{"prompt_token_ids": ids} for ids in all_prompts], sampling, use_tqdm=False)
+        names = self.llm.enqueue([request(ids) for ids in all_prompts], sampling, use_tqdm=False)
         indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
         outputs = {}
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = indices[output.request_id] - first
                 if output.finished and 0 <= i < len(prompt_ids):
+                    if self.never:
+                        prompt_ids[i].check(output.prompt_token_ids)
                     outputs[i] = output.outputs
                     if done is not None:
                         ids = [list(response.token_ids) for response in output.outputs]
@@ -138,56 +153,6 @@ class VLLMEngine:
             world.device,
         )
 
-    def converse(self, prompt_ids: list[list[int]], settings: dict, seed: int, reply: Reply) -> Rollout:
-        """generate() with an environment: each turn is a request, sent as soon as the reply to the last one is there.
-
-        Ranks that share this engine send the same requests at the same time: each asks for replies to its own.
-        """
-        from vllm import SamplingParams
-
-        world, n = self.world, settings.pop("n")
-        all_prompts, first = gather_prompts(prompt_ids, world)
-        rows = open_turns(all_prompts, n, settings["max_tokens"])
-        own = range(first * n, (first + len(prompt_ids)) * n)
-        engines, config = world.size // world.rollout_tp, self.llm.llm_engine.vllm_config.scheduler_config
-        if world.device.type == "cpu" and config.max_num_batched_tokens >= self.longest:
-            # Requests bring their seeds. vLLM cannot rewind a generator on a CPU after it has computed half a prompt.
-            config.enable_chunked_prefill = False
-        replies = Replies(lambda row: reply(row // n - first, rows[row]))
-        requests, due, unfinished = {}, list(range(len(rows))), len(rows)
-        while unfinished:
-            for row in due:
-                limits = settings | {"max_tokens": rows[row].room}
-                if settings["temperature"] > 0 and (world.device.type == "cuda" or not config.enable_chunked_prefill):
-                    number = (row // n * engines + world.engine_index) * n + row % n
-                    limits["seed"] = turn_seed(seed, number, rows[row])
-                asked = [{"prompt_token_ids": rows[row].prompt}], SamplingParams(**limits)
-                (name,) = self.llm.enqueue(*asked, use_tqdm=False)
-                requests[name.partition("-")[0]] = row
-            new = []
-            for output in self.llm.llm_engine.step() if requests else []:
-                if output.finished:
-                    row, (sampled,) = requests.pop(output.request_id), output.outputs
-                    rows[row].add(list(sampled.token_ids), sampled.logprobs.logprobs, sampled.finish_reason == "length")
-                    if row in own:
-                        replies.ask(row)
-                        new.append(row)
-            arrived = self.share(replies.take(new, idle=not requests))
-            for row, ids in arrived:
-                if ids is not None:
-                    rows[row].observe(ids)
-            due = [row for row, ids in arrived if ids is not None]
-            unfinished -= len(arrived) - len(due)
-        return collate_turns([rows[row] for row in own], self.weight_version, world.device)
-
-    def share(self, arrived: list) -> list:
-        """The replies of all ranks that share this engine, in one order. Collective over them."""
-        if self.world.tp_group is None:
-            return arrived
-        shares: list = [None] * self.world.rollout_tp
-        dist.all_gather_object(shares, arrived, group=self.world.tp_group)
-        return [pair for share in shares for pair in share]
-
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by (name, full tensor) pairs. Collective, because gathering the tensors is."""
         if self.asleep:
@@ -199,6 +164,9 @@ class VLLMEngine:
             self.llm.wake_up(tags=["kv_cache"])
         self.asleep = False
         self.llm.reset_prefix_cache()  # the old weights computed its keys and values
+        if self.never:  # and the vectors of the images
+            self.llm.reset_mm_cache()
+            self.llm.llm_engine.reset_encoder_cache()
         self.weight_version += 1
 
     def sleep(self) -> None:

@@ -48,8 +48,9 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
 
     def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
+        decoder = getattr(model, "language_model", model)  # part of a model that sees images
         # Gemma 2 has no head beside its embeddings.
-        self.head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens
+        self.head = decoder.lm_head if hasattr(decoder, "lm_head") else decoder.model.embed_tokens
         if device.type == "cpu" and self.model_config.dtype == torch.bfloat16:
             self.head.quant_method = Float32Head()
             self.head.quant_method.process_weights_after_loading(self.head)

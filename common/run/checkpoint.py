@@ -35,6 +35,7 @@ from torch.serialization import _get_layout
 from transformers import PreTrainedTokenizerBase
 
 from common.data.prompts import PromptLoader
+from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
 from common.rewards.mixture import Rewards
@@ -238,7 +239,8 @@ def whole_weights(policy: nn.Module, dtype: torch.dtype, copy: bool = False) -> 
     """name -> tensor in host memory on rank 0; {} on other ranks. Without `copy` it may share memory with the trainer.
     With LoRA these are the adapters, in float32. Collective: every rank calls it.
     """
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    only_trained = adapters_of(policy) is not None  # otherwise also what is frozen, such as a vision tower
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
     weights = get_model_state_dict(policy, options=whole)
     if policy.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # a second name for the embedding
@@ -257,6 +259,10 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
     else:
         policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    if image_tokens(policy.config):
+        from common.data import images
+
+        images.processor(policy.config._name_or_path).save_pretrained(folder)
 
 
 def adapters_of(model: nn.Module) -> dict | None:

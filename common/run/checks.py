@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
-from common.data.tokenizer import load_tokenizer, total_tokens
+from common.data.tokenizer import causal_class, load_tokenizer, total_tokens
 from common.errors import BadInput, refuse_all
 from common.placement import Layout, Sharding
 from common.rewards.grading import Item
@@ -84,6 +84,17 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
         raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} devices of --rollout-servers")
 
 
+def check_images(environment: str, layout: Layout, sharding: Sharding) -> None:
+    """Refuse what prompts with images cannot be combined with. Raises BadInput."""
+    refused = {
+        "--environment": environment,
+        "--rollout-placement split": layout.split,
+        "--sequence-parallel": sharding.sequence_parallel > 1,
+    }
+    if other := [flag for flag, given in refused.items() if given]:
+        raise BadInput(f"{other[0]}: prompts with images do not go together with it")
+
+
 def check_model(
     model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], value_head: bool = False
 ) -> None:
@@ -98,10 +109,10 @@ def check_model(
         model.skeleton(config, model_path, AutoModelForTokenClassification)
     if Path(model_path).is_dir():
         check_weights(model_path)
-    largest = max(max(prompt.ids) for prompt in prompts)
-    if largest >= config.vocab_size:
+    largest, known = max(max(prompt.ids) for prompt in prompts), config.get_text_config().vocab_size
+    if largest >= known:
         raise BadInput(
-            f"--model {model_path}: its tokenizer has {len(tokenizer)} tokens, config.json says {config.vocab_size}, "
+            f"--model {model_path}: its tokenizer has {len(tokenizer)} tokens, config.json says {known}, "
             f"and token {largest} is in a prompt"
         )
 
@@ -148,7 +159,7 @@ def check_weights(folder: str) -> None:
     logging.set_verbosity_error()  # transformers would print a table of what is said below
     logging.disable_progress_bar()
     try:
-        _, found = AutoModelForCausalLM.from_pretrained(
+        _, found = causal_class(AutoConfig.from_pretrained(folder)).from_pretrained(
             folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, SafetensorError) as error:
@@ -165,6 +176,7 @@ def check_weights(folder: str) -> None:
 
 def check_heads(config, ranks: int, model_path: str) -> None:
     """Refuse a model whose attention cannot be dealt to so many ranks. Raises BadInput."""
+    config = config.get_text_config()
     queries = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or queries
     if ranks < 1 or queries % ranks or keys % ranks:

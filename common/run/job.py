@@ -142,9 +142,9 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     args.reward = args.reward or (("environment",) if args.environment else ("gsm8k",))
     reward = rewards.load(args.reward)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
-    args.model = (
-        arithmetic.warm_start(args.environment) if args.model == "embedded" else tokenizers.resolve_model(args.model)
-    )
+    if args.model == "embedded":
+        args.model = arithmetic.warm_start(args.environment, args.dataset)
+    args.model = tokenizers.resolve_model(args.model)
     tokenizer, stop_token_ids = tokenizers.load_tokenizer(args.model)
     source = args.source
     if args.environment:
@@ -153,6 +153,8 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = data.load(args.dataset, source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, source, tokenizer, args.max_prompt_tokens)
+    if any(hasattr(prompt.ids, "images") for prompt in prompts + held_out):
+        checks.check_images(args.environment, args.layout, args.compute)
     reward.check_answers(prompts + held_out)
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from common.data.tokenizer import causal_class
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
 from common.run.checks import check_heads
@@ -66,7 +67,8 @@ class Decoder:
 def without_weights(model_path: str) -> torch.nn.Module:
     """The model on the meta device. Reads the config, not the weights."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+        config = AutoConfig.from_pretrained(model_path)
+        return causal_class(config).from_config(config)
 
 
 @lru_cache
@@ -83,7 +85,7 @@ def trained_parameters(model_path: str, lora_rank: int) -> int:
     from common.trainer import lora
 
     model = without_weights(model_path)
-    lora.insert(model, lora_rank, 1.0, torch.float32)
+    lora.insert(model, lora_rank, torch.float32)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -94,7 +96,7 @@ def trained_bytes(parameters: int, trained: int, dtype: torch.dtype) -> int:
 
 def decoder(model_path: str) -> Decoder:
     """Sizes of a model from its config.json."""
-    config = AutoConfig.from_pretrained(model_path)
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
     heads, count, embedding = (
         config.num_attention_heads, count_parameters(model_path), config.vocab_size * config.hidden_size
     )  # fmt: skip

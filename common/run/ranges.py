@@ -55,7 +55,6 @@ RANGES = {
     "shard_size": "[0, inf)",
     "token_budget": "[0, inf)",
     "lora_rank": "[0, inf)",
-    "lora_alpha": "(0, inf)",
     # bookkeeping
     "seed": "[0, 1000000000]",  # the engine's seeds are seed x 2^20 + step, in 64 bits
     "eval_prompts": "[0, inf)",

@@ -11,7 +11,7 @@ row once. In this example b and c answer prompt a, and e answers prompt d.
     predictors = [2, 3, 2, 5, 8, 9, 10], targets = [b0, b1, c0, c1, e0, e1, e2], scatter = [0, 1, 3, 4, 6, 7, 8]
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class Compute(Sharding):
     lora_rank: int = 0
     """Freeze the model and train adapters of this rank (LoRA). 0 trains all weights. Adapters want ten times the
     --learning-rate of full training (Schulman, LoRA Without Regret, 2025)."""
-    lora_alpha: float = 32.0  # Adapters are multiplied by lora_alpha / lora_rank.
+    train_vision: bool = False  # Train the part of the model that sees images, too.
 
 
 @dataclass
@@ -45,12 +45,13 @@ class MicroBatch:
 
     rows: torch.Tensor  # (n,) indices into the rollout; n is 0 in a slice of another rank's micro-batch
     input_ids: torch.Tensor  # (1, L)
-    position_ids: torch.Tensor  # (1, L)
+    position_ids: torch.Tensor  # (1, L); (4, 1, L) if images have rows and columns of their own
     spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) place in the row whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) their places in a flattened (n, T), which is (3, 3) in the example above
     response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps the ranks in step
+    images: dict = field(default_factory=dict)  # the model's further arguments, if prompts have images
 
 
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, together: int = 1) -> list[MicroBatch]:
@@ -88,7 +89,8 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, together: 
     length = lambda unit: len(rollout.prompt_ids[unit[0]]) + own(unit)
     same_prompt: dict[tuple | int, list[list[int]]] = {}
     for unit in rows.view(-1, together).tolist():
-        prompt = tuple(rollout.prompt_ids[unit[0]])
+        prompt = rollout.prompt_ids[unit[0]]
+        prompt = getattr(prompt, "key", None) or tuple(prompt)  # prompts with other images are others
         shared = compute.shared_prompts and len(prompt) >= SHARED_PROMPT_MIN_TOKENS
         same_prompt.setdefault(prompt if shared else unit[0], []).append(unit)
     bins, room = [], 0  # room: number of tokens that still fit in the last bin
@@ -132,15 +134,21 @@ def lay_out(texts: list[tuple[list[int], list[list[int]]]], rows: list[int], res
             positions += range(len(prompt), len(prompt) + len(response))
             scatter += range(next_row, next_row + len(response))
             next_row += response_mask.shape[1]  # T
+    position_ids, images = [positions], {}
+    if any(hasattr(prompt, "images") for prompt, _ in texts):
+        from common.trainer import vision
+
+        position_ids, images = vision.lay_out(texts, positions, response_mask.device)
     lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in texts]
     as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=response_mask.device)
     return MicroBatch(
         rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
-        position_ids=as_tensor([positions]),
+        position_ids=as_tensor(position_ids),
         spans=spans(lengths, response_mask.device),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),
         scatter=as_tensor(scatter),
         response_mask=response_mask[as_tensor(rows)],
+        images=images,
     )

@@ -47,29 +47,26 @@ def divergences(
     calls it equally often.
     """
     with torch.no_grad():
-        theirs = teacher.hidden_and_head(micro.input_ids, micro.position_ids, micro.spans, micro.predictors)
+        theirs = teacher.hidden_and_head(micro)
     shape = model.logit_shape(teacher.config, temperature)
-    found = policy.token_divergences(
-        micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, *theirs, shape
-    )
+    found = policy.token_divergences(micro, temperature, *theirs, shape)
     kl, logprobs, entropy = [model.place(values, micro) for values in found]
     # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
     return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
 
-def hidden_and_head(self, input_ids, position_ids, spans, predictors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (R, d) at R places of one packed row, and the head (V, d), in the compute dtype."""
-    return model.hidden_states(self, input_ids, position_ids, spans, predictors), self.get_output_embeddings().weight
+def hidden_and_head(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (R, d) before R response tokens, and the head (V, d), in the compute dtype."""
+    return model.hidden_states(self, micro), self.get_output_embeddings().weight
 
 
 def token_divergences(
-    self, input_ids, position_ids, spans, predictors, targets, temperature: float, their_hidden, their_head,
-    their_shape: Shape,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    self, micro: MicroBatch, temperature: float, their_hidden, their_head, their_shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
-    hidden, head = hidden_and_head(self, input_ids, position_ids, spans, predictors)
+    hidden, head = hidden_and_head(self, micro)
     shape = model.logit_shape(self.config, temperature)
-    return ChunkedKL.apply(hidden, head, targets, shape, their_hidden, their_head, their_shape)
+    return ChunkedKL.apply(hidden, head, micro.targets, shape, their_hidden, their_head, their_shape)
 
 
 class ChunkedKL(torch.autograd.Function):

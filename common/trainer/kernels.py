@@ -35,10 +35,15 @@ def check_kernels(kernels: Kernels, model_type: str) -> None:
             )
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model that has decoder layers: all but its head, or the language model beside what sees images."""
+    return model.base_model.get_decoder() if hasattr(model.config, "vision_config") else model.base_model
+
+
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
     """Replace the code that computes the layers. Parameters, their names and FSDP's hooks stay as they are."""
     if kernels == "compile":
-        for layer in model.base_model.layers:
+        for layer in decoder_of(model).layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     elif kernels == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance  # an extra that only this flag needs

@@ -15,6 +15,7 @@ from common.placement import rounded_products
 LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exist 128 MiB at a time,
 GPU_LOGITS_PER_CHUNK = 2**28  # or 1 GiB on a GPU, where fewer and larger products are faster
 
+NEVER = -1e4  # logit of a token that is never sampled: its probability rounds to 0, and products with it stay finite
 FUSED_MIN_ROWS = 256  # The first compilation sets how work is divided. The check at a start has 16 rows.
 
 
@@ -25,17 +26,18 @@ class ChunkedLogprobs(torch.autograd.Function):
     hidden (R, d), head (V, d), targets (R,) int64. Logits exist for a chunk of rows at a time and are computed again in
     the backward. They are float32 whatever the dtype of the weights, as in the engine: rounded to bfloat16, a logit of
     20 would be up to 0.06 off, the largest part of the gap between trainer and engine. Entropies carry no gradient, and
-    are zeros without with_entropy.
+    are zeros without with_entropy. never: ids of tokens that are never sampled; their logits are NEVER.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool, cap: float | None = None):
+    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool, cap=None, never=()):
         logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
         for rows, z in logits_in_chunks(hidden, head):
             measure = fused(row_statistics, z)
-            log_z[rows], logprobs[rows], entropy[rows] = measure(z, targets[rows], temperature, with_entropy, cap)
+            found = measure(z, targets[rows], temperature, with_entropy, cap, never)
+            log_z[rows], logprobs[rows], entropy[rows] = found
         ctx.save_for_backward(hidden, head, targets, log_z)
-        ctx.temperature, ctx.cap = temperature, cap
+        ctx.temperature, ctx.cap, ctx.never = temperature, cap, never
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -47,10 +49,11 @@ class ChunkedLogprobs(torch.autograd.Function):
         def gradients():
             for rows, z in logits_in_chunks(hidden, head):
                 differentiate = fused(logit_gradient, z)
-                yield rows, differentiate(z, targets[rows], log_z[rows], grad[rows], ctx.temperature, ctx.cap)
+                given = (targets[rows], log_z[rows], grad[rows])
+                yield rows, differentiate(z, *given, ctx.temperature, ctx.cap, ctx.never)
 
         grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
-        return grad_hidden, grad_head, None, None, None, None
+        return grad_hidden, grad_head, None, None, None, None, None
 
 
 def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -68,17 +71,20 @@ def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[to
     return grad_hidden, None if grad_head is None else grad_head.to(head.dtype)
 
 
-def scaled(z: torch.Tensor, temperature: float, cap: float | None) -> torch.Tensor:
+def scaled(z: torch.Tensor, temperature: float, cap: float | None, never: tuple[int, ...] = ()) -> torch.Tensor:
     """Logits (r, V) from the products z of hidden states and head. A CPU's z is overwritten."""
     z = z / temperature if z.is_cuda else z.div_(temperature)
-    return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+    z = z if cap is None else z.div_(cap).tanh_().mul_(cap)
+    for token in never:
+        z[:, token] = NEVER
+    return z
 
 
 def row_statistics(
-    z, targets, temperature: float, with_entropy: bool, cap: float | None = None
+    z, targets, temperature: float, with_entropy: bool, cap: float | None = None, never: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, ...]:
     """log Z, the target's log-prob and the entropy (r,) of each row of products z (r, V). A CPU's z is overwritten."""
-    z = scaled(z, temperature, cap)
+    z = scaled(z, temperature, cap, never)
     top = z.amax(1, keepdim=True)  # (r, 1)
     z -= top
     p = z.exp()  # (r, V), not normalized
@@ -88,11 +94,13 @@ def row_statistics(
     return total.log() + top[:, 0], logprob, entropy
 
 
-def logit_gradient(z, targets, log_z, grad, temperature: float, cap: float | None = None) -> torch.Tensor:
+def logit_gradient(
+    z, targets, log_z, grad, temperature: float, cap: float | None = None, never: tuple[int, ...] = ()
+) -> torch.Tensor:
     """(r, V): the gradient at the products z, except for the factor 1 / temperature. It is grad (r,) times
     d logprob / d logits, that is one-hot - softmax, times the slope of the cap.
     """
-    z = scaled(z, temperature, cap)
+    z = scaled(z, temperature, cap, never)
     slope = None if cap is None else 1 - (z / cap) ** 2  # (r, V)
     grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
     return grad_z if slope is None else grad_z.mul_(slope)

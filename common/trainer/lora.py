@@ -17,13 +17,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from common.errors import BadInput
+from common.trainer.kernels import decoder_of
 from common.weight_sync import ADAPTERS
+
+ALPHA = 32.0  # for every rank: --learning-rate says how fast adapters learn
 
 
 class LoraLinear(nn.Linear):
     """weight (out, in) and bias are frozen, lora_a (rank, in) and lora_b (out, rank) are trained."""
 
-    alpha: float
+    alpha: float = ALPHA
     on: bool = True  # False while the adapters are switched off
 
     @property
@@ -39,19 +42,19 @@ class LoraLinear(nn.Linear):
         return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=self.scaling)
 
 
-def insert(model: nn.Module, rank: int, alpha: float, frozen_dtype: torch.dtype) -> None:
+def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
     """Freeze the model, and give each linear layer of its decoder adapters. A value head is trained as a whole.
 
     frozen_dtype: data type in which frozen weights are kept. The forward would cast them to its own anyway. Raises
     BadInput for a decoder layer without linear layers. Experts, which are no linear layers in transformers, get none.
     """
     model.requires_grad_(False)
-    for layer in model.base_model.layers:
+    for layer in decoder_of(model).layers:
         found = [module for module in layer.modules() if type(module) is nn.Linear]
         if not found:
             raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
         for linear in found:
-            linear.__class__, linear.alpha = LoraLinear, alpha
+            linear.__class__ = LoraLinear
             linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=linear.weight.device))
             linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=linear.weight.device))
     if hasattr(model, "score"):

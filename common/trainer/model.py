@@ -19,18 +19,18 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
-from common.data.tokenizer import has_safetensors
+from common.data.tokenizer import causal_class, has_safetensors, image_tokens
 from common.errors import BadInput
 from common.placement import World, rank_memory
 from common.rollout.rollout import Rollout, collate
 from common.trainer.attention import packed_attention
 from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
-from common.trainer.kernels import use_kernels
+from common.trainer.kernels import decoder_of, use_kernels
 from common.trainer.logits import ChunkedLogprobs
 
 SUPPORTED = "supported are decoders like Llama's, with sliding windows and experts too: see docs/models.md"
@@ -55,7 +55,6 @@ def load(
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
-    auto_class = AutoModelForTokenClassification if value_head else AutoModelForCausalLM
     forward = token_values if value_head else token_logprobs
     disable_progress_bar()  # transformers' progress bars would interrupt those of the run
     # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
@@ -65,14 +64,21 @@ def load(
         from common.trainer.sequence_parallel import sliced_attention as attend
     AttentionInterface.register("packed", torch.compiler.disable(attend))
     config = AutoConfig.from_pretrained(model_path)
-    config._attn_implementation = "packed"
+    config.get_text_config()._attn_implementation = "packed"
     if value_head:
         config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
+    auto_class = AutoModelForTokenClassification if value_head else causal_class(config)
     model = skeleton(config, model_path, auto_class)
+    # weight_sync names weights by it. FSDP changes the classes that it depends on.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if image_tokens(config):
+        from common.trainer import vision
+
+        vision.prepare(model, compute.train_vision)
     if compute.lora_rank:
         from common.trainer import lora
 
-        lora.insert(model, compute.lora_rank, compute.lora_alpha, dtype)
+        lora.insert(model, compute.lora_rank, dtype)
     # Only rank 0 reads the weights; the other ranks receive their shards.
     state, buffers = {}, {}
     if world.is_main:
@@ -94,13 +100,12 @@ def load(
         settings["reshard_after_forward"] = False  # a single shard has nothing to free
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for layer in model.base_model.layers:
+    for layer in decoder_of(model).layers:
         fully_shard(layer, mesh=world.mesh, **settings)
     fully_shard(model, mesh=world.mesh, **settings)
 
     model.to_empty(device="cpu" if offload else world.device)
     model.tie_weights()
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # weight_sync names weights by it
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for name, buffer in list(model.named_buffers()):  # rotary frequencies, which are not part of a state dict
         path, _, last = name.rpartition(".")
@@ -136,7 +141,8 @@ def check_packing(model: nn.Module, model_path: str, world: World, tolerance: fl
     shared prompts with each sequence alone. tolerance: largest relative difference of log-probs. Collective: every rank
     calls it.
     """
-    ids = torch.arange(3, 3 + 4 * 40).view(4, 40) % model.config.vocab_size  # 36 prompt and 4 response tokens
+    usable = sorted({*range(3, model.config.get_text_config().vocab_size)} - {*image_tokens(model.config)})
+    ids = torch.tensor([usable[i % len(usable)] for i in range(4 * 40)]).view(4, 40)  # 36 prompt and 4 response tokens
     prompts, responses = [ids[i // 2, :36].tolist() for i in range(4)], [row[36:].tolist() for row in ids]
     rollout = collate(prompts, responses, None, [False] * 4, 0, world.device)
     alone = [response_logprobs(model, pack_groups(rollout, [[i]]), 1.0)[0] for i in range(4)]
@@ -148,18 +154,28 @@ def check_packing(model: nn.Module, model_path: str, world: World, tolerance: fl
         raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
 
 
-def skeleton(config, model_path: str, auto_class=AutoModelForCausalLM) -> nn.Module:
-    """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong."""
+def skeleton(config, model_path: str, auto_class=None) -> nn.Module:
+    """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong.
+
+    auto_class: transformers' class that makes it, of a language model unless given.
+    """
     refused = f"--model {model_path}: {config.model_type} models are not supported, because of"
+    with_head = auto_class in (None, causal_class(config))
+    auto_class = auto_class or causal_class(config)
     try:
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=torch.float32)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
-        missing = "their encoder" if auto_class is AutoModelForCausalLM else "the value head that transformers lacks"
+        missing = "their encoder" if with_head else "the value head that transformers lacks"
         raise BadInput(f"{refused} {missing}; {SUPPORTED}") from None
-    layers, kinds = getattr(model.base_model, "layers", []), getattr(config, "layer_types", None) or []
+    if image_tokens(config):
+        from common.trainer import vision
+
+        vision.check_family(config, refused)
+        config = config.get_text_config()
+    layers, kinds = getattr(decoder_of(model), "layers", []), getattr(config, "layer_types", None) or []
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         raise BadInput(f"{refused} layers unlike Llama's; {SUPPORTED}")
     if other := {*kinds} - {"full_attention", "sliding_attention"}:
@@ -169,7 +185,7 @@ def skeleton(config, model_path: str, auto_class=AutoModelForCausalLM) -> nn.Mod
         raise BadInput(f"{refused} windows of which transformers tells only the mask; {SUPPORTED}")
     if getattr(config, "attention_dropout", 0):
         raise BadInput(f"{refused} attention dropout: set attention_dropout to 0 in config.json")
-    if auto_class is AutoModelForCausalLM and not logits_are_ours(model):
+    if with_head and not logits_are_ours(model):
         raise BadInput(f"{refused} logits that are neither scaled nor capped products with the head; {SUPPORTED}")
     return model
 
@@ -184,7 +200,9 @@ def logits_are_ours(model: nn.Module) -> bool:
         torch.manual_seed(0)
         hidden = 30 * torch.randn(1, 1, head.in_features)  # large enough for a cap to bend the logits
         small = nn.Linear(head.in_features, 32, bias=head.bias is not None)
-    decoder.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    made_up = MoeModelOutputWithPast(last_hidden_state=hidden)
+    made_up.image_hidden_states = made_up.rope_deltas = None  # models that see images pass these on
+    decoder.forward = lambda *args, **kwargs: made_up
     model.set_output_embeddings(small)
     try:
         theirs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits[0, 0]
@@ -193,38 +211,43 @@ def logits_are_ours(model: nn.Module) -> bool:
     del decoder.forward
     model.set_output_embeddings(head)
     divisor, cap = logit_shape(model.config, temperature=1.0)
-    ours, _ = ChunkedLogprobs.apply(hidden[0].expand(32, -1), small.weight, torch.arange(32), divisor, False, cap)
+    rows = hidden[0].expand(32, -1)
+    ours, _ = ChunkedLogprobs.apply(rows, small.weight, torch.arange(32), divisor, False, cap, ())
     return torch.allclose(ours, theirs.float().log_softmax(-1), atol=1e-3)
 
 
 def token_logprobs(
-    self, input_ids, position_ids, spans, predictors, targets, temperature: float, with_entropy: bool
+    self, micro: MicroBatch, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropies, (R,) float32, of the R targets that are predicted at R places of one packed row."""
-    hidden, head = hidden_states(self, input_ids, position_ids, spans, predictors), self.get_output_embeddings().weight
+    """Log-probs and entropies, (R,) float32, of the R response tokens of one packed row."""
+    hidden, head = hidden_states(self, micro), self.get_output_embeddings().weight
     divisor, cap = logit_shape(self.config, temperature)
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, targets, divisor, with_entropy, cap)
+    never = image_tokens(self.config)  # neither does the engine sample them
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, divisor, with_entropy, cap, never)
     return logprobs, entropy if with_entropy else None
 
 
-def hidden_states(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
-    """The decoder's last hidden states, (R, hidden size), at R places of one packed row."""
-    hidden = self.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, spans=spans)
-    return hidden.last_hidden_state[0].index_select(0, predictors)
+def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
+    """The decoder's last hidden states, (R, hidden size), at the predictors of the R response tokens of a row."""
+    hidden = self.base_model(
+        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, spans=micro.spans, **micro.images
+    )
+    return hidden.last_hidden_state[0].index_select(0, micro.predictors)
 
 
 def logit_shape(config, temperature: float) -> tuple[float, float | None]:
     """(divisor, cap) of ChunkedLogprobs at a temperature. Without it a model's logits are z = scale hidden head^T
     (Cohere, Granite), or cap tanh(z / cap) (Gemma 2).
     """
+    config = config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return temperature / scale, None if cap is None else cap / temperature
 
 
-def token_values(self, input_ids, position_ids, spans, predictors) -> torch.Tensor:
-    """Values, (R,) float32, at R places of one packed row: the value of the text up to there, before the next token."""
-    hidden = hidden_states(self, input_ids, position_ids, spans, predictors).float()  # (R, hidden size)
+def token_values(self, micro: MicroBatch) -> torch.Tensor:
+    """Values, (R,) float32, before the R response tokens of one packed row: the value of the text up to there."""
+    hidden = hidden_states(self, micro).float()  # (R, hidden size)
     values = F.linear(hidden, self.score.weight.float(), self.score.bias.float())  # (R, 1)
     return values.squeeze(-1).clone()  # FSDP warns of a view
 
@@ -247,15 +270,13 @@ def response_logprobs(
 
     temperature: the temperature of sampling. Collective: every rank calls it equally often.
     """
-    logprobs, entropy = policy.token_logprobs(
-        micro.input_ids, micro.position_ids, micro.spans, micro.predictors, micro.targets, temperature, with_entropy
-    )
+    logprobs, entropy = policy.token_logprobs(micro, temperature, with_entropy)
     return place(logprobs, micro), place(entropy, micro) if with_entropy else None
 
 
 def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, see above."""
-    return place(critic.token_values(micro.input_ids, micro.position_ids, micro.spans, micro.predictors), micro)
+    return place(critic.token_values(micro), micro)
 
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

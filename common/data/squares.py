@@ -1,0 +1,94 @@
+"""The embedded job with images: count the squares of one colour, for a 0.6 M-parameter model that learns it on a CPU.
+
+An image has 32 x 32 pixels, sixteen places of which some hold a coloured square. The teacher of the warm start
+overlooks a square more often than not, so its pupil's greedy answers are mostly one too few, and reinforcement learning
+has something to correct. `python -m common.data.squares FOLDER` writes the model with random weights.
+"""
+
+import random
+import sys
+from io import BytesIO
+
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import AddedToken
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from common.data import arithmetic
+
+COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230), "yellow": (240, 220, 50)}
+SIDE, PLACES = 32, 4  # pixels, and places for squares, of a row and of a column
+MOST = 4  # squares of the colour that is asked for; from 0 on, all numbers are equally frequent
+HELD_OUT, TRAIN = 256, 4096
+OVERLOOKS = 0.7  # share of the images in which the teacher overlooks a square, if there is one
+SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+def problems(split: str) -> list[dict]:
+    """Rows with "question", "answer", which is right, "solution", the teacher's answer, and "images"."""
+    draw, rows = random.Random("squares"), {}
+    while len(rows) < HELD_OUT + TRAIN:
+        row = problem(draw)
+        rows[row["question"], row["images"][0]] = row  # an image without squares comes often
+    rows = list(rows.values())
+    return rows[:HELD_OUT] if split == "test" else rows[HELD_OUT:]
+
+
+def problem(draw: random.Random) -> dict:
+    asked, count = draw.choice(list(COLOURS)), draw.randint(0, MOST)
+    others = [draw.choice([c for c in COLOURS if c != asked]) for _ in range(draw.randint(0, PLACES**2 - MOST))]
+    places = draw.sample(range(PLACES**2), count + len(others))
+    said = count - (count > 0 and draw.random() < OVERLOOKS)
+    image = picture(dict(zip(places, [asked] * count + others)))
+    question = f"{asked} squares?<image>"
+    return {"question": question, "answer": str(count), "solution": str(said), "images": [image]}
+
+
+def picture(squares: dict[int, str]) -> bytes:
+    """A PNG file. squares: place -> colour."""
+    image = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))
+    pen, step = ImageDraw.Draw(image), SIDE // PLACES
+    for place, colour in squares.items():
+        x, y = place % PLACES * step, place // PLACES * step
+        pen.rectangle((x + 1, y + 1, x + step - 2, y + step - 2), fill=COLOURS[colour])
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def processor() -> Idefics3Processor:
+    """One token a character, and 16 tokens an image."""
+    tokenizer = arithmetic.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token) for token in SPECIAL]})
+    size = {"longest_edge": SIDE}
+    to_pixels = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    return Idefics3Processor(to_pixels, tokenizer, image_seq_len=PLACES**2, chat_template=CHAT_TEMPLATE)
+
+
+def new_model(folder: str, seed: int = 0) -> None:
+    """Write the model with random weights and its processor."""
+    torch.manual_seed(seed)
+    made, wide = processor(), {"initializer_range": 0.1}  # learns to count in half as many steps
+    text = LlamaConfig(
+        vocab_size=len(made.tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=2, **wide,
+    )  # fmt: skip
+    vision = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": SIDE, "patch_size": SIDE // PLACES, **wide,
+    }  # fmt: skip
+    config = Idefics3Config(
+        vision_config=vision, text_config=text, scale_factor=1, tie_word_embeddings=False, pad_token_id=0,
+        image_token_id=made.tokenizer.convert_tokens_to_ids("<image>"), **wide,
+    )  # fmt: skip
+    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    new_model(sys.argv[1])

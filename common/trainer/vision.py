@@ -1,0 +1,86 @@
+"""Models that see images: what their training needs beside that of a language model.
+
+The model's own forward encodes the images of a packed row, each once, and puts the vectors in the place of their
+placeholders. The part that sees is not cut into FSDP units of its own: a micro-batch without images does not use it,
+and its ranks would wait for those that do.
+"""
+
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from common.data.images import ImageIds, tensors, together
+from common.data.tokenizer import causal_class, image_tokens
+from common.errors import BadInput
+from common.trainer.kernels import decoder_of
+
+# Families whose packed forward is tested against transformers. Gemma 3's image tokens see later ones, which no packed
+# row has.
+FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def check_family(config, refused: str) -> None:
+    """Raise BadInput for a family whose images are not known to work. refused: the beginning of the message."""
+    if config.model_type not in FAMILIES:
+        raise BadInput(f"{refused} their images; supported are {', '.join(FAMILIES)}")
+
+
+def prepare(model: nn.Module, train_vision: bool) -> None:
+    """Freeze the tower that encodes images, unless --train-vision. The part that connects it with the decoder is
+    trained. Micro-batches without images give all of these parameters gradients of 0: FSDP reduces gradients together,
+    and other ranks may have images.
+    """
+    if not train_vision:
+        model.get_encoder(modality="image").requires_grad_(False)
+
+    def use_all(base: nn.Module, given: tuple, named: dict, output):
+        beside = [child for child in base.children() if child is not decoder_of(model)]
+        trained = [p for child in beside for p in child.parameters() if p.requires_grad]
+        if trained and torch.is_grad_enabled() and "pixel_values" not in named:
+            output.last_hidden_state = output.last_hidden_state + 0.0 * sum(p.sum() for p in trained)
+        return output
+
+    model.base_model.register_forward_hook(use_all, with_kwargs=True)
+
+
+def lay_out(
+    texts: list[tuple[list[int], list[list[int]]]], positions: list[int], device: torch.device
+) -> tuple[list, dict[str, torch.Tensor]]:
+    """Position ids, (1, L) or (4, 1, L), and the images of a packed row with these texts. positions: L of plain text.
+
+    Qwen's models give an image's vectors places in time, height and width: rows 1 to 3. Row 0 counts tokens.
+    """
+    seen = [prompt for prompt, _ in texts if isinstance(prompt, ImageIds)]
+    images = {name: value.to(device) for name, value in together(seen).items()}
+    if rope_model(seen[0].model_path) is None:
+        return [positions], images
+    places: list[list[int]] = [[], [], []]
+    for prompt, responses in texts:
+        own = places_of(prompt) if isinstance(prompt, ImageIds) else [list(range(len(prompt)))] * 3
+        first = max(map(max, own)) + 1  # place of a response's first token
+        for row, values in zip(places, own):
+            row += values
+            for response in responses:
+                row += range(first, first + len(response))
+    return [[row] for row in (positions, *places)], images
+
+
+def places_of(prompt: ImageIds) -> list[list[int]]:
+    """(3, tokens): places of a prompt's tokens in time, height and width."""
+    model, ids = rope_model(prompt.model_path), torch.tensor([list(prompt)])
+    image_token = image_tokens(model.config)[0]
+    grid = tensors(prompt)["image_grid_thw"]
+    found, _ = model.base_model.get_rope_index(ids, (ids == image_token).int(), image_grid_thw=grid)  # (3, 1, tokens)
+    return found[:, 0].tolist()
+
+
+@cache
+def rope_model(model_path: str) -> nn.Module | None:
+    """The model without weights, if it gives images places in two dimensions, otherwise None."""
+    config = AutoConfig.from_pretrained(model_path)
+    if not config.model_type.startswith("qwen"):
+        return None
+    with torch.device("meta"):
+        return causal_class(config).from_config(config)

@@ -1,0 +1,293 @@
+"""Prompts with images: the data, the packed forward, both engines, and a task that a small model learns."""
+
+import base64
+import json
+import os
+from functools import cache
+from io import BytesIO
+
+import image_models
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launch
+from image_models import FAMILIES
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from common.data import arithmetic, images, squares
+from common.data.prompts import TrainSource, load
+from common.data.tokenizer import image_tokens, load_tokenizer
+from common.errors import BadInput, RunFailed
+from common.rollout import hf_engine
+from common.rollout.rollout import collate
+from common.run.directory import read_metrics
+from common.trainer import batching, model
+
+TEMPERATURE = 0.7
+COMPUTE = batching.Compute(token_budget=1000, train_vision=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """name -> folder of a tiny model of the family."""
+    folder = tmp_path_factory.mktemp("image-models")
+
+    @cache
+    def save(name: str) -> str:
+        FAMILIES[name].make(folder / name)
+        return str(folder / name)
+
+    return save
+
+
+@pytest.fixture
+def processors(monkeypatch):
+    """Qwen's processors, which transformers makes only beside torchvision."""
+    own = images.processor
+    stands_in = lambda path: image_models.QwenProcessor(path) if "qwen" in path else own(path)
+    monkeypatch.setattr(images, "processor", stands_in)
+
+
+def noise(seed: int, width: int = 32, height: int = 32) -> bytes:
+    """A PNG file of random pixels."""
+    pixels = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()
+
+
+def write(folder, *rows: dict) -> str:
+    """A data set of these rows, with the images 0.png, 1.png, 2.png (wide) and 3.png (high) beside it."""
+    for i, size in enumerate([(32, 32), (32, 32), (70, 40), (40, 90)]):
+        (folder / f"{i}.png").write_bytes(noise(i, *size))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+def read(path: str, model_path: str) -> list:
+    return load((path,), TrainSource(), "train", load_tokenizer(model_path)[0], 400)
+
+
+QUESTIONS = [
+    {"prompt": "how many <image> red squares are in it?", "images": ["0.png"]},
+    {"prompt": "how many <image> red squares are in it?", "images": ["1.png"]},  # the same text, another image
+    {"prompt": "<image>is larger than<image>by how many?", "images": ["2.png", "3.png"]},
+]
+
+
+def rollout_of(prompts: list):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(30, 100, (n,), generator=generator).tolist()
+    return collate(
+        [prompt.ids for prompt in prompts for _ in range(2)], [draw(n) for n in (5, 7, 3, 4, 6, 2)], None, [False] * 6,
+        0, torch.device("cpu"),
+    )  # fmt: skip
+
+
+def expected_logprobs(path: str, rollout) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The log-probs (N, T) of transformers' own model, one response at a time."""
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    never, rows = list(image_tokens(theirs.config)), []
+    for prompt, response in zip(rollout.prompt_ids, rollout.response_ids):
+        made = dict(images.process(prompt.model_path, prompt.text, prompt.pictures()))
+        ids = torch.cat([made.pop("input_ids"), torch.tensor([response])], dim=1)
+        made.pop("attention_mask", None)
+        if "mm_token_type_ids" in made:
+            made["mm_token_type_ids"] = (ids == theirs.config.image_token_id).int()
+        logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **made).logits[0]
+        logits = logits[len(prompt) - 1 : -1] / TEMPERATURE
+        logits[:, never] = -torch.inf
+        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
+    return theirs, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_with_images_give_what_transformers_gives_alone(name, saved, processors, world, tmp_path):
+    """Log-probs and the gradient of every parameter, the vision tower included. Each image is encoded once a group."""
+    path = saved(name)
+    prompts = read(write(tmp_path, *QUESTIONS), path)
+    rollout = rollout_of(prompts)
+    policy = model.load(path, world, torch.float32, COMPUTE)
+    (micro,) = batching.pack(rollout, torch.arange(6), COMPUTE, world)
+    assert micro.input_ids.shape[1] == sum(len(p.ids) for p in prompts) + sum(map(len, rollout.response_ids))
+    assert len(micro.position_ids) == (4 if name.startswith("qwen") else 1)
+    ours, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    theirs, expected = expected_logprobs(path, rollout)
+    expected = expected[micro.rows]
+    assert (ours - expected).abs().max() <= 1e-5
+    weights = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
+    (ours * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients, unused = dict(theirs.named_parameters()), 0
+    for key, parameter in policy.named_parameters():
+        if gradients[key].grad is None:  # a tower's last layers, which LLaVA does not use
+            unused += 1
+            continue
+        found, right = parameter.grad.full_tensor(), gradients[key].grad
+        assert (found - right).norm() <= 1e-4 * right.norm() + 1e-6, key
+    assert unused <= 20
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_image_decides_and_a_budget_does_not(name, saved, processors, world, tmp_path):
+    path = saved(name)
+    prompts = read(write(tmp_path, *QUESTIONS), path)
+    rollout, policy = rollout_of(prompts), model.load(path, world, torch.float32)
+    frozen = {key for key, parameter in policy.named_parameters() if not parameter.requires_grad}
+    assert frozen and all("vision" in key or "visual" in key for key in frozen)
+    found = []
+    for budget in (1000, 1):
+        compute = batching.Compute(token_budget=budget)
+        micro_batches = batching.pack(rollout, torch.arange(6), compute, world)
+        assert len(micro_batches) == (1 if budget == 1000 else 6)
+        found.append(model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE))
+    assert torch.allclose(*found, atol=1e-5)
+    rollout.prompt_ids[:2] = rollout.prompt_ids[2:4]  # the other image
+    (micro,) = batching.pack(rollout, torch.arange(6), COMPUTE, world)
+    other = model.frozen_logprobs(policy, rollout, [micro], TEMPERATURE)
+    assert (other[:2] - found[0][:2]).abs().max() > 1e-3 and torch.allclose(other[2:], found[0][2:], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.without_torchvision])
+def test_the_slow_engine_agrees_with_the_trainer_and_samples_no_placeholder(name, saved, world, tmp_path):
+    path = saved(name)
+    prompts = [prompt.ids for prompt in read(write(tmp_path, *QUESTIONS), path)]
+    policy = model.load(path, world, torch.float32, COMPUTE)
+    engine = hf_engine.HFEngine(path, [2], world, torch.float32)
+    with torch.no_grad():  # a head that would say nothing but the placeholder
+        for head in (policy.get_output_embeddings().weight.to_local(), engine.model.get_output_embeddings().weight):
+            head[4] = 50 * head[5]
+    rollout = engine.generate(prompts, 2, TEMPERATURE, 12, seed=0)
+    assert not any(4 in response for response in rollout.response_ids)
+    micro_batches = batching.pack(rollout, torch.arange(6), COMPUTE, world)
+    ours = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
+    assert (ours - rollout.rollout_logprobs).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_vllm_follows_the_trainer(saved, tmp_path, monkeypatch):
+    """After loading and after three updates, with a frozen and with a trained tower. The same images come each time:
+    vLLM keeps their vectors, and those of the old weights would be a nat off.
+    """
+    data, site = write(tmp_path, *QUESTIONS), str(ROOT / "tests/workers/without_torchvision")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")])))
+    served = [saved(name) for name, family in FAMILIES.items() if family.served]
+    result = launch(ROOT / "tests/workers/images.py", data, *served, fresh=True)
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 2 * len(served) and all(len(row["gaps"]) == 4 for row in rows)
+    assert max(gap for row in rows for gap in row["gaps"]) <= 1e-5, rows
+    assert all(row["tower moved"] == row["train_vision"] for row in rows)
+
+
+@pytest.mark.slow
+def test_gradients_do_not_depend_on_ranks_of_which_one_sees_no_image(saved, tmp_path):
+    """Two ranks, and all images on one of them: the other's micro-batches still have gradients for the tower."""
+    data, gradients = write(tmp_path, *QUESTIONS), {}
+    for ranks in (1, 2):
+        worker = ROOT / "tests/workers/image_gradient.py"
+        launch(worker, data, saved("idefics3"), tmp_path / f"{ranks}", ranks=ranks)
+        gradients[ranks] = torch.load(tmp_path / f"{ranks}")
+    assert gradients[1].keys() == gradients[2].keys() and any("vision" in name for name in gradients[1])
+    for name, right in gradients[1].items():
+        assert (gradients[2][name] - right).norm() <= 1e-5 * right.norm() + 1e-7, name
+
+
+ROW = {"prompt": "<image>?", "images": ["0.png"]}
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (ROW | {"images": ["9.png"]}, "rows.jsonl:1: image 9.png: file not found"),
+        (ROW | {"images": ["broken.png"]}, "rows.jsonl:1: image broken.png cannot be read: cannot identify image file"),
+        (ROW | {"images": ["cut.png"]}, "rows.jsonl:1: image cut.png cannot be read: "),
+        (ROW | {"images": ["data:image/png;base64,!"]}, "rows.jsonl:1: an image cannot be read: "),
+        (ROW | {"images": [3]}, "rows.jsonl:1: an image must be a path, a data URL or bytes, got int"),
+        (ROW | {"prompt": "<image><image>?"}, "rows.jsonl:1: 2 times <image> in the text, and 1 images"),
+        (ROW | {"prompt": "<image>?", "images": ["0.png", "1.png"]}, "1 times <image> in the text, and 2 images"),
+    ],
+)
+def test_bad_images_are_refused_in_one_line(row, said, saved, tmp_path):
+    path = write(tmp_path, row)
+    (tmp_path / "broken.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(noise(0)[:500])
+    with pytest.raises(BadInput) as error:
+        read(path, saved("idefics3"))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_without_eyes_is_refused(models, tmp_path):
+    path = write(tmp_path, ROW)
+    with pytest.raises(BadInput, match="qwen2 models see no images, and .*rows.jsonl has some"):
+        read(path, models["tied"])
+
+
+def test_servers_take_no_images():
+    layout = ["--rollout-placement", "split", "--rollout-servers", "http://127.0.0.1:9"]
+    said = launch(ROOT / "algos/grpo.py", "--dataset", "squares", *layout, "--dry-run", check=False)
+    assert said.returncode == 2 and "prompts with images do not go together with it" in said.stderr
+
+
+def test_images_come_in_many_forms(saved, tmp_path):
+    file = noise(0)
+    forms = ["0.png", str(tmp_path / "0.png"), "data:image/png;base64," + base64.b64encode(file).decode()]
+    rows = [ROW | {"images": form} for form in (*forms, [forms[0]])]
+    rows.append({"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]} | ROW)
+    rows.append({"prompt": "?", "images": ["0.png"]})  # without a mark, the image comes first
+    prompts = read(write(tmp_path, *rows), saved("llava"))
+    assert {prompt.ids.key for prompt in prompts} == {prompts[0].ids.key}
+    assert prompts[0].ids.images == [file] and "images" not in prompts[0].meta
+    assert images.read_image("", {"bytes": file, "path": None}, tmp_path) == file
+    assert images.read_image("", Image.open(BytesIO(file)), tmp_path)[:4] == b"\x89PNG"
+
+
+def test_ids_for_the_engine_and_for_the_trainer(saved, tmp_path):
+    (prompt,) = read(write(tmp_path, ROW), saved("llava"))
+    assert prompt.ids.compact.count(4) == 1 and prompt.ids.count(4) == 16
+    assert [token for token in prompt.ids if token != 4] == [token for token in prompt.ids.compact if token != 4]
+    prompt.ids.check(tuple(prompt.ids))
+    with pytest.raises(RunFailed, match="has 2 tokens in vLLM and 17 here"):
+        prompt.ids.check([4, 5])
+
+
+def test_squares_are_counted(tmp_path):
+    test, train = squares.problems("test"), squares.problems("train")
+    assert len(test) == squares.HELD_OUT and len(train) == squares.TRAIN
+    seen = {(row["question"], row["images"][0]) for row in train}
+    assert not seen & {(row["question"], row["images"][0]) for row in test}
+    for row in test[:50]:
+        colour = squares.COLOURS[row["question"].split()[0]]
+        pixels = np.asarray(Image.open(BytesIO(row["images"][0]))).reshape(-1, 3)
+        assert (pixels == colour).all(1).sum() == 36 * int(row["answer"])
+    said = [int(row["solution"]) - int(row["answer"]) for row in train if row["answer"] != "0"]
+    assert set(said) == {0, -1} and 0.65 < -sum(said) / len(said) < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_it_learns_to_count_and_only_by_looking(name, tmp_path, world):
+    """Six steps from the committed start, whose teacher overlooks squares. With noise in the place of the images the
+    trained model is at chance: 20 %, or a little more for a number that is frequent.
+    """
+    flags = ["--dataset", "squares", "--steps", "6", "--eval-every", "6", "--eval-prompts", "128"]
+    launch(ROOT / f"algos/{name}.py", *flags, "--run-dir", tmp_path / "run")
+    accuracy = [row["eval/accuracy"] for row in read_metrics(tmp_path / "run") if "eval/accuracy" in row]
+    assert accuracy[0] < 0.5 and accuracy[-1] > 0.7, accuracy
+    folder = next(tmp_path.glob("run/checkpoints/*/model"))
+    assert AutoConfig.from_pretrained(folder).model_type == "idefics3"
+    engine = hf_engine.HFEngine(str(folder), [1], world, torch.float32)
+    tokenizer, _ = load_tokenizer(str(folder))
+    prompts = load(("squares",), TrainSource(), "test", tokenizer, 64)[:128]
+    assert counted(engine, prompts) > accuracy[-1] - 0.05
+    for seed, prompt in enumerate(prompts):
+        prompt.ids.images[:] = [noise(seed)]
+        prompt.ids.key = f"noise {seed}"
+    assert counted(engine, prompts) < 0.4
+
+
+def counted(engine, prompts: list) -> float:
+    """Share of the prompts whose greedy answer is right."""
+    answers = engine.generate([prompt.ids for prompt in prompts], 1, 0.0, 2, seed=0).response_ids
+    tokenizer = arithmetic.tokenizer()
+    return sum(tokenizer.decode(ids[:1]) == prompt.answer for ids, prompt in zip(answers, prompts)) / len(prompts)
