@@ -47,6 +47,7 @@ RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
     "guess": "--environment guess --eval-every 10 --steps 100 --learning-rate 5e-4",
+    "squares": "--dataset squares --eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
 }
@@ -88,7 +89,7 @@ SAMPLES = 8  # responses to each held-out problem of pretrained models
 
 @dataclasses.dataclass
 class Args:
-    task: str = "arithmetic"  # Task of --run and --flags: arithmetic, calculator, guess, sums or gcd.
+    task: str = "arithmetic"  # Task of --run and --flags: a key of RECIPES.
     run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS, CONTROLS, start).
     seeds: tuple[int, ...] = (0, 1, 2)
     add: tuple[str, ...] = ()  # Folders of runs to take as baselines.

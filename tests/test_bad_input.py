@@ -91,7 +91,7 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
     ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as Parquet: ..."),
     ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, '
-     "squares, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
+     "squares, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
      "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
     ({}, "arithmetic=0", {}, '--dataset "arithmetic=0": expected a weight > 0'),
     ({}, "arithmetic arithmetic=2", {}, '--dataset: "arithmetic" is named twice'),

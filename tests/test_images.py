@@ -6,6 +6,7 @@ import os
 from functools import cache
 from io import BytesIO
 
+import datasets
 import image_models
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from common.data import arithmetic, images, squares
 from common.data.prompts import TrainSource, load
 from common.data.tokenizer import image_tokens, load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.rewards.grading import Item
+from common.rewards.text import format_boxed_reward
 from common.rollout import hf_engine
 from common.rollout.rollout import collate
 from common.run.directory import read_metrics
@@ -240,6 +243,17 @@ def test_images_come_in_many_forms(saved, tmp_path):
     assert prompts[0].ids.images == [file] and "images" not in prompts[0].meta
     assert images.read_image("", {"bytes": file, "path": None}, tmp_path) == file
     assert images.read_image("", Image.open(BytesIO(file)), tmp_path)[:4] == b"\x89PNG"
+
+
+def test_geo3k_from_the_hub(saved, monkeypatch):
+    row = {"problem": "<image>Find x.", "answer": "3", "images": [Image.open(BytesIO(noise(0)))]}
+    table = datasets.Dataset.from_list([row])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: table)
+    (prompt,) = load(("geo3k",), TrainSource(), "train", load_tokenizer(saved("llava"))[0], 400)
+    assert prompt.answer == "3" and prompt.text.startswith("<image>Find x. You FIRST think")
+    assert prompt.ids.pictures()[0].size == (32, 32) and prompt.ids.count(4) == 16
+    right, wrong = Item("", "<think>6 / 2</think> \\boxed{3}", "3"), Item("", "\\boxed{3}", "3")
+    assert [result.score for result in format_boxed_reward([right, wrong], [9, 9], [False] * 2)] == [1.0, 0.0]
 
 
 def test_ids_for_the_engine_and_for_the_trainer(saved, tmp_path):

@@ -19,6 +19,8 @@ from common.rewards.grading import split_weight
 INSTRUCTIONS = {  # text after each question of a built-in data set, unless --template is given
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
     "math": "\nReason step by step, and put your final answer within \\boxed{}.",
+    "geo3k": " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}.",
     "reasoning-gym": "\nReason step by step, then write only the final answer inside <answer></answer> tags.",
 }
 

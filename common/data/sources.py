@@ -18,11 +18,10 @@ from common.errors import BadInput, refuse_all, say
 from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
-GENERATED = ("sums", "gcd", "reverse", "calculator", "guess")  # tasks.py has their problems
-WITH_IMAGES = ("squares",)  # squares.py
-WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "reasoning-gym", *GENERATED, *WITH_IMAGES)
+GENERATED = ("sums", "gcd", "reverse", "calculator", "guess", "squares")  # tasks.py has their problems
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "geo3k", "reasoning-gym", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
-FORMS = f"arithmetic, {', '.join(GENERATED + WITH_IMAGES)}, gsm8k, gsm8k:FOLDER, math, dapo, reasoning-gym:TASK, "
+FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
 FORMS += f"a {', '.join(FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
 COLUMN_NAMES = {"prompt", "answer", "solution", "images", "chosen", "rejected", "id"}
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
@@ -31,14 +30,18 @@ ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and o
     ("gsm8k", "test"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
     ("math", "train"): ("DigitalLearningGmbH/MATH-lighteval", "AI-ModelScope/MATH-lighteval"),  # 7500 problems
     ("math", "test"): ("HuggingFaceH4/MATH-500", "AI-ModelScope/MATH-500"),  # none of them among the 7500
+    ("geo3k", "train"): ("hiyouga/geometry3k", "hiyouga/geometry3k"),  # 2101 problems, each with an image
+    ("geo3k", "test"): ("hiyouga/geometry3k", "hiyouga/geometry3k"),
     ("dapo", "train"): ("BytedTsinghua-SIA/DAPO-Math-17k", "AI-ModelScope/DAPO-Math-17k"),
 }
-COLUMNS = {"math": {"prompt": "problem"}, "dapo": {"answer": "reward_model.ground_truth"}}  # built-in name -> columns
+COLUMNS = {  # built-in name -> columns
+    "math": {"prompt": "problem"}, "geo3k": {"prompt": "problem"}, "dapo": {"answer": "reward_model.ground_truth"},
+}  # fmt: skip
 
 
 def kind(spec: str) -> str:
     """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
-    if spec in ("arithmetic", *GENERATED, *WITH_IMAGES) or spec.startswith(("gsm8k:", "reasoning-gym:")):
+    if spec in ("arithmetic", *GENERATED) or spec.startswith(("gsm8k:", "reasoning-gym:")):
         return spec.partition(":")[0]
     name = spec.removeprefix(MODELSCOPE)
     return name if (name, "train") in ON_HUB else ""
@@ -63,10 +66,6 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
         from common.data import tasks  # the embedded job does without it
 
         return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(tasks.problems(spec, split))]
-    if spec in WITH_IMAGES:
-        from common.data import squares
-
-        return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(squares.problems(split))]
     if kind(spec) == "reasoning-gym":
         from common.data import reasoning_gym
 

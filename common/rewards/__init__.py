@@ -19,7 +19,8 @@ from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_rewa
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
 
 GSM8K = {name: partial(gsm8k_reward, mode=mode) for name, mode in [("gsm8k", "flexible"), ("gsm8k-strict", "strict")]}
-OF_TEXT = ("dapo", "dapo-lenient", "format", "repetition", "missing-eos")  # text.py has a function for each
+# text.py has a function for each
+OF_TEXT = ("dapo", "dapo-lenient", "format", "format-boxed", "repetition", "missing-eos")
 BUILT_IN = (*GSM8K, *OF_TEXT)
 OTHERS = (
     "environment, overlong:MAX:CACHE, math, math-flexible, reasoning-gym, file.py:function, "

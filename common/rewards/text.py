@@ -16,6 +16,7 @@ _WORDS = re.compile(
     r"|\^\\circ|\^\{\\circ\}|\\text\{[ms.]?\}(?:\^[23])?|\\mathrm\{th\}|\\l?dots|\\;|,\\!|\{,\}|\""
 )
 _INTEGER = re.compile(r"([+-]?[0-9]{1,300})(?:\.0*)?")
+_BOXED = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
@@ -72,6 +73,12 @@ def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) 
         score = float(once and _FORMAT.fullmatch(text) is not None)
         results.append(Result(score, score))
     return results
+
+
+def format_boxed_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """1 if the whole response is `<think>...</think> ... \\boxed{...} ...`, otherwise 0: verl's for geo3k."""
+    scores = [float(_BOXED.fullmatch(item.response) is not None) for item in items]
+    return [Result(score, score) for score in scores]
 
 
 def overlong_reward(
