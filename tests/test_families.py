@@ -9,7 +9,7 @@ import torch
 import transformers
 from conftest import ROOT, launch
 from families import FAMILIES
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import BadInput
 from common.rollout import engines
@@ -138,10 +138,10 @@ def test_other_families_are_refused_in_one_sentence(config, why):
 def test_a_critic_needs_a_value_head_of_transformers(name, saved):
     config = AutoConfig.from_pretrained(saved(name))
     if families.has_value_head(name):
-        assert hasattr(model.skeleton(config, "m", AutoModelForTokenClassification), "score")
+        assert hasattr(model.skeleton(config, "m", value_head=True), "score")
     else:
         with pytest.raises(BadInput, match="because of the value head that transformers lacks"):
-            model.skeleton(config, "m", AutoModelForTokenClassification)
+            model.skeleton(config, "m", value_head=True)
 
 
 def test_attention_with_a_mask_of_its_own_is_refused(world, tmp_path):

@@ -132,6 +132,37 @@ def test_packed_rows_with_images_give_what_transformers_gives_alone(name, saved,
     assert unused <= 20
 
 
+@pytest.mark.parametrize("name", ["llava", "idefics3"])
+def test_a_critic_sees_what_the_policy_sees(name, saved, world, tmp_path):
+    """Its values are products with the hidden states of transformers' model. They start at 0."""
+    path = saved(name)
+    (prompt, *_) = read(write(tmp_path, *QUESTIONS), path)
+    critic = model.load(path, world, torch.float32, COMPUTE, value_head=True)
+    rollout = collate([prompt.ids] * 2, [[40, 41, 42], [43, 44]], None, [False] * 2, 0, torch.device("cpu"))
+    (micro,) = batching.pack(rollout, torch.arange(2), COMPUTE, world)
+    assert (model.response_values(critic, micro) == 0).all()
+    model.reshard(critic)
+    with torch.no_grad():
+        critic.score.weight.to_local().copy_(torch.linspace(-1, 1, 64)[None])
+    theirs = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    made = dict(images.process(path, prompt.text, prompt.ids.pictures()))
+    ids = torch.cat([made.pop("input_ids"), torch.tensor([[40, 41, 42]])], dim=1)
+    made.pop("attention_mask")
+    hidden = theirs.model(input_ids=ids, **made).last_hidden_state[0, -4:-1]
+    values = model.response_values(critic, micro)[micro.rows.tolist().index(0)]
+    assert (values - hidden @ torch.linspace(-1, 1, 64)).abs().max() <= 1e-5
+
+
+FEW = ["--eval-prompts", "8", "--prompts-per-step", "4", "--group-size", "2"]
+
+
+@pytest.mark.slow
+def test_ppo_trains_with_images(tmp_path):
+    launch(ROOT / "algos/ppo.py", "--dataset", "squares", *FEW, "--steps", "3", "--run-dir", tmp_path)
+    metrics = read_metrics(tmp_path)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and metrics[-1]["critic/explained_variance"] != 0
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_image_decides_and_a_budget_does_not(name, saved, processors, world, tmp_path):
     path = saved(name)

@@ -5,14 +5,8 @@ from pathlib import Path
 
 from httpx2 import HTTPError  # huggingface_hub raises it without a connection
 from huggingface_hub import model_info, try_to_load_from_cache
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.data import sources
 from common.data.prompts import Prompt

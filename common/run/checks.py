@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
@@ -106,7 +106,7 @@ def check_model(
     config = AutoConfig.from_pretrained(model_path)
     model.skeleton(config, model_path)
     if value_head:
-        model.skeleton(config, model_path, AutoModelForTokenClassification)
+        model.skeleton(config, model_path, value_head=True)
     if Path(model_path).is_dir():
         check_weights(model_path)
     largest, known = max(max(prompt.ids) for prompt in prompts), config.get_text_config().vocab_size

@@ -67,8 +67,7 @@ def load(
     config.get_text_config()._attn_implementation = "packed"
     if value_head:
         config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
-    auto_class = AutoModelForTokenClassification if value_head else causal_class(config)
-    model = skeleton(config, model_path, auto_class)
+    model = skeleton(config, model_path, value_head)
     # weight_sync names weights by it. FSDP changes the classes that it depends on.
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     if image_tokens(config):
@@ -82,7 +81,7 @@ def load(
     # Only rank 0 reads the weights; the other ranks receive their shards.
     state, buffers = {}, {}
     if world.is_main:
-        source, info = auto_class.from_pretrained(
+        source, info = class_of(config, value_head).from_pretrained(
             model_path, config=config, dtype=torch.float32, output_loading_info=True,
             use_safetensors=has_safetensors(model_path),
         )  # fmt: skip
@@ -154,21 +153,25 @@ def check_packing(model: nn.Module, model_path: str, world: World, tolerance: fl
         raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
 
 
-def skeleton(config, model_path: str, auto_class=None) -> nn.Module:
-    """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong.
+def class_of(config, value_head: bool) -> type:
+    """transformers' class of a causal language model, or of one with a value for each token instead of logits."""
+    if value_head and image_tokens(config):
+        from common.trainer.vision import WithValueHead
 
-    auto_class: transformers' class that makes it, of a language model unless given.
-    """
+        return WithValueHead
+    return AutoModelForTokenClassification if value_head else causal_class(config)
+
+
+def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
+    """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong."""
     refused = f"--model {model_path}: {config.model_type} models are not supported, because of"
-    with_head = auto_class in (None, causal_class(config))
-    auto_class = auto_class or causal_class(config)
     try:
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=torch.float32)
+            model = class_of(config, value_head).from_config(config, dtype=torch.float32)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
-        missing = "their encoder" if with_head else "the value head that transformers lacks"
+        missing = "the value head that transformers lacks" if value_head else "their encoder"
         raise BadInput(f"{refused} {missing}; {SUPPORTED}") from None
     if image_tokens(config):
         from common.trainer import vision
@@ -185,7 +188,7 @@ def skeleton(config, model_path: str, auto_class=None) -> nn.Module:
         raise BadInput(f"{refused} windows of which transformers tells only the mask; {SUPPORTED}")
     if getattr(config, "attention_dropout", 0):
         raise BadInput(f"{refused} attention dropout: set attention_dropout to 0 in config.json")
-    if with_head and not logits_are_ours(model):
+    if not value_head and not logits_are_ours(model):
         raise BadInput(f"{refused} logits that are neither scaled nor capped products with the head; {SUPPORTED}")
     return model
 

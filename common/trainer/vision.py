@@ -27,6 +27,29 @@ def check_family(config, refused: str) -> None:
         raise BadInput(f"{refused} their images; supported are {', '.join(FAMILIES)}")
 
 
+class WithValueHead:
+    """A value for each token instead of logits. transformers has no such class for models that see images."""
+
+    @staticmethod
+    def from_config(config, **settings) -> nn.Module:
+        config.get_text_config().tie_word_embeddings = False
+        return with_value_head(causal_class(config).from_config(config, **settings))
+
+    @staticmethod
+    def from_pretrained(model_path: str, config, **settings) -> tuple[nn.Module, dict]:
+        """The model and what is known of its loading, as with output_loading_info. The head is new."""
+        model, info = causal_class(config).from_pretrained(model_path, config=config, **settings)
+        return with_value_head(model), {**info, "missing_keys": {*info["missing_keys"], "score.weight"}}
+
+
+def with_value_head(model: nn.Module) -> nn.Module:
+    """The model with `score` in the place of `lm_head`. The bias is 0, and load() sets the weight to 0."""
+    model.score = nn.Linear(model.config.get_text_config().hidden_size, 1)
+    nn.init.zeros_(model.score.bias)
+    del model.lm_head
+    return model
+
+
 def prepare(model: nn.Module, train_vision: bool) -> None:
     """Freeze the tower that encodes images, unless --train-vision. The part that connects it with the decoder is
     trained. Micro-batches without images give all of these parameters gradients of 0: FSDP reduces gradients together,
