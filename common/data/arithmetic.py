@@ -96,8 +96,7 @@ def warm_start(environment: str = "", dataset: tuple[str, ...] = ()) -> str:
     if environment in WITH_ENVIRONMENT:
         folder, how = ENVIRONMENTS_START, "--dataset calculator guess --steps 500 "
     if "squares" in dataset:
-        made = "FOLDER after python -m common.data.squares FOLDER"
-        folder, how = IMAGES_START, f"--model {made} --dataset squares --train-vision --steps 400 "
+        folder, how = IMAGES_START, "--model runs/squares --dataset squares --train-vision --steps 400 "
     if not (folder / "model.safetensors").is_file():
         raise BadInput(
             f"{folder}: the embedded model is missing; check out the repository again, or make another model: "

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoProcessor
 
-from common.data.sources import Row, first_line, lookup
+from common.data.sources import first_line, lookup
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed
 
 MARK = "<image>"
 # A processor makes these of the text.
 NO_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-KEPT = 512  # prompts whose tensors stay in memory
+KEPT = 64  # prompts whose tensors stay in memory, each of which may have 20 MB
 
 
 class ImageIds(list):
@@ -107,10 +107,10 @@ class RowImages:
         marks = sum(message["content"].count(MARK) for message in messages)
         if marks not in (0, len(self.files)):
             raise BadInput(f"{self.where}: {marks} times {MARK} in the text, and {len(self.files)} images")
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
         parted = []
         for i, message in enumerate(messages):
-            text = MARK * len(self.files) * (not marks and i == users[0]) + message["content"]
+            text = MARK * len(self.files) * (not marks and i == first) + message["content"]
             pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
             parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
             parted.append({**message, "content": [part for part in parts if part.get("text") != ""]})
@@ -125,7 +125,7 @@ class RowImages:
         return ImageIds(made, compact, text, self.files, self.model_path)
 
 
-def reader(rows: list[Row], column: str, spec: str, tokenizer) -> Callable[[str, dict], RowImages | None]:
+def reader(column: str, spec: str, tokenizer) -> Callable[[str, dict], RowImages | None]:
     """A function of a row and its place: the row's images, or None. Raises BadInput for a model that sees no images."""
     model_path = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(model_path)

@@ -111,7 +111,7 @@ def load_one(
     if any(sources.lookup(row, column) for _, row in rows):
         from common.data import images
 
-        images_of = images.reader(rows, column, spec, tokenizer)
+        images_of = images.reader(column, spec, tokenizer)
 
     def make(where: str, row: dict) -> Prompt:
         seen = images_of and images_of(where, row)

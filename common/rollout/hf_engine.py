@@ -90,10 +90,12 @@ class HFEngine:
         inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)
         attention_mask = pad_sequence([torch.ones_like(ids) for ids in tensors], True, padding_side="left")
         recorder, seen = LogprobRecorder(temperature, self.never), {}
-        if hasattr(rows[0], "images"):
+        if with_images := [row for row in rows if hasattr(row, "images")]:
             from common.data import images
 
-            seen = images.together(rows)
+            seen = {name: value.to(inputs.device) for name, value in images.together(with_images).items()}
+            if "image_grid_thw" in seen:  # Qwen's positions depend on which tokens are an image's
+                seen["mm_token_type_ids"] = (inputs == self.never[0]).int()
         output = self.model.generate(
             inputs, attention_mask=attention_mask, **seen, logits_processor=LogitsProcessorList([recorder]),
             do_sample=temperature > 0, top_k=0 if temperature > 0 else None, max_new_tokens=max_tokens,

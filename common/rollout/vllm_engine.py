@@ -137,7 +137,7 @@ class VLLMEngine:
             for output in self.llm.llm_engine.step():
                 i = indices[output.request_id] - first
                 if output.finished and 0 <= i < len(prompt_ids):
-                    if self.never:
+                    if hasattr(prompt_ids[i], "images"):
                         prompt_ids[i].check(output.prompt_token_ids)
                     outputs[i] = output.outputs
                     if done is not None:
