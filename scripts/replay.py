@@ -88,7 +88,7 @@ class ReplayEngine:
             versions = max(version for row in rows for version in row["weight_versions"])
             return Recorded(**vars(turns.collate_turns(episodes, versions, self.device)), rows=rows)
         batch = rollout.collate(
-            [row["prompt_ids"] for row in rows],
+            [ids for ids in prompt_ids for _ in range(n)],  # with their images, which the file does not have
             [row["response_ids"] for row in rows],
             [row["rollout_logprobs"] for row in rows] if temperature > 0 else None,
             [row["finish_reason"] == "length" for row in rows],

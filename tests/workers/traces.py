@@ -5,6 +5,7 @@ each row together; its run is in RUNS_DIR/ranks, and is replayed on one rank, to
 replays-RANKS.json.
 """
 
+import base64
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from common import placement
 from common.data import arithmetic as embedded
 from common.data import prompts as data
+from common.data import squares
 from common.run import checkpoint, directory, report
 from common.trainer.batching import Compute
 
@@ -33,6 +35,7 @@ OWN = {
     "opd": {}, "opd-full": {"full_vocabulary": True}, "fork": {},
     "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam_actor": 0.95},
     "remax-calculator": {"environment": "calculator", "dataset": ("calculator",), "max_response_tokens": 48},
+    "grpo-squares": {"model": str(embedded.IMAGES_START), "max_response_tokens": 4},
 }  # fmt: skip
 
 
@@ -74,6 +77,9 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
     runs.mkdir(exist_ok=True)
     problems = embedded.problems("train")[:40]  # all of them would take a second to tokenize, twice a run
     (runs / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    as_text = lambda image: "data:image/png;base64," + base64.b64encode(image).decode()
+    seen = [row | {"images": list(map(as_text, row["images"]))} for row in squares.problems("test")[:40]]
+    (runs / "squares.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
     for name in names:
         algorithm = (
             directory.import_algorithm(fork(runs))
@@ -87,6 +93,8 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
             "compute": compute,
             **OWN[name],
         }
+        if name == "grpo-squares":
+            flags["dataset"] = (str(runs / "squares.jsonl"),)
         algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
 
 
