@@ -56,6 +56,7 @@ RUNS = {
     ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
+    ("guess", "grpo"): "--prompts-per-step 64 --steps 45",
     ("guess", "dapo"): "--steps 40",  # later too few games of a group differ in being right
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",

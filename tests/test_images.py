@@ -61,8 +61,8 @@ def noise(seed: int, width: int = 32, height: int = 32) -> bytes:
 
 
 def write(folder, *rows: dict) -> str:
-    """A data set of these rows, with the images 0.png, 1.png, 2.png (wide) and 3.png (high) beside it."""
-    for i, size in enumerate([(32, 32), (32, 32), (70, 40), (40, 90)]):
+    """A data set of these rows, with the images 0.png, 1.png, 2.png (large) and 3.png (high) beside it."""
+    for i, size in enumerate([(32, 32), (32, 32), (90, 64), (40, 90)]):
         (folder / f"{i}.png").write_bytes(noise(i, *size))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
