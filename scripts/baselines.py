@@ -46,7 +46,7 @@ PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-ev
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
-    "guess": "--environment guess --eval-every 10 --steps 100 --learning-rate 5e-4",
+    "guess": "--environment guess --eval-every 10 --steps 40 --learning-rate 5e-4",
     "squares": "--dataset squares --eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
@@ -56,8 +56,7 @@ RUNS = {
     ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
-    ("guess", "grpo"): "--prompts-per-step 64 --steps 45",
-    ("guess", "dapo"): "--steps 40",  # later too few games of a group differ in being right
+    ("guess", "ppo"): "--steps 60",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "

@@ -462,9 +462,21 @@ def test_the_optimal_player_of_guess_needs_49_fifteenths_turns():
             guess = (low + high) // 2
             step = game.step(f"{guess}")
             low, high = (guess + 1, high) if step.observation == "more" else (low, guess - 1)
-        assert step.done and game.score().score == 1 - (game.turns - 1) / 6
+        assert step.done and (game.score().score, game.score().acc) == (1, 1)
         turns.append(game.turns)
     assert sum(turns) == 49 and sorted(turns) == [1] + [2] * 2 + [3] * 4 + [4] * 8
+
+
+def test_a_longer_game_of_guess_earns_less():
+    """Counting up from 10 finds 14 in the fifth turn and 15 in the sixth. A seventh turn is not played."""
+    for secret, score in ((13, 1), (14, 2 / 3), (15, 1 / 3), (16, 0)):
+        game = built_in.Guess()
+        game.reset(EnvironmentProblem("", None, {"prompt": "10 to 24?"}, seed=0))
+        game.secret = secret
+        for guess in range(10, 16):
+            if game.step(f"{guess}").done:
+                break
+        assert game.score().score == pytest.approx(score) and game.score().acc == (score == 1)
 
 
 # Runs

@@ -50,11 +50,11 @@ class Guess(Environment):
         return Step("more" if int(said) < self.secret else "less")
 
     def score(self) -> Result:
-        """1 for a hit in the first turn, 1 / TURNS less for each further turn, 0 without a hit. Right is a game that
-        took no more turns than halving the interval ever does.
+        """1 for a number that is found in no more turns than halving ever takes, which is right; 1/3 less for each
+        further turn, and 0 without a hit. A lucky guess earns nothing: only a plan that always suffices does.
         """
-        score = 1 - (self.turns - 1) / TURNS if self.found else 0.0
-        return Result(score, float(self.found and self.turns <= self.halvings), None, {"number": self.secret})
+        score = 1 - max(0, self.turns - self.halvings) / 3 if self.found else 0.0
+        return Result(score, float(score == 1), None, {"number": self.secret})
 
 
 def last_number(text: str) -> str | None:
