@@ -348,13 +348,14 @@ def test_a_server_that_hangs_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_the_script_starts_servers_as_the_run_does(monkeypatch, cuda):
+def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("if nvidia-smi")
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
-    given = process.command("m", torch.float32, 1, Layout("split"), 1, max_model_len=64, max_num_seqs=8)
+    limits = {"max_model_len": 64, "max_num_seqs": 8}
+    given = process.command(models["tied"], torch.float32, 1, Layout("split"), 1, **limits)
     for flag in (
         "generation-config",
         "logprobs-mode",
