@@ -47,7 +47,7 @@ def an_engine(rank: int = 0, size: int = 2) -> VLLMEngine:
     """An engine of a world with GPUs, without an LLM."""
     engine = object.__new__(VLLMEngine)
     engine.world = SimpleNamespace(device=CUDA, size=size, rollout_tp=1, engine_index=rank, tp_group=None)
-    engine.stop_token_ids, engine.weight_version, engine.asleep = [1], 0, False
+    engine.stop_token_ids, engine.weight_version, engine.asleep, engine.never = [1], 0, False, ()
     return engine
 
 
