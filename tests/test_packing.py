@@ -182,9 +182,9 @@ def test_short_prompts_are_not_shared(world):
 def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monkeypatch):
     """Short convolutions run over the borders of packed sequences. Here they do not give themselves away by name."""
 
-    def unchecked(config, model_path, auto_class):
+    def unchecked(config, model_path, value_head):
         with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     monkeypatch.setattr(model, "skeleton", unchecked)
     config = Lfm2Config(

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import uvicorn
 from conftest import ROOT, launch
 from test_readme import load
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import grpo, sft
 from common import errors, placement, rewards
@@ -137,7 +137,8 @@ def test_beside_safetensors_a_pickle_is_not_looked_at(models, world, tmp_path):
     assert has_safetensors(str(tmp_path / "model")) and has_safetensors("owner/name")
 
 
-def test_the_engines_read_safetensors_alone(models):
+def test_the_engines_read_safetensors_alone(models, monkeypatch):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: object())  # not from the Hub
     limits = {"max_model_len": 64, "max_num_seqs": 8}
     for path in (models["untied"], "owner/name"):
         words = servers.command(path, torch.float32, 1, placement.Layout(), 8000, **limits)
@@ -167,6 +168,7 @@ def test_servers_listen_on_loopback_unless_told_otherwise(monkeypatch, tmp_path,
     assert served == ["127.0.0.1"] and capsys.readouterr().out == ""
     serve_reward.main(serve_reward.Args(host="0.0.0.0"))
     assert served[1] == "0.0.0.0" and "without REWARD_TOKEN" in capsys.readouterr().out
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: object())
     words = servers.command("m", torch.float32, 1, placement.Layout(), 8000, max_model_len=64, max_num_seqs=8)
     assert words.count("--host") == 1 and words[words.index("--host") + 1] == "127.0.0.1"
     for flags, host in (([], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):

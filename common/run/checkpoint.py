@@ -313,7 +313,8 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> 
     """Give a model and its optimizer one entry of states(). Collective: every rank calls it."""
     if "optimizer" in state:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not adapters_of(model)))
+    whole = all(parameter.requires_grad for parameter in model.parameters())  # frozen ones come from --model
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=whole))
 
 
 class MetadataUnpickler(pickle.Unpickler):
