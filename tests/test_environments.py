@@ -26,7 +26,7 @@ from common.rollout.environments.episodes import Environments
 from common.rollout.environments.worker_main import THREADS
 from common.rollout.environments.workers import WorkerPool
 from common.rollout.rollout import collate
-from common.rollout.turns import collate_turns, open_turns
+from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
 from common.trainer import batching, model
 
 TURNS = ROOT / "tests" / "workers" / "turns.py"
@@ -315,6 +315,10 @@ class Bad(Environment):
             re.match("(a+)+$", "a" * 40 + "b")
         if kind == "wait":
             time.sleep(0.5)
+        if kind == "compute":
+            began = time.thread_time()
+            while time.thread_time() - began < 0.3:
+                pass
         if kind == "exit":
             os._exit(7)
         if kind == "segfault":
@@ -406,6 +410,35 @@ def test_waiting_environments_wait_at_the_same_time(bad):
         list(threads.map(lambda key: pool.ask(key, PROBLEM, ["wait"], False), range(THREADS)))
     assert time.monotonic() - began < 0.5 * 4
     pool.close()
+
+
+def test_environments_that_compute_share_a_core_and_none_is_killed_for_being_late(bad):
+    """16 of them at once would take 4.8 s of one core, and the limit for a first turn is 3 s."""
+    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool.workers = pool.workers[:1]
+    pool.ask(0, PROBLEM, ["compute"], False)
+    process = pool.workers[0].process
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda key: pool.ask(key, PROBLEM, ["compute"], False), range(1, 17)))
+    assert [answer["observation"] for answer in answers] == ["compute"] * 16
+    assert pool.workers[0].process is process
+    pool.close()
+
+
+def test_an_engine_waits_a_moment_for_replies_and_goes_on_without_slow_ones():
+    replies = Replies(lambda row: time.sleep({1: 1.0}.get(row, 0.005)) or [row])
+    for row in (3, 1, 2):
+        replies.ask(row)
+    began = time.monotonic()
+    assert replies.take(idle=False) == [(2, [2]), (3, [3])], "in the order of their rows"
+    assert time.monotonic() - began < 0.5
+    replies.ask(4)
+    time.sleep(0.1)  # a forward of the engine, in which the environment has answered
+    began = time.monotonic()
+    assert replies.take(idle=False) == [(4, [4])]
+    assert replies.take(idle=False) == [], "patience with slow ones has ended"
+    assert time.monotonic() - began < PATIENCE / 2
+    assert replies.take(idle=True) == [(1, [1])]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class HFEngine:
                 replies.ask(row)
             arrived = []
             while replies.coming:
-                arrived += replies.take([], idle=True)
+                arrived += replies.take(idle=True)
             for row, ids in arrived:
                 if ids is not None:
                     rows[row].observe(ids)

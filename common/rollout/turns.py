@@ -8,6 +8,7 @@ from threads, so that other responses are sampled while an environment is busy.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from common.rollout.rollout import Rollout, collate
 
 REPLIES_AT_ONCE = 256  # threads, which wait for environments
-PATIENCE = 0.02  # seconds that an engine waits for new replies before it samples on
+PATIENCE = 0.02  # seconds that a reply may take before the engine samples on without it
 
 
 @dataclass
@@ -93,18 +94,24 @@ class Replies:
         self.reply = reply
         self.threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
         self.coming: dict[int, Future] = {}
+        self.new: list[int] = []  # rows asked for since the last take()
+        self.until = 0.0  # when the patience with them ends
 
     def ask(self, row: int) -> None:
-        """Ask what follows the latest turn of a response."""
+        """Ask what follows the latest turn of a response. Environments answer while the engine samples on."""
         self.coming[row] = self.threads.submit(self.reply, row)
+        self.new.append(row)
+        self.until = time.monotonic() + PATIENCE
 
-    def take(self, new: list[int], idle: bool) -> list[tuple[int, list[int] | None]]:
+    def take(self, idle: bool) -> list[tuple[int, list[int] | None]]:
         """(row, reply) of all replies that are there, in the order of their rows. Raises what reply() raised.
 
-        It waits a moment for those asked for since the last call, `new`: environments that answer at once are then
-        always answered in the same order, and a run can be repeated bit for bit. idle: it waits for any reply.
+        An engine calls it after each forward, and then asks for more. It waits until those asked for after the forward
+        before have had PATIENCE seconds: environments that answer at once are then always answered in the same order,
+        and a run can be repeated bit for bit. idle: the engine has nothing to sample, and waits for any reply.
         """
-        wait([self.coming[row] for row in new], PATIENCE)
+        wait([self.coming[row] for row in self.new], max(0.0, self.until - time.monotonic()))
+        self.new = []
         if idle and self.coming:
             wait(self.coming.values(), return_when=FIRST_COMPLETED)
         ready = sorted(row for row, future in self.coming.items() if future.done())

@@ -34,15 +34,15 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
             asked = [{"prompt_token_ids": rows[row].prompt}], SamplingParams(**limits)
             (name,) = engine.llm.enqueue(*asked, use_tqdm=False)
             requests[name.partition("-")[0]] = row
-        new = []
-        for output in engine.llm.llm_engine.step() if requests else []:
+        idle = not requests
+        outputs = [] if idle else engine.llm.llm_engine.step()
+        arrived = share(engine.world, replies.take(idle))
+        for output in outputs:
             if output.finished:
                 row, (sampled,) = requests.pop(output.request_id), output.outputs
                 rows[row].add(list(sampled.token_ids), sampled.logprobs.logprobs, sampled.finish_reason == "length")
                 if row in own:
                     replies.ask(row)
-                    new.append(row)
-        arrived = share(engine.world, replies.take(new, idle=not requests))
         for row, ids in arrived:
             if ids is not None:
                 rows[row].observe(ids)

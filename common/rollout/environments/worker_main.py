@@ -2,8 +2,9 @@
 
     python -m common.rollout.environments.worker_main calculator|guess|FILE.py:CLASS FORMAT
 
-A line of JSON in is [number, key, problem, texts, ends]; a line out is [number, answer]. `texts` are all turns of the
-episode so far. If this process does not know the episode, it begins it and takes all its steps again.
+A line of JSON in is [number, key, problem, texts, ends]; a line out is [number, answer, seconds of a core used
+since the first line]. `texts` are all turns of the episode so far. If this process does not know the episode, it
+begins it and takes all its steps again.
 """
 
 import json
@@ -19,7 +20,8 @@ from common.rewards.worker_main import describe, end_with, take_pipes, to_rows
 from common.rollout.environments import Environment, Problem, Step, find
 from common.rollout.environments.tools import Tools, schemas
 
-THREADS = 16  # episodes that step at the same time; more than that wait
+THREADS = 128  # episodes that step at the same time; more than that wait
+STACK = 8 * 2**20  # bytes of a thread's stack
 MAX_OBSERVATION = 100_000  # characters of one observation
 
 
@@ -79,6 +81,11 @@ def checked(step: Step) -> Step:
     return step
 
 
+def computed() -> float:
+    """Seconds of a core that this process has used, with the programs that it has called and that have ended."""
+    return sum(os.times()[:4])
+
+
 def main(spec: str, call_format: str) -> None:
     requests, answers = take_pipes()
     lock = threading.Lock()
@@ -88,7 +95,7 @@ def main(spec: str, call_format: str) -> None:
             text = json.dumps(answer, default=str)
         except (TypeError, ValueError, RecursionError) as error:  # an info may hold anything
             failure = {"kind": "wrong", "message": f"an answer that cannot be written as JSON: {error}"}
-            text = json.dumps([answer[0], {"failure": failure}])
+            text = json.dumps([answer[0], {"failure": failure}, *answer[2:]])
         with lock:
             print(text, file=answers, flush=True)
 
@@ -102,16 +109,19 @@ def main(spec: str, call_format: str) -> None:
     if is_tools:
         kind.format = call_format
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = mapped + int(getattr(kind, "memory_gib", Environment.memory_gib) * 2**30)
+    limit = mapped + THREADS * STACK + int(getattr(kind, "memory_gib", Environment.memory_gib) * 2**30)
+    threading.stack_size(STACK)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     facts = {name: getattr(kind, name, getattr(Environment, name)) for name in ("role", "seconds", "failed_score")}
     send({**facts, "tools": schemas(kind) if is_tools else [], "scores": bool(getattr(kind, "score", None))})
-    episodes = Episodes(kind, path)
+    episodes, start = Episodes(kind, path), computed()
     with ThreadPoolExecutor(THREADS) as threads:
         for line in requests:
             number, *request = json.loads(line)
             answer = threads.submit(episodes.answer, *request)
-            answer.add_done_callback(lambda answer, number=number: send([number, episodes.finish(answer)]))
+            answer.add_done_callback(
+                lambda answer, number=number: send([number, episodes.finish(answer), computed() - start])
+            )
     os.killpg(0, signal.SIGKILL)  # with whatever an environment has started
 
 

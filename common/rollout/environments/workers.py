@@ -1,7 +1,8 @@
 """Processes that hold the environments of a run's episodes, and can be killed.
 
-A worker steps many episodes at once, in threads, because most environments wait for something. If one hangs, its whole
-process is killed; the other episodes begin again in the next process and take all their steps once more.
+A worker steps many episodes at once, in threads, because most environments wait for something. How many follows from
+how long a step computes, because threads share one core. If one hangs, its whole process is killed; the other episodes
+begin again in the next process and take all their steps once more.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 from common.errors import BadInput
 from common.rewards.workers import START_SECONDS, Failure, spawn
 from common.rollout.environments.worker_main import THREADS
+
+UNTRIED = 4  # episodes at once in a process that has not answered yet
+COMPUTING = 0.25  # share of the limit for a call that all calls at once may compute, one after another
 
 LOST = object()  # answer to a request whose process ended before it was finished
 
@@ -40,6 +44,7 @@ class Worker:
         self.changed = threading.Condition()  # guards what follows; nobody writes to a pipe while holding it
         self.waiting: dict[int, tuple[str, Future]] = {}  # number of a request -> its episode, and its answer
         self.number = 0
+        self.places = UNTRIED  # episodes that may step at the same time
         self.suspects: set[str] = set()  # episodes of a process that ended; they are asked again, one at a time
         self.known: set[str] = set()  # episodes that the process has begun
         self.late: subprocess.Popen | None = None  # the process that was killed for being late
@@ -66,7 +71,7 @@ class Worker:
         """The answer to the turns of an episode; {"failure": ...} if the environment raised, hung or died."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: len(self.waiting) < (1 if self.suspects else THREADS))
+                self.changed.wait_for(lambda: len(self.waiting) < (1 if self.suspects else self.places))
                 if self.complaint or (not self.process and self.start()):
                     return {"failure": {"kind": "died", "message": self.complaint}}
                 self.number += 1
@@ -90,12 +95,14 @@ class Worker:
 
     def read(self, process: subprocess.Popen) -> None:
         """Hand out the answers of a process until it ends. Then its only request is guilty, or all are asked again."""
-        for line in process.stdout:
+        for count, line in enumerate(process.stdout, start=1):
             try:
-                number, found = json.loads(line)
+                number, found, computed = json.loads(line)
             except (ValueError, TypeError):  # the last words of its main thread
                 break
             with self.changed:
+                together = COMPUTING * self.facts.seconds * count / max(computed, 1e-9)
+                self.places = max(1, min(THREADS, int(together)))
                 key, answer = self.waiting.pop(number)
                 self.suspects.discard(key)
                 self.changed.notify_all()
