@@ -185,7 +185,7 @@ def main(args: Args) -> None:
     # forward is skipped.
     single_update = args.mini_batches * args.epochs == 1
     for step, batch in run.steps(sample):
-        lengths = batch.response_mask.sum(1)  # (N,)
+        lengths = batch.lengths  # (N,)
         penalty = overlong_penalty(lengths=lengths, max_len=args.max_response_tokens, cache_len=args.overlong_cache)
         advantages = compute_advantages(rewards=2 * batch.scores - 1 + penalty, group_size=args.group_size)  # (N,)
         # A row of advantage 0 has no gradient: it counts in the denominator and skips the forward.

@@ -5,10 +5,11 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ARITHMETIC, ROOT, launch, save_model
+from conftest import ARITHMETIC, CORES, ROOT, launch, save_model
 from test_learns import metrics, same, weights
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ from common.data import arithmetic, tasks
 from common.data.prompts import Prompt
 from common.data.suffix import Suffix, demonstrations
 from common.errors import BadInput, RunFailed
+from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rewards.workers import Failure
 from common.rollout.environments import Problem as EnvironmentProblem
@@ -176,6 +178,7 @@ def turn(format: str, text: str):
         ("hermes", 'so <tool_call>\n{"name": "price", "arguments": {"item": "pen"}}\n</tool_call>', ["2.0"]),
         ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen", "tax": 1}}</tool_call>\n'
                    '<tool_call>{"name": "lookup", "arguments": {"ids": null}}</tool_call>', ["4.0", "found None"]),
+        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen"}}', ["2.0"]),
         ("llama", '{"name": "price", "parameters": {"item": "pen", "count": 3}}', ["6.0"]),
         ("llama", '{"name": "price", "parameters": {"item": "pen"}}; {"name": "lookup", "parameters": {"ids": [1]}}',
          ["2.0", "found [1]"]),
@@ -194,6 +197,10 @@ def test_calls_are_read_in_the_models_format(format, text, said):
         ("hermes", '<tool_call>{"name": "steal", "arguments": {}}</tool_call>', "no tool is named steal"),
         ("hermes", '<tool_call>{"name": "_hidden", "arguments": {}}</tool_call>', "no tool is named _hidden"),
         ("hermes", '<tool_call>{"name": "reset", "arguments": {}}</tool_call>', "no tool is named reset"),
+        ("hermes", "<tool_call>price(pen)</tool_call>", 'a call is a JSON object with \\"name\\" and'),
+        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen"}', "a call is a JSON object"),
+        ("hermes", '<tool_call>["price"]</tool_call>', "a call is a JSON object"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "a call is a JSON object"),
         ("plain", "price('cup')", "error: ZeroDivisionError: division by zero"),
         ("plain", "price(3)", "error: TypeError: item must be str, not int"),
         ("plain", "price('pen', True)", "error: TypeError: count must be int, not bool"),
@@ -210,9 +217,7 @@ def test_a_call_that_fails_is_said_to_the_model(format, text, said):
 @pytest.mark.parametrize(
     "format, text",
     [
-        ("hermes", "<tool_call>price(pen)</tool_call>"),
-        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen"}'),
-        ("hermes", '<tool_call>["price"]</tool_call>'),
+        ("hermes", '{"name": "price", "arguments": {"item": "pen"}}'),
         ("llama", '{"name": 3, "parameters": {}}'),
         ("llama", 'I would call {"name": "price"}'),
         ("plain", "price(pen)"),  # a name is no plain value
@@ -580,6 +585,34 @@ def test_rollout_files_metrics_and_the_viewer_show_turns(played):
     assert page.read_text().count("from the environment") == sum(row["sampled"].count(0) for row in given)
 
 
+AHEAD = ["--rollout-placement", "split", "--rollout-servers", max(CORES), "--max-inflight-batches", 2, "--tis-cap", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [[], AHEAD], ids=["here", "ahead"])
+def test_a_slow_environment_changes_no_token_of_the_first_step(played, tmp_path, ahead):
+    """A late answer makes other responses share its next forward. ahead: on a server, with two batches on their way."""
+    if ahead and len(CORES) < 2:
+        pytest.skip("a server wants a core of its own")
+    (tmp_path / "late.py").write_text(
+        "import time\n"
+        "from common.rollout.environments.built_in import Calculator\n"
+        "class Late(Calculator):\n"
+        "    def step(self, text):\n"
+        "        time.sleep(self.problem.seed % 3 / 2)\n"
+        "        return super().step(text)\n"
+    )
+    flags = ["--environment", f"{tmp_path}/late.py:Late", "--dataset", "calculator", "--steps", 3, *SMALL]
+    start = ["--model", arithmetic.warm_start("calculator"), *ARITHMETIC]
+    launch(ROOT / "algos/grpo.py", *start, *flags, *ahead, "--run-dir", tmp_path / "run", servers=bool(ahead))
+    fast, late = rows(played / "whole", 1), rows(tmp_path / "run", 1)
+    assert [row["response_ids"] for row in late] == [row["response_ids"] for row in fast]
+    assert [row["score"] for row in late] == [row["score"] for row in fast]
+    steps = metrics(tmp_path / "run")[1:]
+    assert len(steps) == 3 and all(step["environment/failed_frac"] == 0 for step in steps)
+    assert [step["mismatch/staleness"] for step in steps] == ([0, 1, 1] if ahead else [0, 0, 0])
+
+
 @pytest.mark.slow
 def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
     """One episode in ten takes a second; another one hangs, one dies and one says no text: codes, and a score of -1."""
@@ -693,3 +726,24 @@ def test_more_than_half_of_the_episodes_that_fail_end_the_run(bad, world, capfd)
         play(2)
     assert capfd.readouterr().err.count("environment-failed") == 1  # the first of a kind is a warning
     environments.pool.close()
+
+
+def test_lengths_count_what_the_limit_counts_and_texts_and_ids_only_what_the_policy_wrote(world):
+    """An observation brings a response nearer to --max-response-tokens, and with it to DAPO's penalty."""
+    seen = []
+
+    def look(items, lengths, truncated):
+        seen.extend([(item.response, item.response_ids) for item in items] + lengths)
+        return [Result(0.0, 0.0)] * len(items)
+
+    (turns,) = open_turns([[5]], 1, 9)
+    turns.add([7, 8, 1], [-1.0] * 3, False)
+    turns.observe([9, 9, 9])
+    turns.add([6, 1], [-1.0] * 2, False)
+    turns.said = ["seven eight", "six"]
+    reward = Rewards({"look": look}, {"look": 1.0})
+    reward.environment = SimpleNamespace(results=lambda episodes, world: [Result(1.0, 1.0)])
+    rollout = collate_turns([turns], 0, world.device)
+    reward.score([Prompt("p:0", "", [5], "7")], [""], rollout, world, 1)
+    assert seen == [("seven eight\nsix", [7, 8, 1, 6, 1]), 8]
+    assert rollout.lengths.tolist() == [8] and rollout.response_mask.sum(1).tolist() == [5]

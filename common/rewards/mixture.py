@@ -140,7 +140,7 @@ class Rewards:
             rewards = {**rewards, "environment": lambda *batch: results}
         rows = zip(repeated, responses, sampled)
         items = [Item(prompt.text, response, prompt.answer, prompt.meta, ids) for prompt, response, ids in rows]
-        batch = items, [len(ids) for ids in sampled], rollout.truncated.tolist()
+        batch = items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist()
         call = lambda name: (begun and begun.results(name)) or grade(name, rewards[name], *batch)
         parts, error = {}, None
         with ThreadPoolExecutor(len(self.rewards)) as threads:

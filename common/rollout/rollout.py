@@ -28,6 +28,11 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.response_ids)
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(N,) tokens of each response, an environment's included: what the length limit counts."""
+        return torch.tensor([len(ids) for ids in self.response_ids], device=self.response_mask.device)
+
 
 def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device, sampled=None) -> Rollout:
     """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.

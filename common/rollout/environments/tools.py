@@ -22,7 +22,7 @@ from typing import Any
 from common.rollout.environments import Environment, Problem, Step
 
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
-Call = tuple[str, list, dict]  # name, positional arguments, named arguments
+Call = tuple[str | None, list, dict]  # name, positional arguments, named arguments; no name: it cannot be read
 
 
 class Tools(Environment):
@@ -49,8 +49,10 @@ class Tools(Environment):
         observations = [said for said, _ in outcomes]
         return Step(observations, self.turns >= self.max_calls, calls=len(calls), errors=errors)
 
-    def call(self, name: str, given: list, named: dict) -> tuple[str, bool]:
+    def call(self, name: str | None, given: list, named: dict) -> tuple[str, bool]:
         """(what the model reads, whether the call failed)."""
+        if name is None:
+            return self.error('a call is a JSON object with "name" and "arguments", and nothing else'), True
         method = tools_of(type(self)).get(name)
         if method is None:
             return self.error(f"no tool is named {name}; there are {', '.join(tools_of(type(self)))}"), True
@@ -121,26 +123,27 @@ def format_of(chat_template: str | dict[str, str] | None) -> str:
 
 
 def hermes(text: str) -> list[Call]:
-    """All calls between <tool_call> marks. One that is no JSON object with a name and arguments is not a call."""
-    return read_json(re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL), "arguments")
+    """All calls between <tool_call> and </tool_call> or the end of the turn. One that cannot be read has no name."""
+    marked = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
+    return [read_json(call, "arguments") or (None, [], {}) for call in marked]
 
 
 def llama(text: str) -> list[Call]:
     """A turn that is a call and nothing else, as Llama 3 writes it. Several are separated by ";"."""
     text = text.strip().removeprefix("<|python_tag|>")
-    return read_json(re.split(r"(?<=\})\s*;\s*(?=\{)", text) if text.startswith("{") else [], "parameters")
+    calls = re.split(r"(?<=\})\s*;\s*(?=\{)", text) if text.startswith("{") else []
+    return [found for call in calls if (found := read_json(call, "parameters"))]
 
 
-def read_json(texts: list[str], key: str) -> list[Call]:
-    calls = []
-    for text in texts:
-        try:
-            call = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get(key, {}), dict):
-            calls.append((call["name"], [], call.get(key, {})))
-    return calls
+def read_json(text: str, key: str) -> Call | None:
+    """The call of a JSON object with a name and, under `key`, named arguments; None for any other text."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get(key, {}), dict):
+        return None
+    return call["name"], [], call.get(key, {})
 
 
 def plain(text: str) -> list[Call]:
