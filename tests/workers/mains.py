@@ -1,16 +1,25 @@
-"""Each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR [ungraded|single]
+"""Each algorithm's own main on canned responses, to be compared over ranks: mains.py MODEL RUNS_DIR [KIND]
 
 The stub engine answers a prompt the same on any rank: odd responses are right, even ones wrong, so that every group is
 mixed and dynamic sampling keeps the same prompts. Only what main does with them is at work: shares of the ranks,
-rewards, statistics over all ranks, denominators, collectives. Two steps; "ungraded" is four, and from the fourth on the
-first response that is asked for cannot be graded. "single" makes one update a rollout, without KL, and once more with a
-pass for the old log-probs before it, in NAME-pass; the first may not make one.
+rewards, statistics over all ranks, denominators, collectives. Two steps. Kinds:
+
+- "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded.
+- "single": one update a rollout, without KL, and once more with a pass for the old log-probs before it, in NAME-pass;
+  the first may not make one.
+- "signs": two steps, and once more with the advantage's sign flipped, in NAME-flipped. RUNS_DIR/signs.json says for
+  each run how much more likely the right responses became than the wrong ones, in nats a token.
 """
 
 import importlib
+import json
+import statistics
 import sys
 import types
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from algos import prime
 from common import placement, rewards
@@ -24,6 +33,7 @@ from common.trainer import model
 from common.trainer.batching import Compute
 
 implicit_rewards = prime.implicit_rewards
+PROBLEMS = [(12, 34), (56, 7), (8, 91), (23, 45)]
 FLAGS = {
     "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
     "schedule": "constant", "learning_rate": 1e-4, "compute": Compute(200), "max_logprob_gap": 1e9, "rollouts_every": 1,
@@ -36,11 +46,15 @@ OWN = {
 }  # fmt: skip
 
 
+started: list["StubEngine"] = []  # the engines of all runs
+
+
 class StubEngine:
     weight_version, wire_dtype, saved_names = 0, None, False
 
     def __init__(self, world):
-        self.world, self.tokenizer = world, embedded.tokenizer()
+        self.world, self.tokenizer, self.pushed = world, embedded.tokenizer(), []
+        started.append(self)
 
     def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
         rows, responses = [], []
@@ -51,11 +65,10 @@ class StubEngine:
                 rows.append(ids)
                 responses.append([*self.tokenizer(text)["input_ids"], 1])
         logprobs = [[-1.0] * len(response) for response in responses]
-        return rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, self.world.device)
+        return rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, "cpu")
 
     def load_weights(self, named_tensors):
-        for _ in named_tensors:  # gathering them is a collective
-            pass
+        self.pushed.append({name: tensor.clone() for name, tensor in named_tensors})  # gathering them is a collective
 
     def sleep(self):
         pass
@@ -90,8 +103,8 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
     if kind == "ungraded":
         rewards.load = fails_later
-    if kind == "single":
-        single(model_path, runs)
+    if kind in ("single", "signs"):
+        {"single": single, "signs": signs}[kind](model_path, runs)
         return finish(world)
     steps = 4 if kind == "ungraded" else 2
     for name, flags in OWN.items():
@@ -118,6 +131,40 @@ def single(model_path: str, runs: Path) -> None:
         sys.modules[name] = with_a_pass  # where dataclasses look
         exec(source.replace("    single_update = ", "    single_update = False and "), vars(with_a_pass))
         with_a_pass.main(with_a_pass.Args(**flags, run_dir=str(runs / f"{name}-pass")))
+
+
+def signs(model_path: str, runs: Path) -> None:
+    gains = {}
+    for name, flags in OWN.items():
+        algorithm = importlib.import_module(f"algos.{name}")
+        compute_advantages = algorithm.compute_advantages
+
+        def flipped(compute_advantages=compute_advantages, **given):
+            out = compute_advantages(**given)
+            return (-out[0], out[1]) if isinstance(out, tuple) else -out
+
+        own = {"full_vocabulary": False} if name == "opd" else flags  # with it the loss takes no advantage
+        given = {**algorithm.EMBEDDED, **FLAGS, **own, "model": model_path, "steps": 2}
+        for folder, function in ((name, compute_advantages), (f"{name}-flipped", flipped)):
+            algorithm.compute_advantages = function
+            algorithm.main(algorithm.Args(**given, run_dir=str(runs / folder)))
+            pushed = started[-1].pushed
+            gains[folder] = preference(pushed[-1], model_path) - preference(pushed[0], model_path)
+    (runs / "signs.json").write_text(json.dumps(gains))
+
+
+def preference(weights: dict[str, torch.Tensor], model_path: str) -> float:
+    """Mean log-prob of the tokens of right responses minus that of wrong ones, to four problems."""
+    policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    policy.load_state_dict(weights)
+    problems = [embedded.tokenizer()(f"{a}+{b}=", add_special_tokens=False)["input_ids"] for a, b in PROBLEMS]
+    batch, means = started[-1].generate(problems, 2, 1.0, 48, 0), ([], [])
+    for row, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids)):
+        with torch.no_grad():
+            logprobs = policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        means[row % 2].append(logprobs.gather(1, torch.tensor(response)[:, None]).mean().item())
+    wrong, right = map(statistics.mean, means)
+    return right - wrong
 
 
 main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
