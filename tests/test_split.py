@@ -74,23 +74,22 @@ def test_two_servers_follow_the_trainer(models, mark):
 
 @needs_two_cores
 @pytest.mark.slow
-def test_it_learns_goes_on_without_its_server_once_and_ends_with_it(started):
+def test_it_goes_on_without_its_server_once_and_ends_with_it(started):
     """A server's engine is killed. After the first time the run goes on with a new server, after the second it ends."""
-    run, log, found = started(GRPO, "--prompts-per-step", 32, "--eval-every", 8, "--eval-prompts", 128)
-    wait_for(lambda: len(found()) >= 9, run, log)
+    run, log, found = started(GRPO, "--prompts-per-step", 8, "--eval-prompts", 0)
+    wait_for(lambda: len(found()) >= 2, run, log)
     kill_engine(run)
     wait_for(lambda: "warning[server-restarted]" in log.read_text(), run, log)
     seen = len(found())
-    wait_for(lambda: len(found()) >= seen + 2, run, log)
+    wait_for(lambda: len(found()) > seen, run, log)
     kill_engine(run)
     began = time.monotonic()
     assert run.wait(timeout=30) == 3 and time.monotonic() - began < 30
     said = re.findall(r"error\[.*", log.read_text())  # behind the progress bar
     assert len(said) == 1 and "rollout server http://127.0.0.1:" in said[0], log.read_text()[-2000:]
     assert len(re.findall(r"warning\[server-restarted\]", log.read_text())) == 1
-    assert found()[8]["eval/accuracy"] > found()[0]["eval/accuracy"] + 0.05, found()
-    assert max(row["mismatch/logprob_abs_max"] for row in found()[1:]) <= 1e-4
-    assert not any(row["mismatch/staleness"] for row in found()[1:])
+    assert max(row["mismatch/logprob_abs_max"] for row in found()) <= 1e-4
+    assert not any(row["mismatch/staleness"] for row in found())
 
 
 @needs_two_cores
