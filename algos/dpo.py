@@ -121,6 +121,7 @@ def main(args: Args) -> None:
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     total_tokens(args.model, prompts, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts)
+    checks.check_images(prompts, args.compute)
     resume = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")

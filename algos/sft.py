@@ -78,6 +78,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
+    checks.check_images(prompts, args.compute)
     resume = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")

@@ -17,11 +17,12 @@ pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) fr
 1 - C(n - c, k) / C(n, k). The script prints one JSON object. Quote the reward (the grader) with the number.
 """
 
+import base64
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 import tyro
@@ -33,6 +34,7 @@ from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import engines
 from common.rollout.environments import episodes
 from common.run import checks, evaluation, precision, ranges
+from common.trainer.batching import Compute
 
 
 @dataclasses.dataclass
@@ -65,20 +67,23 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 Graded = list[tuple[str, float]]  # responses to a prompt, and whether each is right
 
 
-def question(prompt: Prompt) -> dict[str, str]:
+def question(prompt: Prompt) -> dict[str, Any]:
     """The part of a row of data that all responses to the prompt share."""
     content = prompt.meta["prompt"]
     if isinstance(content, str):
         content += INSTRUCTIONS.get(kind(prompt.dataset), "")
-    return {"prompt": content, "answer": prompt.answer}
+    row = {"prompt": content, "answer": prompt.answer}
+    if hasattr(prompt.ids, "images"):
+        row["images"] = [f"data:image;base64,{base64.b64encode(image).decode()}" for image in prompt.ids.images]
+    return row
 
 
-def right(prompt: Prompt, graded: Graded) -> list[dict[str, str]]:
+def right(prompt: Prompt, graded: Graded) -> list[dict[str, Any]]:
     """Rows for algos/sft.py: each right response as a solution."""
     return [{**question(prompt), "solution": text} for text, acc in graded if acc > 0]
 
 
-def pair(prompt: Prompt, graded: Graded, tokenizer, max_response_tokens: int) -> list[dict[str, str]]:
+def pair(prompt: Prompt, graded: Graded, tokenizer, max_response_tokens: int) -> list[dict[str, Any]]:
     """A row for algos/dpo.py: the first right response and the first wrong one, if there are both.
 
     A response that was cut off is neither: with an end token after it, it would teach something else.
@@ -119,6 +124,7 @@ def main(args: Args) -> None:
     if reward.environment:
         reward.environment.try_out(prompts[0])
     checks.check_model(args.model, tokenizer, prompts)
+    checks.check_images(prompts, Compute(), args.environment)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), precision.choose(args.dtype, args.model)

@@ -8,15 +8,17 @@ The adapters are added in float32: W + (alpha / rank) B A. vLLM, transformers an
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from common import errors
+from common.data.tokenizer import causal_class
 from common.errors import BadInput
 
 
@@ -35,7 +37,8 @@ def main(args: Args) -> None:
     if args.output.exists():
         raise BadInput(f"{args.output}: exists already")
     config = json.loads((args.adapters / "adapter_config.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(args.base or config["base_model_name_or_path"], dtype=torch.float32)
+    base = args.base or config["base_model_name_or_path"]
+    model = causal_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     tensors = load_file(args.adapters / "adapter_model.safetensors")
     for name in (name for name in tensors if name.endswith(".lora_A.weight")):
         down, up = tensors[name], tensors[name.replace("lora_A", "lora_B")]
@@ -46,6 +49,8 @@ def main(args: Args) -> None:
     model.config.dtype = getattr(torch, args.dtype)
     model.save_pretrained(args.output)
     AutoTokenizer.from_pretrained(args.adapters).save_pretrained(args.output)
+    for file in args.adapters.glob("*processor*.json"):  # of a model that sees images
+        shutil.copy(file, args.output)
     print(f"{len(tensors) // 2} layers adapted: {args.output}")
 
 

@@ -11,6 +11,7 @@ from common.trainer import logits
 from common.trainer.distillation import ChunkedKL
 
 PLAIN = (1.0, None)
+SEES = (0.7, 3.0, (2, 5))  # two placeholders of images
 
 
 def test_advantages_by_hand():
@@ -42,14 +43,17 @@ def test_the_expected_gradient_of_a_sampled_token_is_that_of_the_reverse_kl():
     assert torch.allclose(found, expected)
 
 
-def dense(hidden, head, temperature, cap):
+def dense(hidden, head, temperature, cap, never=()):
     z = hidden @ head.t() / temperature
-    return z if cap is None else cap * torch.tanh(z / cap)
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    return z.index_fill(1, torch.tensor(never, dtype=torch.long), logits.NEVER)
 
 
 @pytest.mark.parametrize("rows_in_a_chunk", [1, 3, 100])
 @pytest.mark.parametrize("vocabularies", [(11, 11), (11, 13), (13, 11)])
-@pytest.mark.parametrize("shape, their_shape", [(PLAIN, PLAIN), ((0.7, None), (1.3, 4.0)), ((0.7, 3.0), (0.7, None))])
+@pytest.mark.parametrize(
+    "shape, their_shape", [(PLAIN, PLAIN), ((0.7, None), (1.3, 4.0)), ((0.7, 3.0), (0.7, None)), (SEES, SEES)]
+)
 def test_the_chunked_divergence_is_the_dense_one(monkeypatch, rows_in_a_chunk, vocabularies, shape, their_shape):
     """Over the tokens that both know; the models' widths differ as well. In float64 with its gradients."""
     monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", rows_in_a_chunk * max(vocabularies))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from common.data.tokenizer import has_safetensors, image_tokens
+from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate, gather_prompts
 from common.rollout.turns import Reply
@@ -132,17 +133,22 @@ class VLLMEngine:
             sampling = [SamplingParams(**settings, seed=each) for each in seeds]
         names = self.llm.enqueue([request(ids) for ids in all_prompts], sampling, use_tqdm=False)
         indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
-        outputs = {}
+        outputs, error = {}, None
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = indices[output.request_id] - first
                 if output.finished and 0 <= i < len(prompt_ids):
                     if hasattr(prompt_ids[i], "images"):
-                        prompt_ids[i].check(output.prompt_token_ids)
+                        try:
+                            prompt_ids[i].check(output.prompt_token_ids)
+                        except RunFailed as failed:
+                            error = failed
                     outputs[i] = output.outputs
                     if done is not None:
                         ids = [list(response.token_ids) for response in output.outputs]
                         done(i, ids, [response.finish_reason == "length" for response in output.outputs])
+        if self.never:  # other ranks would wait for one that leaves alone
+            raise_together(error)
         responses = [response for i in range(len(prompt_ids)) for response in outputs[i]]
         return collate(
             [ids for ids in prompt_ids for _ in range(n)],

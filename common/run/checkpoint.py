@@ -216,9 +216,10 @@ class Saver:
 
     def check_space(self, step: int) -> None:
         """Raise RunFailed on all ranks without room for float32 masters, two moments of each and the export."""
-        count = lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad)
-        needed = sum(12 * count(model) for model, _ in self.trained.values())
-        needed += self.dtype.itemsize * count(self.trained["policy"][0])
+        policy, adapted = self.trained["policy"][0], adapters_of(self.trained["policy"][0])
+        count = lambda model, all: sum(p.numel() for p in model.parameters() if all or p.requires_grad)
+        needed = sum(12 * count(model, False) for model, _ in self.trained.values())
+        needed += self.dtype.itemsize * count(policy, not adapted)  # with adapters only they are written
         free = self.world.min(shutil.disk_usage(self.run_dir).free if self.world.is_main else math.inf)
         if needed > free:
             room = f"a checkpoint needs {folders.size(needed)}, and {self.run_dir} has {folders.size(free)} left"
@@ -260,9 +261,8 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
         policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     if image_tokens(policy.config):
-        from common.data import images
-
-        images.processor(policy.config._name_or_path).save_pretrained(folder)
+        for file in Path(policy.config._name_or_path).glob("*processor*.json"):
+            shutil.copy(file, folder)
 
 
 def adapters_of(model: nn.Module) -> dict | None:

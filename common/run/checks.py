@@ -12,12 +12,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
-from common.data.tokenizer import causal_class, load_tokenizer, total_tokens
+from common.data.tokenizer import causal_class, image_tokens, load_tokenizer, total_tokens
 from common.errors import BadInput, refuse_all
 from common.placement import Layout, Sharding
 from common.rewards.grading import Item
 from common.rewards.mixture import Rewards, grade
-from common.trainer import model
+from common.trainer import batching, model
 
 
 def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", sharding=Sharding()) -> int:
@@ -84,15 +84,18 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
         raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} devices of --rollout-servers")
 
 
-def check_images(environment: str, layout: Layout, sharding: Sharding) -> None:
-    """Refuse what prompts with images cannot be combined with. Raises BadInput."""
+def check_images(prompts: list[Prompt], compute: batching.Compute, environment="", layout=Layout()) -> None:
+    """Refuse what prompts with images, or without, cannot be combined with. Raises BadInput."""
     refused = {
         "--environment": environment,
         "--rollout-placement split": layout.split,
-        "--sequence-parallel": sharding.sequence_parallel > 1,
+        "--sequence-parallel": compute.sequence_parallel > 1,
     }
-    if other := [flag for flag, given in refused.items() if given]:
+    with_images = any(hasattr(prompt.ids, "images") for prompt in prompts)
+    if other := [flag for flag, given in refused.items() if given and with_images]:
         raise BadInput(f"{other[0]}: prompts with images do not go together with it")
+    if compute.train_vision and (compute.lora_rank or not with_images):
+        raise BadInput(f"--train-vision: {'--lora-rank freezes it' if with_images else 'no prompt has an image'}")
 
 
 def check_model(
@@ -104,9 +107,8 @@ def check_model(
     Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
-    model.skeleton(config, model_path)
-    if value_head:
-        model.skeleton(config, model_path, value_head=True)
+    for head in {False, value_head}:
+        model.skeleton(config, model_path, value_head=head)
     if Path(model_path).is_dir():
         check_weights(model_path)
     largest, known = max(max(prompt.ids) for prompt in prompts), config.get_text_config().vocab_size
@@ -129,9 +131,12 @@ def check_companion(
         found = "is unknown there" if other not in theirs else f"is {theirs[other]} there"
         said = f"its tokenizer is not that of --model: token {ours[other]}, {other!r}, {found}"
         raise BadInput(f"{flag} {model_path}: {said}")
+    config = AutoConfig.from_pretrained(model_path)
+    if any(hasattr(prompt.ids, "images") for prompt in prompts) and not image_tokens(config):
+        raise BadInput(f"{flag} {model_path}: sees no images, and prompts have some")
     total_tokens(model_path, prompts, max_response_tokens, flag)
     try:
-        check_heads(AutoConfig.from_pretrained(model_path), ranks, model_path)
+        check_heads(config, ranks, model_path)
         check_model(model_path, tokenizer, prompts)
     except BadInput as error:
         raise BadInput(str(error).replace(f"--model {model_path}", f"{flag} {model_path}"), code=error.code) from None

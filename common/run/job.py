@@ -153,8 +153,7 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = data.load(args.dataset, source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, source, tokenizer, args.max_prompt_tokens)
-    if any(hasattr(prompt.ids, "images") for prompt in prompts + held_out):
-        checks.check_images(args.environment, args.layout, args.compute)
+    checks.check_images(prompts + held_out, args.compute, args.environment, args.layout)
     reward.check_answers(prompts + held_out)
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:

@@ -90,9 +90,9 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, together: 
     same_prompt: dict[tuple | int, list[list[int]]] = {}
     for unit in rows.view(-1, together).tolist():
         prompt = rollout.prompt_ids[unit[0]]
-        prompt = getattr(prompt, "key", None) or tuple(prompt)  # prompts with other images are others
-        shared = compute.shared_prompts and len(prompt) >= SHARED_PROMPT_MIN_TOKENS
-        same_prompt.setdefault(prompt if shared else unit[0], []).append(unit)
+        key = getattr(prompt, "key", None)  # a prompt with images has one, and is shared at any length
+        shared = compute.shared_prompts and (key or len(prompt) >= SHARED_PROMPT_MIN_TOKENS)
+        same_prompt.setdefault((key or tuple(prompt)) if shared else unit[0], []).append(unit)
     bins, room = [], 0  # room: number of tokens that still fit in the last bin
     for group in sorted(same_prompt.values(), key=lambda units: max(map(length, units))):
         has_prompt = False  # True if the last bin holds this group's prompt

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from common.data.tokenizer import resolve_model
+from common.data.tokenizer import image_tokens, resolve_model
 from common.placement import World
 from common.trainer import model
 from common.trainer.batching import Compute, MicroBatch
 from common.trainer.logits import backward_through_head, logits_in_chunks, scaled
 
-Shape = tuple[float, float | None]  # temperature and cap of a model's logits, see logits.py
+Shape = tuple  # temperature, cap and never: arguments of logits.scaled
 
 
 def load_teacher(
@@ -48,7 +48,7 @@ def divergences(
     """
     with torch.no_grad():
         theirs = teacher.hidden_and_head(micro)
-    shape = model.logit_shape(teacher.config, temperature)
+    shape = *model.logit_shape(teacher.config, temperature), image_tokens(teacher.config)
     found = policy.token_divergences(micro, temperature, *theirs, shape)
     kl, logprobs, entropy = [model.place(values, micro) for values in found]
     # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
@@ -65,7 +65,7 @@ def token_divergences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
     hidden, head = hidden_and_head(self, micro)
-    shape = model.logit_shape(self.config, temperature)
+    shape = *model.logit_shape(self.config, temperature), image_tokens(self.config)
     return ChunkedKL.apply(hidden, head, micro.targets, shape, their_hidden, their_head, their_shape)
 
 
@@ -93,12 +93,13 @@ class ChunkedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         hidden, head, their_hidden, their_head, kl = ctx.saved_tensors
-        (temperature, cap), their_shape = ctx.shapes
+        shape, their_shape = ctx.shapes
+        temperature, cap = shape[:2]
 
         def gradients():
             for rows, z, w in both(hidden, head, their_hidden, their_head):
                 slope = 1.0 if cap is None else 1 - (z / temperature / cap).tanh()[:, : len(their_head)] ** 2
-                log_p, log_q = log_softmaxes(z, (temperature, cap), w, their_shape)
+                log_p, log_q = log_softmaxes(z, shape, w, their_shape)
                 grad_z = torch.zeros_like(z)  # also for tokens that the teacher does not know
                 own = log_p.exp() * (log_p - log_q - kl[rows, None]) * slope * (grad[rows, None] / temperature)
                 grad_z[:, : own.shape[1]] = own
@@ -118,6 +119,6 @@ def both(hidden, head, their_hidden, their_head):
 
 def log_softmaxes(z, shape: Shape, w, their_shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """log p and log q (r, v) over the v tokens that both models know. z and w may be overwritten."""
-    known, (_, cap) = min(z.shape[1], w.shape[1]), shape
-    z = z if cap is None else z.clone()  # needed again for the slope of the cap
+    known = min(z.shape[1], w.shape[1])
+    z = z if shape[1] is None else z.clone()  # needed again for the slope of the cap
     return scaled(z, *shape)[:, :known].log_softmax(1), scaled(w, *their_shape)[:, :known].log_softmax(1)

@@ -91,6 +91,8 @@ class Worker:
                 kill(process)
                 found = answer.result()
             if found is not LOST:
+                if found.get("observation") is None:  # the episode has ended
+                    self.known.discard(key)
                 return found
 
     def read(self, process: subprocess.Popen) -> None:

@@ -12,7 +12,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
+from common.data.tokenizer import image_tokens
 from common.errors import RunFailed, raise_together, warn
 from common.placement import Layout, World
 from common.rollout.rollout import Done, Rollout, collate
@@ -36,6 +38,7 @@ class ServerEngine:
         limits: max_model_len and max_num_seqs of each server.
         """
         self.stop_token_ids, self.world, self.layout, self.weight_version = stop_token_ids, world, layout, 0
+        self.never = image_tokens(AutoConfig.from_pretrained(model_path))
         self.wire_dtype = dtype  # the servers' own; sending float32 would take twice as long
         # generate() may run beside the trainer's collectives and must not mix with them.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
@@ -68,7 +71,7 @@ class ServerEngine:
 
         Prompt i of rank r is number i * world.size + r of the step. The number gives its seed and its server.
         """
-        settings = sampling_settings(temperature, max_tokens, self.stop_token_ids)
+        settings = sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
         numbers = [i * self.world.size + self.world.rank for i in range(len(prompt_ids))]
         rows, follow = [], None
         if reply is None:
