@@ -41,8 +41,9 @@ def pytest_configure(config) -> None:
 
 # Files that take longest, in the order in which two workers take them. Launches of several ranks wait for each other
 # (see launch), so that a file with many of them has one without beside it, and all others, which are short, come last.
-LONGEST = ("test_split", "test_siblings", "test_distributed", "test_learns", "test_journeys", "test_launch",
-           "test_resume", "test_faults", "test_bad_input", "test_selftest", "test_reward_service")  # fmt: skip
+LONGEST = ("test_split", "test_siblings", "test_learns", "test_distributed", "test_environments", "test_resume",
+           "test_images", "test_journeys", "test_dpo", "test_faults", "test_families", "test_launch", "test_selftest",
+           "test_trust", "test_reward_service", "test_workers", "test_bad_input")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import ALGORITHMS, ROOT, launch, relative_difference
 
+from common.data import arithmetic
+
 WORKERS = ROOT / "tests/workers"
 SYNC, GRADIENT, MAINS, LAYOUTS = (WORKERS / f"{name}.py" for name in ("sync", "gradient", "mains", "layouts"))
 
@@ -131,12 +133,16 @@ def test_without_the_repair_a_tied_head_goes_stale(models):
 
 
 @pytest.mark.slow
-def test_each_main_does_the_same_on_two_ranks(models, tmp_path):
-    """Two steps on fixed responses have the same losses and gradient norms, so denominators, whitening and maxima are
-    those of all ranks.
+def test_each_main_learns_what_is_right_and_does_the_same_on_two_ranks(tmp_path):
+    """Two steps on fixed responses. The right ones become more likely than the wrong ones, in nats a token, and less
+    with the sign of the advantage flipped. Losses and gradient norms are the same on two ranks, so denominators,
+    whitening and maxima are those of all ranks.
     """
-    for ranks in (1, 2):
-        launch(MAINS, models["untied"], tmp_path / str(ranks), ranks=ranks)
+    launch(MAINS, arithmetic.WARM_START, tmp_path / "1", "signs")
+    gains = json.loads((tmp_path / "1/signs.json").read_text())
+    for name in ALGORITHMS:
+        assert gains[name] > 0.003 and gains[f"{name}-flipped"] < -0.003, (name, gains)
+    launch(MAINS, arithmetic.WARM_START, tmp_path / "2", ranks=2)
     same = re.compile(
         "reward/mean|reward/kl|loss/.*|.*grad_norm|critic/.*|prm/.*|teacher/.*|train/entropy|train/clip_frac"
     )

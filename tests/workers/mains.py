@@ -143,10 +143,11 @@ def signs(model_path: str, runs: Path) -> None:
             out = compute_advantages(**given)
             return (-out[0], out[1]) if isinstance(out, tuple) else -out
 
-        own = {"full_vocabulary": False} if name == "opd" else flags  # with it the loss takes no advantage
-        given = {**algorithm.EMBEDDED, **FLAGS, **own, "model": model_path, "steps": 2}
+        given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": 2}
         for folder, function in ((name, compute_advantages), (f"{name}-flipped", flipped)):
             algorithm.compute_advantages = function
+            if folder == "opd-flipped":  # otherwise the loss takes no advantage
+                given["full_vocabulary"] = False
             algorithm.main(algorithm.Args(**given, run_dir=str(runs / folder)))
             pushed = started[-1].pushed
             gains[folder] = preference(pushed[-1], model_path) - preference(pushed[0], model_path)
