@@ -74,7 +74,7 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
             return
-        if self.model_config.hf_text_config.tie_word_embeddings:
+        if self.model_config.hf_config.tie_word_embeddings:
             # The reload repacks the embedding, but the head that shares it keeps its old packed copy. Without this
             # line log-probs are off by 8e-2 after the first update and by 2e-1 after the third, and nothing fails.
             self.head.quant_method.process_weights_after_loading(self.head)
