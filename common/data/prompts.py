@@ -107,15 +107,15 @@ def load_one(
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     sources.refuse_repeated_ids(rows, columns.get("id", "id"))
-    overlong, images_of, column = [], None, columns.get("images", "images")
-    if any(sources.lookup(row, column) for _, row in rows):
+    overlong, images_of = [], None
+    has_images = any(sources.lookup(row, columns.get("images", "images")) for _, row in rows)
+    if has_images or any("image" in token for token in tokenizer.get_added_vocab()):  # a placeholder may be in a text
         from common.data import images
 
-        images_of = images.reader(column, spec, tokenizer)
+        images_of = images.reader(columns, spec, tokenizer, has_images)
 
     def make(where: str, row: dict) -> Prompt:
-        seen = images_of and images_of(where, row)
-        row = images.without_images(row, column) if seen else row
+        row, seen = images_of(where, row) if images_of else (row, None)
         content, answer, solution = templates.fields(where, row, columns)
         question = content + instruction if isinstance(content, str) else content
         text, ids = templates.render(where, question, tokenizer, template, source.tools, seen)

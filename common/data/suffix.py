@@ -1,11 +1,12 @@
-"""Token ids that stand between two turns of the policy: the observation, in the form of the model's chat template.
+"""Texts that the model's chat template writes: a prompt, and the token ids that stand between two turns of the policy,
+which are the observation in the template's form.
 
 A conversation is prompt ids + sampled ids + suffix ids + sampled ids ... The chat template is asked only for the part
 behind a turn. Rendering the whole conversation again could change what was sampled: templates remove thinking from
 earlier turns, and the same text can have other tokens.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,55 @@ TURN, THOUGHT, HEARD = (
     "b7c2-thought",
     "c9d3-heard",
 )  # to find again behind a template
+
+
+def write_chat(where: str, messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None) -> str:
+    """The text of a prompt whose contents are texts or lists of parts. Raises BadInput if the template refuses it."""
+    try:
+        return chat_text(messages, tokenizer, tools)
+    except (TemplateError, ValueError, TypeError, IndexError) as error:
+        # Many templates refuse a system prompt, or two messages of one role in a row.
+        raise BadInput(f"{where}: refused by the chat template: {error}") from None
+
+
+def chat_text(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> str:
+    """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError."""
+    if all(isinstance(message["content"], str) for message in messages):
+        roles = tuple(message["role"] for message in messages)
+        messages = as_parts(messages) if takes_parts(tokenizer, tokenizer.chat_template, roles) else messages
+    return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
+
+
+def as_parts(messages: list[dict]) -> list[dict]:
+    """The messages with each content as a list of one part."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+@lru_cache(maxsize=1000)
+def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[str, ...]) -> bool:
+    """Whether the chat template shows messages of these roles only if their contents are lists of parts.
+
+    Templates of some models that see images do: they walk a text by its characters, and write none of it. Raises
+    TemplateError for a template that shows neither form. What the assistant said before may be left out.
+    """
+    texts = [f"{HEARD}-{i}-" for i in range(len(roles))]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+
+    def lost(messages: list[dict]) -> str:
+        """A role whose text the template does not write, "refused" if it takes no such messages, otherwise ""."""
+        try:
+            written = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except (TemplateError, ValueError, TypeError, IndexError):
+            return "refused"
+        asked = ((role, text) for role, text in zip(roles, texts) if role in ("system", "user"))
+        return next((role for role, text in asked if text not in written), "")
+
+    found = lost(messages)
+    if found and not lost(as_parts(messages)):
+        return True
+    if found not in ("", "refused"):  # where it refuses, the messages themselves will show why
+        raise TemplateError(f'it does not show what the role "{found}" says')
+    return False
 
 
 class Suffix:
@@ -44,7 +94,7 @@ class Suffix:
         """The conversation of a question, a turn and the observations as the chat template writes it."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]
         messages += [{"role": self.role, "content": said} for said in observations]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return chat_text(messages, self.tokenizer)
 
     def render(self, observations: list[str]) -> str:
         """The text that the chat template writes behind a turn."""

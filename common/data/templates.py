@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.data.json_lines import read_value
@@ -107,12 +106,11 @@ def render(
         chat = isinstance(template, list)
         content = [{**m, "content": fill(m["content"])} for m in template] if chat else fill(template)
     if tokenizer.chat_template:
+        from common.data.suffix import write_chat  # the embedded task has no chat template
+
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         messages = images.as_parts(messages) if images else messages
-        try:
-            text = tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:  # many templates refuse a system prompt, or two messages of one role in a row
-            raise BadInput(f"{where}: refused by the chat template: {error}") from None
+        text = write_chat(where, messages, tokenizer, tools)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the chat template has written the BOS
     else:
         text = content if isinstance(content, str) else "".join(message["content"] + "\n" for message in content)
