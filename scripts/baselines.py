@@ -109,6 +109,11 @@ def command(task: str, run: str, seed: int) -> list[str]:
     return [f"algos/{run.partition('-')[0]}.py", *flags(task, run).split(), "--seed", str(seed)]
 
 
+def commands(task: str, run: str, seed: int) -> list[str]:
+    """The commands of a control, after python."""
+    return [f"{words} --seed {seed}" for words in CONTROLS[task, run]]
+
+
 def train(task: str, run: str, seed: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if (task, run) in CONTROLS:
@@ -143,13 +148,13 @@ def add(run_dir: Path, task: str, name: str) -> None:
 
 def control(task: str, name: str, seed: int, folder: str) -> None:
     """Run a control's commands, evaluate its model, and keep both ends of its curve."""
-    began, commands = time.perf_counter(), [f"{words} --seed {seed}" for words in CONTROLS[task, name]]
-    for words in commands:
+    began = time.perf_counter()
+    for words in commands(task, name, seed):
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
     untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
     responses = {"sft": 0, "rejection": REJECTED["prompts"] * REJECTED["n"]}[name]
-    run = {"seed": seed, "argv": commands, "responses": responses, "evaluation": measured, "args": {}}
+    run = {"seed": seed, "argv": commands(task, name, seed), "responses": responses, "evaluation": measured, "args": {}}
     keep(task, name, run, [
         {"step": 0, "eval/accuracy": untrained["greedy"]},
         {"step": SFT_STEPS, "eval/accuracy": measured["greedy"], "time/step": seconds},

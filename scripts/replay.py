@@ -58,15 +58,19 @@ class Recorded(rollout.Rollout):
 
 
 class ReplayEngine:
-    """Answers each prompt with its responses in the file, in order."""
+    """Answers each prompt with its responses in the file, in order.
 
-    def __init__(self, rows: list[dict], device):
-        self.device, self.wire_dtype, self.saved_names = device, None, False
+    It has those of this rank's prompts alone, which sampling.Draw deals: prompts whose tokens are the same may have
+    other images, or another answer.
+    """
+
+    def __init__(self, rows: list[dict], world: placement.World):
+        self.device, self.wire_dtype, self.saved_names = world.device, None, False
         self.weight_version = max(version for row in rows for version in row["weight_versions"])
         self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
         self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines
-        for _, group in itertools.groupby(rows, lambda row: row["index"]):
-            group = list(group)
+        groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row["index"])]
+        for group in groups[world.rank :: world.size]:
             key = tuple(group[0]["prompt_ids"])
             self.sampled.setdefault(key, []).append(group)
             if "baseline_response_ids" in group[0]:
@@ -256,7 +260,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
     write, grade = tracking.Tracker.write, reward_mixture.Rewards.score
 
     def start(backend, model_path, stop_token_ids, world, *given, **sizes):
-        return ReplayEngine(rows, world.device)
+        return ReplayEngine(rows, world)
 
     def score(rewards, prompts, responses, batch, *given):
         return as_recorded(grade(rewards, prompts, responses, batch, *given), batch)

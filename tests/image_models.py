@@ -1,6 +1,7 @@
 """Tiny random models of the families that see images, each with a tokenizer of one token a character."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -28,7 +30,8 @@ IDEFICS_SPECIAL = ["<image>", "<fake_token_around_image>", "<end_of_utterance>",
 
 class Family(NamedTuple):
     make: Callable[[Path], None]
-    without_torchvision: bool  # transformers loads its processor where torchvision is missing
+    tower: str  # the beginning of the names of what is frozen without --train-vision
+    connector: tuple[str, ...]  # and of what is trained in it or beside it
     served: bool = False  # vLLM runs it on a CPU
 
 
@@ -60,31 +63,41 @@ def save(model: torch.nn.Module, processor, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def llava(folder: Path) -> None:
+def llava(folder: Path, tower: str = "Siglip") -> None:
     made = tokenizer(["<image>"], "<image>")
-    pixels = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    # As in LLaVA 1.5: the last layer but one of CLIP, without its vector of the whole image.
+    clip = tower == "CLIP"
+    which = {"vision_feature_select_strategy": "default" if clip else "full"}
+    size = {"height": 32, "width": 32}
+    pixels = CLIPImageProcessorPil(size=size, crop_size=size) if clip else SiglipImageProcessorPil(size=size)
     processor = transformers.LlavaProcessor(
-        pixels, made, patch_size=8, vision_feature_select_strategy="full", chat_template=made.chat_template
+        pixels, made, patch_size=8, num_additional_image_tokens=int(clip), chat_template=made.chat_template, **which
     )
     config = transformers.LlavaConfig(
-        vision_config=transformers.SiglipVisionConfig(**VISION, image_size=32, patch_size=8),
+        vision_config=getattr(transformers, f"{tower}VisionConfig")(**VISION, image_size=32, patch_size=8),
         text_config=transformers.Qwen2Config(**TEXT), image_token_index=4, image_token_id=4, image_seq_length=16,
-        vision_feature_select_strategy="full", vision_feature_layer=-1,
+        vision_feature_layer=-2 if clip else -1, **which,
     )  # fmt: skip
     save(transformers.LlavaForConditionalGeneration(config), processor, folder)
 
 
-def idefics3(folder: Path) -> None:
-    """Images of other shapes are padded, and cut into tiles of 32 x 32 pixels."""
-    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    made = tokenizer(IDEFICS_SPECIAL + tiles, "<image>")
-    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    processor = transformers.Idefics3Processor(pixels, made, image_seq_len=4, chat_template=made.chat_template)
-    config = transformers.Idefics3Config(
-        vision_config={**VISION, "image_size": 32, "patch_size": 8}, text_config=transformers.LlamaConfig(**TEXT),
-        image_token_id=4, scale_factor=2, tie_word_embeddings=False, pad_token_id=0,
-    )  # fmt: skip
-    save(transformers.Idefics3ForConditionalGeneration(config), processor, folder)
+def idefics(name: str) -> Callable[[Path], None]:
+    """Images of other shapes are padded, and cut into tiles of 32 x 32 pixels. SmolVLM has Idefics 3's processor here:
+    its own needs torchvision and num2words, for videos.
+    """
+
+    def make(folder: Path) -> None:
+        tiles = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+        made = tokenizer(IDEFICS_SPECIAL + tiles, "<image>")
+        pixels = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+        processor = transformers.Idefics3Processor(pixels, made, image_seq_len=4, chat_template=made.chat_template)
+        config, model = (getattr(transformers, name + end) for end in ("Config", "ForConditionalGeneration"))
+        settings = {"text_config": transformers.LlamaConfig(**TEXT), "image_token_id": 4, "pad_token_id": 0}
+        vision = {**VISION, "image_size": 32, "patch_size": 8}
+        made = config(vision_config=vision, scale_factor=2, tie_word_embeddings=False, **settings)
+        save(model(made), processor, folder)
+
+    return make
 
 
 def qwen(name: str, vision: dict) -> Callable[[Path], None]:
@@ -119,12 +132,18 @@ class QwenProcessor:
 
 
 WIDE = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+LLAVA = ("model.vision_tower.", ("model.multi_modal_projector.",))
+IDEFICS = ("model.vision_model.", ("model.connector.",))
+QWEN_PARTS = ("model.visual.", ("model.visual.merger.",))
+DEEPSTACK = ("model.visual.", ("model.visual.merger.", "model.visual.deepstack_merger_list."))
 FAMILIES = {
-    "llava": Family(llava, True, True),
-    "idefics3": Family(idefics3, True, True),
-    "qwen2_vl": Family(qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}), False),
-    "qwen2_5_vl": Family(qwen("Qwen2_5_VL", {**WIDE, "fullatt_block_indexes": [1], "window_size": 56}), False),
+    "llava": Family(llava, *LLAVA, True),
+    "llava-clip": Family(partial(llava, tower="CLIP"), *LLAVA),
+    "idefics3": Family(idefics("Idefics3"), *IDEFICS, True),
+    "smolvlm": Family(idefics("SmolVLM"), *IDEFICS),
+    "qwen2_vl": Family(qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}), *QWEN_PARTS),
+    "qwen2_5_vl": Family(qwen("Qwen2_5_VL", {**WIDE, "fullatt_block_indexes": [1], "window_size": 56}), *QWEN_PARTS),
     "qwen3_vl": Family(
-        qwen("Qwen3VL", {**WIDE, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}), False
+        qwen("Qwen3VL", {**WIDE, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}), *DEEPSTACK
     ),
 }

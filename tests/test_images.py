@@ -3,31 +3,39 @@
 import base64
 import json
 import os
+import runpy
 from functools import cache
 from io import BytesIO
+from types import SimpleNamespace
 
 import datasets
 import image_models
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import ROOT, launch
 from image_models import FAMILIES
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from test_readme import load as load_script
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers.models.smolvlm import processing_smolvlm
 
+from common import weight_sync
 from common.data import arithmetic, images, squares
-from common.data.prompts import TrainSource, load
+from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import image_tokens, load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item
 from common.rewards.text import format_boxed_reward
 from common.rollout import hf_engine
 from common.rollout.rollout import collate
+from common.run import diagnosis, sampling
 from common.run.directory import read_metrics
-from common.trainer import batching, model
+from common.trainer import batching, model, vision
 
 TEMPERATURE = 0.7
+replay = load_script("scripts/replay.py")
 COMPUTE = batching.Compute(token_budget=1000, train_vision=True)
 
 
@@ -42,6 +50,12 @@ def saved(tmp_path_factory):
         return str(folder / name)
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def no_tensors_of_other_models():
+    """Two models may make the same ids of a prompt, and other pixels. A run has one."""
+    images.tensors.cache_clear()
 
 
 @pytest.fixture
@@ -164,12 +178,25 @@ def test_ppo_trains_with_images(tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_tower_is_frozen_and_what_connects_it_is_trained(name, saved):
+    """Qwen's mergers are parts of its tower, and trained nevertheless."""
+    path, (_, tower, connector, _) = saved(name), FAMILIES[name]
+    found = {}
+    for train_vision in (False, True):
+        policy = model.skeleton(AutoConfig.from_pretrained(path), path)
+        vision.prepare(policy, train_vision)
+        found[train_vision] = {key for key, parameter in policy.named_parameters() if not parameter.requires_grad}
+    names = {key for key, _ in policy.named_parameters()}
+    assert found[False] == {key for key in names if key.startswith(tower) and not key.startswith(connector)}
+    assert found[False] and not found[True]
+    assert all(any(key.startswith(part) for key in names) for part in connector)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_image_decides_and_a_budget_does_not(name, saved, processors, world, tmp_path):
     path = saved(name)
     prompts = read(write(tmp_path, *QUESTIONS), path)
     rollout, policy = rollout_of(prompts), model.load(path, world, torch.float32)
-    frozen = {key for key, parameter in policy.named_parameters() if not parameter.requires_grad}
-    assert frozen and all("vision" in key or "visual" in key for key in frozen)
     found = []
     for budget in (1000, 1):
         compute = batching.Compute(token_budget=budget)
@@ -187,16 +214,22 @@ def test_the_image_decides_and_a_budget_does_not(name, saved, processors, world,
 def test_the_slow_engine_agrees_with_the_trainer_and_samples_no_placeholder(name, saved, processors, world, tmp_path):
     path = saved(name)
     prompts = [prompt.ids for prompt in read(write(tmp_path, *QUESTIONS, {"prompt": "and without one?"}), path)]
-    policy = model.load(path, world, torch.float32, COMPUTE)
+    policy = model.load(path, world, torch.float32, batching.Compute(token_budget=1000))
     engine = hf_engine.HFEngine(path, [2], world, torch.float32)
     with torch.no_grad():  # a head that would say nothing but the placeholder
         for head in (policy.get_output_embeddings().weight.to_local(), engine.model.get_output_embeddings().weight):
             head[4] = 50 * head[5]
-    rollout = engine.generate(prompts, 2, TEMPERATURE, 12, seed=0)
-    assert not any(4 in response for response in rollout.response_ids)
-    micro_batches = batching.pack(rollout, torch.arange(8), COMPUTE, world)
-    ours = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
-    assert (ours - rollout.rollout_logprobs).abs().max() <= 1e-5
+    for update in range(2):
+        rollout = engine.generate(prompts, 2, TEMPERATURE, 12, seed=update)
+        assert not any(4 in response for response in rollout.response_ids)
+        micro_batches = batching.pack(rollout, torch.arange(8), COMPUTE, world)
+        ours = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
+        assert (ours - rollout.rollout_logprobs).abs().max() <= 1e-5
+        with torch.no_grad():
+            for key, parameter in policy.named_parameters():
+                if key.startswith(FAMILIES[name].connector):
+                    parameter.to_local().add_(torch.randn(parameter.shape), alpha=0.02)
+        weight_sync.push(policy, engine)
 
 
 @pytest.mark.slow
@@ -215,16 +248,20 @@ def test_vllm_follows_the_trainer(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_do_not_depend_on_ranks_of_which_one_sees_no_image(saved, tmp_path):
-    """Two ranks, and all images on one of them: the other's micro-batches still have gradients for the tower."""
-    data, gradients = write(tmp_path, *QUESTIONS), {}
-    for ranks in (1, 2):
-        worker = ROOT / "tests/workers/image_gradient.py"
-        launch(worker, data, saved("idefics3"), tmp_path / f"{ranks}", ranks=ranks)
-        gradients[ranks] = torch.load(tmp_path / f"{ranks}")
-    assert gradients[1].keys() == gradients[2].keys() and any("vision" in name for name in gradients[1])
-    for name, right in gradients[1].items():
-        assert (gradients[2][name] - right).norm() <= 1e-5 * right.norm() + 1e-7, name
+@pytest.mark.parametrize("name", ["llava", "idefics3", "qwen3_vl"])
+def test_gradients_do_not_depend_on_ranks_of_which_one_sees_no_image(name, saved, processors, world, tmp_path):
+    """Two ranks, and all images on one of them. Both have gradients for all that is trained, even for parts of the
+    tower that no image uses, with a trained and with a frozen tower.
+    """
+    data, worker = write(tmp_path, *QUESTIONS), ROOT / "tests/workers/image_gradient.py"
+    right = runpy.run_path(str(worker))["gradients"](world, data, saved(name))
+    launch(worker, data, saved(name), tmp_path / "gradients", ranks=2)
+    found, (_, tower, connector, _) = torch.load(tmp_path / "gradients"), FAMILIES[name]
+    assert found.keys() == right.keys()
+    assert any(key.startswith(tuple(f"False {part}" for part in connector)) for key in found)
+    assert any(key.startswith(f"True {tower}") for key in found)
+    for key, gradient in right.items():
+        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, key
 
 
 ROW = {"prompt": "<image>?", "images": ["0.png"]}
@@ -255,6 +292,117 @@ def test_a_model_without_eyes_is_refused(models, tmp_path):
     path = write(tmp_path, ROW)
     with pytest.raises(BadInput, match="qwen2 models see no images, and .*rows.jsonl has some"):
         read(path, models["tied"])
+
+
+def images_config(name: str, top: bool = False, decoder: bool = False, **tower):
+    """A configuration of the family, whose head is tied at the top and for its decoder as these say."""
+    text = image_models.TEXT | {"tie_word_embeddings": decoder}
+    return CONFIG_MAPPING[name](
+        text_config=text | {"model_type": "qwen2" if name == "llava" else "llama"}, tie_word_embeddings=top,
+        vision_config=image_models.VISION | {"image_size": 32, "patch_size": 8} | tower, image_token_id=4,
+        pad_token_id=0,
+    )  # fmt: skip
+
+
+def test_towers_whose_images_have_several_sizes_are_refused():
+    with pytest.raises(BadInput, match="^--model x: llava models .* because of their pixtral; supported are clip_vis"):
+        model.skeleton(images_config("llava", model_type="pixtral"), "x")
+    model.skeleton(images_config("llava", model_type="clip_vision_model"), "x")
+
+
+@pytest.mark.parametrize("name, top, decoder", [("idefics3", 1, 0), ("idefics3", 0, 1), ("llava", 1, 0)])
+def test_a_head_that_is_tied_in_one_place_is_refused(name, top, decoder):
+    """If it were not, vLLM's log-probs would be 6 nats off with Idefics 3, and one after an update with LLaVA."""
+    top, decoder = bool(top), bool(decoder)
+    said = f"config.json, whose tie_word_embeddings is {top} and in text_config {decoder}: set both"
+    with pytest.raises(BadInput, match=said):
+        model.skeleton(images_config(name, top, decoder), "x")
+
+
+def test_a_tied_head_is_not_refused():
+    tied = images_config("idefics3", True, True)
+    for value_head in (False, True):  # as before a run of PPO
+        model.skeleton(tied, "x", value_head)
+    model.skeleton(transformers.Qwen2_5_VLConfig(vision_config={"depth": 1}, tie_word_embeddings=True), "x")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    """SmolVLM's processor writes the number of a video's frames in words."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    make = lambda path: transformers.SmolVLMProcessor(None, arithmetic.tokenizer(), None)
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", make)
+    with pytest.raises(BadInput, match="--model smol: its processor .* Install it with `pip install num2words`"):
+        images.processor("smol")
+
+
+def test_a_gap_is_explained_with_the_images_in_place(saved, world, tmp_path):
+    """The connector alone was trained, and the engine has not got it: prompts without their images show no gap."""
+    path = saved("idefics3")
+    policy = model.load(path, world, torch.float32)
+    with torch.no_grad():
+        policy.base_model.connector.modality_projection.proj.weight.to_local().mul_(-1)
+    engine, asked = hf_engine.HFEngine(path, [2], world, torch.float32), []
+    generate = engine.generate
+    engine.generate = lambda ids, *given: asked.append(ids) or generate(ids, *given)
+    prompts = read(write(tmp_path, *QUESTIONS), path)
+    probe = diagnosis.Probe(policy, engine, prompts, TEMPERATURE, 8, COMPUTE, world)
+    code, said = diagnosis.explain_gap(probe, prompts, lambda: None, 1e-3)
+    assert code == "stale-weights", said
+    first = [prompt.ids for prompt in prompts]
+    assert asked[0] == first and len(asked) == 3
+    for ids in asked[1:]:
+        assert [row.images for row in ids] == [row.images for row in first]
+        assert all(row[0] != right[0] and sorted(row) == sorted(right) for row, right in zip(ids, first))
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "text, turned",
+    [
+        ("red<image> blue squares?", ("?red<image> blue squares", "s?red<image> blue square")),
+        ("red<image>", ("edr<image>", "dre<image>")),
+        ("<image>", ("<image>", "<image>")),
+    ],
+)
+def test_the_text_around_images_is_turned(name, text, turned, saved, processors, tmp_path):
+    """The engine makes the trainer's ids of it, which name the same image. What is before Qwen's placeholder counts as
+    text.
+    """
+    (prompt,) = read(write(tmp_path, {"prompt": text, "images": ["0.png"]}), saved(name))
+    assert diagnosis.turned(prompt.ids, 0) is prompt.ids
+    tokenizer, others = load_tokenizer(saved(name))[0], [diagnosis.turned(prompt.ids, count) for count in (1, 2)]
+    for other, expected in zip(others, turned):
+        assert other.images == prompt.ids.images and other.pictures()
+        assert images.tensors(other).keys() == images.tensors(prompt.ids).keys()
+        if name == "qwen2_5_vl":  # <|vision_start|> and <|vision_end|> stand around it
+            continue
+        (own,) = read(write(tmp_path, {"prompt": expected, "images": ["0.png"]}), saved(name))
+        assert list(other) == list(own.ids) and other.compact == own.ids.compact, tokenizer.decode(other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_replayed_rank_gets_the_responses_to_its_own_prompts(size):
+    """All prompts have the same tokens, and each another answer or another image."""
+    each = [
+        {"index": i, "id": f"{i}", "prompt_ids": [5, 6], "response_ids": [10 * i + j], "rollout_logprobs": [0.0],
+         "finish_reason": "stop", "weight_versions": [0], "baseline_response_ids": [100 + i]}
+        for i in range(8) for j in range(2)
+    ]  # fmt: skip
+    prompts = [Prompt(f"{i}", "", images.ImageIds([5, 6], [5], "", [b"%d" % i], ""), "") for i in range(8)]
+    for rank in range(size):
+        world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))
+        engine, loader = replay.ReplayEngine(each, world), replay.ReplayLoader(each, prompts, 0)
+        draw = sampling.Draw(world, SimpleNamespace(time=None, add=None), loader, None, None)
+        for _ in range(2):  # draws, as with dynamic sampling
+            mine = draw.prompts(4)
+            assert [prompt.id for prompt in mine]
+            ids, own = [prompt.ids for prompt in mine], [int(prompt.id) for prompt in mine]
+            sampled, greedy = engine.generate(ids, 2, 1.0, 9, 0), engine.generate(ids, 1, 0.0, 9, 0)
+            assert sampled.response_ids == [[10 * i + j] for i in own for j in range(2)]
+            assert greedy.response_ids == [[100 + i] for i in own]
+            assert sampled.prompt_ids == [row for row in ids for _ in range(2)]
+        with pytest.raises(BadInput, match="does not hold 2 responses"):
+            engine.generate(ids, 2, 1.0, 9, 0)
 
 
 def test_servers_take_no_images():

@@ -77,7 +77,7 @@ def explain_gap(probe: Probe, asked: list[Prompt], settle: Callable[[], None], b
 
     It pushes weights to the engine, so the run cannot continue afterwards. Collective: every rank calls it.
     asked: the prompts of the step, which the engine has also seen under older weights. settle(): returns when nothing
-    else uses the engine. bound: the largest mean gap that is allowed, in nats. The codes:
+    else uses the engine. bound: the largest mean gap that is allowed, in nats. Prompts keep their images. The codes:
 
         stale-cache        the gap is large for these prompts, and not for the same tokens in another order
         stale-weights      the gap closes when the weights are pushed once more
@@ -123,8 +123,12 @@ def explain_gap(probe: Probe, asked: list[Prompt], settle: Callable[[], None], b
 
 def turned(ids: list[int], count: int) -> list[int]:
     """The tokens with the first `count` moved to the end: a prefix cache has no entry for such a prompt."""
+    if count and hasattr(ids, "images"):
+        from common.trainer import vision
+
+        return vision.with_other_text(ids, count)
     count %= len(ids)
-    return ids[count:] + ids[:count]
+    return ids[count:] + ids[:count] if count else ids
 
 
 def fit_temperature(probe: Probe, batch: Rollout) -> tuple[float, Gap]:

@@ -19,12 +19,26 @@ from common.trainer.kernels import decoder_of
 # Families whose packed forward is tested against transformers. Gemma 3's image tokens see later ones, which no packed
 # row has.
 FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# LLaVA takes any tower of transformers. Pixtral's images keep their sizes, and `together` could not lay them side by
+# side.
+LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
 def check_family(config, refused: str) -> None:
-    """Raise BadInput for a family whose images are not known to work. refused: the beginning of the message."""
+    """Raise BadInput for a model whose images are not known to work. refused: the beginning of the message."""
     if config.model_type not in FAMILIES:
         raise BadInput(f"{refused} their images; supported are {', '.join(FAMILIES)}")
+    tower = config.vision_config.model_type
+    if config.model_type == "llava" and tower not in LLAVA_TOWERS:
+        raise BadInput(f"{refused} their {tower}; supported are {', '.join(LLAVA_TOWERS)}")
+    # The first flag ties the head in transformers, and the second in vLLM's Idefics 3 and in our updates of vLLM on a
+    # CPU. Qwen's models on the Hub have the first alone, which vLLM hands on to their decoder.
+    tied, decoder_tied = config.tie_word_embeddings, getattr(config.get_text_config(), "tie_word_embeddings", False)
+    if not config.model_type.startswith("qwen") and tied != decoder_tied:
+        raise BadInput(
+            f"{refused} config.json, whose tie_word_embeddings is {tied} and in text_config {decoder_tied}: set both "
+            "to what the weights are"
+        )
 
 
 class WithValueHead:
@@ -32,7 +46,7 @@ class WithValueHead:
 
     @staticmethod
     def from_config(config, **settings) -> nn.Module:
-        config.get_text_config().tie_word_embeddings = False
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         return with_value_head(causal_class(config).from_config(config, **settings))
 
     @staticmethod
@@ -52,20 +66,45 @@ def with_value_head(model: nn.Module) -> nn.Module:
 
 def prepare(model: nn.Module, train_vision: bool) -> None:
     """Freeze the tower that encodes images, unless --train-vision. The part that connects it with the decoder is
-    trained. Micro-batches without images give all of these parameters gradients of 0: FSDP reduces gradients together,
-    and other ranks may have images.
+    trained; in Qwen's models it is a part of the tower, its mergers.
+
+    FSDP reduces the gradients of all these parameters together, so every rank must have one for each of them. A
+    micro-batch may have no images, and LLaVA uses some parameters of a tower in none: they get gradients of 0.
     """
     if not train_vision:
-        model.get_encoder(modality="image").requires_grad_(False)
+        tower = model.get_encoder(modality="image").requires_grad_(False)
+        for name, part in tower.named_children():
+            part.requires_grad_("merger" in name)
 
-    def use_all(base: nn.Module, given: tuple, named: dict, output):
+    def use_all(base: nn.Module, given: tuple, output):
         beside = [child for child in base.children() if child is not decoder_of(model)]
         trained = [p for child in beside for p in child.parameters() if p.requires_grad]
-        if trained and torch.is_grad_enabled() and "pixel_values" not in named:
+        if trained and torch.is_grad_enabled():
             output.last_hidden_state = output.last_hidden_state + 0.0 * sum(p.sum() for p in trained)
         return output
 
-    model.base_model.register_forward_hook(use_all, with_kwargs=True)
+    model.base_model.register_forward_hook(use_all)
+
+
+def with_other_text(prompt: ImageIds, count: int) -> ImageIds:
+    """A prompt with the same images, for which a prefix cache has no entry: the last `count` tokens stand at its front.
+
+    Where fewer follow the last image, those before the first image are turned by `count`, and where there is none
+    either, the prompt stays as it is. The placeholders and what a processor writes around them are not touched.
+    """
+    placeholder = image_tokens(AutoConfig.from_pretrained(prompt.model_path))[0]
+    ids, compact = list(prompt), list(prompt.compact)
+
+    def alike(ids: list[int], compact: list[int]) -> int:
+        """Number of the first tokens that are text for the engine and for the trainer."""
+        return next(i for i, (a, b) in enumerate(zip(ids, compact)) if a != b or a == placeholder)
+
+    before, after = alike(ids, compact), alike(ids[::-1], compact[::-1])
+    turn = count % before if before else 0
+    at_front = lambda row: row[-count:] + row[:-count]
+    around = lambda row: row[turn:before] + row[:turn] + row[before:]
+    other = at_front if after >= count else around
+    return ImageIds(other(ids), other(compact), prompt.text, prompt.images, prompt.model_path)
 
 
 def lay_out(
