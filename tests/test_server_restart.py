@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ class Servers:
         self.happen(f"ask {requests[0][0]}" if requests[0][0] == "http://theirs" else "ask")
         assert self.version == str(version), "the servers have other weights than the run believes"
         assert {url for url, _ in requests} == {self.urls[0]}, "a stopped server is asked"
+        assert all(body["sampling_params"]["logit_bias"] == {4: -100.0} for _, body in requests), "never a placeholder"
         response = client.Response([7], [-0.5], False, self.version)
         return [[response] * body["sampling_params"]["n"] for _, body in requests]
 
@@ -102,6 +104,8 @@ def fake(monkeypatch) -> Servers:
     found = Servers()
     monkeypatch.setattr(process, "start", found.start)
     monkeypatch.setattr(client, "Control", found.control)
+    sees_images = SimpleNamespace(vision_config={}, image_token_id=4)
+    monkeypatch.setattr(engine.AutoConfig, "from_pretrained", lambda path: sees_images)
     monkeypatch.setattr(client, "ask_all", found.ask_all)
     monkeypatch.setattr(weights, "FILE_BYTES", TENSORS["a"].nbytes)  # a file for each tensor
     return found

@@ -217,7 +217,7 @@ def reader(
         files = [read_image(where, value, folder) for value in values]
         if files and not tokenizer.chat_template:
             said = f"--model {model_path}: has no chat template, which says where images stand in a prompt"
-            raise BadInput(said, code="no-chat-template")
+            raise BadInput(said)
         return row, RowImages(where, files, model_path, placeholders, has_images or bool(inside))
 
     return read

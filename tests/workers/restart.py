@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from common import placement
+from common.data import arithmetic
 from common.errors import RunFailed
 from common.rollout.servers import client, process
 from common.rollout.servers.engine import ServerEngine
@@ -53,7 +54,7 @@ def main() -> None:
     client.Control, client.ask_all = Control, ask_all
     world = placement.init(0)
     layout, limits = placement.Layout("split", ("1",)), {"max_model_len": 64, "max_num_seqs": 8}
-    engine = ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
+    engine = ServerEngine(arithmetic.WARM_START, [1], world, torch.float32, 1, layout, {}, **limits)
     engine.load_weights(Weights())
     batch = engine.generate([[5]], n=1, temperature=1.0, max_tokens=1, seed=0)
     print(f"goes on with version {batch.weight_versions.item()} at {engine.urls[0]}", flush=True)
