@@ -217,7 +217,7 @@ class Saver:
     def check_space(self, step: int) -> None:
         """Raise RunFailed on all ranks without room for float32 masters, two moments of each and the export."""
         policy, adapted = self.trained["policy"][0], adapters_of(self.trained["policy"][0])
-        count = lambda model, all: sum(p.numel() for p in model.parameters() if all or p.requires_grad)
+        count = lambda model, frozen: sum(p.numel() for p in model.parameters() if frozen or p.requires_grad)
         needed = sum(12 * count(model, False) for model, _ in self.trained.values())
         needed += self.dtype.itemsize * count(policy, not adapted)  # with adapters only they are written
         free = self.world.min(shutil.disk_usage(self.run_dir).free if self.world.is_main else math.inf)
