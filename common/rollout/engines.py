@@ -63,6 +63,7 @@ def start(
         )
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process of its own for an engine's one worker
     environment = {name: os.environ.get(name, value) for name, value in environment.items()}
     # vLLM reads its environment when it is imported, which rank 0 does to send weights to servers, too.
     os.environ["VLLM_LOGGING_LEVEL"] = environment["VLLM_LOGGING_LEVEL"]
