@@ -6,6 +6,7 @@ copies one thread alone, so the server starts no other, and it is for machines w
 tests/test_learns.py compares a run of a child with one of a fresh interpreter, bit for bit.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -17,20 +18,27 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NoReturn
 
 # What an algorithm imports, also late in a run.
 MODULES = (
-    "torch", "transformers.models.qwen2.modeling_qwen2", "algos.grpo", "common.run.report",
-    "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+    "torch", "torch.distributed.checkpoint._fsspec_filesystem", "transformers.models.qwen2.modeling_qwen2",
+    "tyro._backends._tyro_backend", "algos.grpo", "common.rewards.model", "common.rewards.service",
+    "common.rewards.weights_file", "common.run.report", "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
 )  # fmt: skip
 # What vLLM's engine imports, and what engines.start sets before: vLLM reads both at its import.
 ENGINE_MODULES = (
-    "common.rollout.vllm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.qwen2", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "common.rollout.vllm_engine", "common.rollout.vllm_tails", "common.rollout.vllm_weights", "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute",
 )  # fmt: skip
 ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -140,6 +148,29 @@ def begin(request: dict) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(request["cores"]))))
 
 
+def run() -> int:
+    """Run the command; its exit code. An exception that would be printed passes through."""
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left:
+        if not isinstance(left.code, int | None):
+            raise
+        return left.code or 0
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """End this child as an interpreter ends, except that it leaves its objects as they are.
+
+    To take apart what the server has imported, a child would copy all of those pages: two seconds.
+    """
+    threading._shutdown()  # waits for threads, those of executors included
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> dict | None:
     """Import, then serve; the request in a child, None in the server at its end."""
     import torch
@@ -162,4 +193,4 @@ if __name__ == "__main__":
     request = main()
     if request:
         begin(request)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        end(run())

@@ -183,4 +183,12 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         """Call it before the process group is destroyed: the engine's own groups live inside it."""
-        self.llm.llm_engine.engine_core.shutdown()
+        from vllm.distributed import parallel_state
+
+        core = self.llm.llm_engine.engine_core
+        if self.world.device.type == "cuda":
+            core.shutdown()
+        else:  # vLLM's own would also look for garbage, for a second, in all that the process is about to leave
+            core._finalizer.detach()  # it would call that at exit
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

@@ -124,9 +124,12 @@ def read_curve(path: Path) -> list[dict[str, float]]:
 def draw(rows: list[dict], behind: list[list[dict]] = ()) -> str:
     """All panels as one inline SVG. behind: curves of other runs, which are drawn in grey."""
     chosen = panels(rows)
-    figure = Figure(figsize=(11, 0.5 + 2.6 * math.ceil(len(chosen) / 3)), layout="constrained")
+    lines = max(1, math.ceil(len(chosen) / 3))
+    figure = Figure(figsize=(11, 2.6 * lines))
+    margins = {"bottom": 0.5 / (2.6 * lines), "top": 1 - 0.3 / (2.6 * lines)}  # a layout engine would draw all twice
+    grid = figure.add_gridspec(lines, 3, left=0.06, right=0.99, wspace=0.22, hspace=0.55, **margins)
     for place, (title, names) in enumerate(chosen):
-        axis = figure.add_subplot(math.ceil(len(chosen) / 3), 3, place + 1)
+        axis = figure.add_subplot(grid[place])
         axis.set_title(title)
         axis.set_xlabel("step")
         if title == "seconds a step":
