@@ -166,6 +166,8 @@ def end(code: int) -> NoReturn:
     """
     threading._shutdown()  # waits for threads, those of executors included
     atexit._run_exitfuncs()
+    for memory in Path("/dev/shm").glob("*-cpushm_*"):  # a destructor of vLLM's ranks that share an engine
+        memory.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
