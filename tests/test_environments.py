@@ -616,26 +616,28 @@ def test_a_slow_environment_changes_no_token_of_the_first_step(played, tmp_path,
 
 @pytest.mark.slow
 def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
-    """One episode in ten takes a second; another one hangs, one dies and one says no text: codes, and a score of -1."""
+    """Of 16 prompts two have slow episodes, one has some that hang, one has some that die, and one says no text: codes,
+    and a score of -1.
+    """
     (tmp_path / "moody.py").write_text(
         "import os, time\n"
         "from common.rollout.environments import Step\n"
         "from common.rollout.environments.built_in import Calculator\n"
         "class Moody(Calculator):\n"
-        "    seconds, failed_score = 3.0, -1.0\n"
+        "    seconds, failed_score = 2.0, -1.0\n"
         "    def step(self, text):\n"
         "        kind = self.problem.seed % 20\n"
         "        if kind in (1, 2):\n"
         "            time.sleep(0.5)\n"
-        "        if kind in (3, 7) and text:\n"
+        "        if kind == 18 and text:\n"
         "            time.sleep(60)\n"
-        "        if kind in (4, 6) and text:\n"
+        "        if kind == 4 and text:\n"
         "            os._exit(1)\n"
         "        return Step(b'12') if kind == 5 else super().step(text)\n"
     )
     flags = ["--environment", f"{tmp_path}/moody.py:Moody", "--dataset", "calculator", "--steps", 2, *SMALL]
     start = ["--model", arithmetic.warm_start("calculator"), *ARITHMETIC]
-    result = launch(ROOT / "algos/grpo.py", *start, *flags, "--prompts-per-step", 24, "--run-dir", tmp_path / "run")
+    result = launch(ROOT / "algos/grpo.py", *start, *flags, "--group-size", 4, "--run-dir", tmp_path / "run")
     given = rows(tmp_path / "run", 1) + rows(tmp_path / "run", 2)
     codes = {row["info"].get("environment") for row in given}
     assert codes == {None, "timeout", "died", "wrong"}
