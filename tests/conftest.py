@@ -39,11 +39,12 @@ def pytest_configure(config) -> None:
         os.sched_setaffinity(0, sorted(CORES)[mine::WORKERS])
 
 
-# Files that take longest, in the order in which two workers take them. Launches of several ranks wait for each other
-# (see launch), so that a file with many of them has one without beside it, and all others, which are short, come last.
-LONGEST = ("test_split", "test_siblings", "test_learns", "test_distributed", "test_environments", "test_resume",
-           "test_images", "test_journeys", "test_dpo", "test_faults", "test_families", "test_launch", "test_selftest",
-           "test_trust", "test_reward_service", "test_workers", "test_bad_input")  # fmt: skip
+# Files that take longest, in the order in which two workers take them. Launches of several ranks and of servers wait
+# for each other (see launch), so that a file with many of them has files with few of them beside it.
+LONGEST = ("test_split", "test_siblings", "test_resume", "test_images", "test_distributed", "test_selftest", "test_dpo",
+           "test_faults", "test_journeys", "test_reward_service", "test_traces", "test_environments", "test_workers",
+           "test_gpu_paths", "test_bad_input", "test_packing", "test_install", "test_ranges", "test_reward_mixture",
+           "test_learns", "test_families", "test_lora", "test_launch")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items) -> None:

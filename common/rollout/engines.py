@@ -6,8 +6,7 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
     generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
                                  reply: turns.Reply or None; what an environment answers to a turn
-    load_weights(named_tensors)  take the trainer's weights as full tensors of the engine's wire_dtype;
-                                 weight_sync.push calls it
+    load_weights(named_tensors)  take the trainer's weights, full tensors of wire_dtype; weight_sync.push calls it
     sleep()                      free the memory of weights and KV cache until the next load_weights
     shutdown()                   call it before the process group is destroyed
 """

@@ -94,6 +94,18 @@ def checked(*given, **named):
     return implicit_rewards(*given, **named)
 
 
+def once(load):
+    """data.load, which all runs call with the same tokenizer, for the first of them."""
+    prompts = {}
+
+    def loaded(dataset, source, split, *given):
+        if (dataset, split) not in prompts:
+            prompts[dataset, split] = load(dataset, source, split, *given)
+        return prompts[dataset, split]
+
+    return loaded
+
+
 def main(model_path: str, runs: Path, kind: str = "") -> None:
     prime.implicit_rewards = checked
     world, finish = placement.init(seed=0), placement.finish
@@ -101,6 +113,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     placement.finish = lambda *given: None
     engines.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
+    data.load = once(data.load)  # to tokenize them for each run takes longer than the steps
     if kind == "ungraded":
         rewards.load = fails_later
     if kind in ("single", "signs"):
