@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from httpx2 import HTTPError  # huggingface_hub raises it without a connection
+from huggingface_hub.errors import HTTPError  # raised without a connection; it is httpx's or httpx2's
 
 from common.data import arithmetic
 from common.errors import BadInput, refuse_all, say

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from httpx2 import HTTPError  # huggingface_hub raises it without a connection
 from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError  # raised without a connection; it is httpx's or httpx2's
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
