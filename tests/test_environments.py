@@ -148,6 +148,18 @@ def test_demonstrations_have_the_policys_turns_in_the_loss_alone():
     assert demonstrations([prompt("7")], tokenizer) == ([[*tokenizer("7")["input_ids"], 1]], [[True] * 2])
 
 
+def test_a_demonstration_has_the_suffix_that_an_episode_would_have():
+    tokenizer = Tokenizer(CHATML)
+    for kind in (built_in.Calculator, built_in.Guess):
+        played = [row for row in tasks.problems(kind.__name__.lower(), "train") if isinstance(row["solution"], list)]
+        row = next(row for row in played if len(row["solution"]) > 1)
+        said = row["solution"][1]
+        (ids,), (mask,) = demonstrations([Prompt("x:1", "", [], None, row["solution"][:3], row)], tokenizer)
+        heard = [token for token, own in zip(ids, mask) if not own]
+        assert heard == Suffix(tokenizer, [1], kind.role).ids([said])
+        assert heard != Suffix(tokenizer, [1], "user" if kind.role == "tool" else "tool").ids([said])
+
+
 # Calls
 
 

@@ -6,7 +6,7 @@ behind a turn. Rendering the whole conversation again could change what was samp
 earlier turns, and the same text can have other tokens.
 """
 
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -116,16 +116,15 @@ def demonstrations(prompts: list, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     """The solutions of prompts as token ids, and for each token whether the policy would say it.
 
     A solution is one text, or a list of turns: policy, tool, policy, tool ... policy. Each of the policy's turns ends
-    with the tokenizer's end token.
+    with the tokenizer's end token. The column "role" says who speaks between them, if it is not a tool but the "user".
     """
-    several = any(isinstance(prompt.solution, list) for prompt in prompts)
-    suffix = Suffix(tokenizer, [tokenizer.eos_token_id], role="tool") if several else None
+    suffix = cache(lambda role: Suffix(tokenizer, [tokenizer.eos_token_id], role))
     responses, masks = [], []
     for prompt in prompts:
         ids, mask = [], []
         for i, text in enumerate([prompt.solution] if isinstance(prompt.solution, str) else prompt.solution):
             turn = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-            ids += turn if i % 2 == 0 else suffix.ids([text])
+            ids += turn if i % 2 == 0 else suffix(prompt.meta.get("role", "tool")).ids([text])
             mask += [i % 2 == 0] * (len(ids) - len(mask))
         responses.append(ids)
         masks.append(mask)

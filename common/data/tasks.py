@@ -16,7 +16,7 @@ HELD_OUT = 256  # problems of each task
 DRAWN = 8192  # problems of `reverse` and `calculator`, of which there could be more
 INTERVAL = range(10, 25)  # numbers of `guess`
 GAMES = 1024
-Row = dict[str, str | list[str]]  # "question", "answer", and "solution" for algos/sft.py
+Row = dict[str, str | list[str]]  # "question", "answer", and for algos/sft.py "solution" and "role"
 
 
 def row(question: str, answer: int | str, solution: list[str] | None = None) -> Row:
@@ -75,7 +75,7 @@ def guess(draw: random.Random) -> Iterator[Row]:
             said = draw.choice(possible)
             turns += [str(said)] if said == secret else [str(said), "more" if said < secret else "less"]
             possible = [n for n in possible if (n > said if said < secret else n < said)]
-        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns)
+        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}  # the role of its environment
 
 
 TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "calculator": calculator, "guess": guess}
