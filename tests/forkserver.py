@@ -166,8 +166,9 @@ def end(code: int) -> NoReturn:
     """
     threading._shutdown()  # waits for threads, those of executors included
     atexit._run_exitfuncs()
-    for memory in Path("/dev/shm").glob("*-cpushm_*"):  # a destructor of vLLM's ranks that share an engine
-        memory.unlink(missing_ok=True)
+    if "RANK" in os.environ:  # one launch of several ranks at a time, so that this is its own
+        for memory in Path("/dev/shm").glob("*-cpushm_*"):  # vLLM removes it in a destructor
+            memory.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
