@@ -13,11 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import BadInput, say
 
-TURN, THOUGHT, HEARD = (
-    "a5f1-turn",
-    "b7c2-thought",
-    "c9d3-heard",
-)  # to find again behind a template
+TURN, THOUGHT, HEARD = "a5f1-turn", "b7c2-thought", "c9d3-heard"  # to find again behind a template
 
 
 def write_chat(where: str, messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None) -> str:
