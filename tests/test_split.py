@@ -375,18 +375,8 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
 def test_two_ranks_of_remax_train_one_step_behind(models, tmp_path, mark):
     """Two calls of generate() a step, in a thread on each rank, and updates between: each rank's own lock hangs."""
     flags = [*ARITHMETIC, "--model", models["grouped"], "--prompts-per-step", 4, "--mini-batches", 1]
-    flags += [
-        "--max-response-tokens",
-        8,
-        "--group-size",
-        2,
-        "--eval-prompts",
-        2,
-        "--max-inflight-batches",
-        2,
-        "--tis-cap",
-        2,
-    ]
+    flags += ["--max-response-tokens", 8, "--group-size", 2, "--eval-prompts", 2, "--max-inflight-batches", 2]
+    flags += ["--tis-cap", 2]
     flags += ["--steps", 6, "--max-logprob-gap", 5, "--reward", f"{ROOT}/tests/workers/rewards.py:uneven"]
     launch(ROOT / "algos/remax.py", *SPLIT, *flags, "--run-dir", tmp_path / "run", ranks=2, timeout=300)
     found = rows(tmp_path / "run")
