@@ -127,11 +127,12 @@ def draw(rows: list[dict], behind: list[list[dict]] = ()) -> str:
     lines = max(1, math.ceil(len(chosen) / 3))
     figure = Figure(figsize=(11, 2.6 * lines))
     margins = {"bottom": 0.5 / (2.6 * lines), "top": 1 - 0.3 / (2.6 * lines)}  # a layout engine would draw all twice
-    grid = figure.add_gridspec(lines, 3, left=0.06, right=0.99, wspace=0.22, hspace=0.55, **margins)
+    grid = figure.add_gridspec(lines, 3, left=0.06, right=0.99, wspace=0.3, hspace=0.55, **margins)
     for place, (title, names) in enumerate(chosen):
         axis = figure.add_subplot(grid[place])
         axis.set_title(title)
         axis.set_xlabel("step")
+        axis.locator_params(axis="x", integer=True)
         if title == "seconds a step":
             steps = [row for row in rows if "time/step" in row]
             axis.stackplot(
