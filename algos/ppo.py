@@ -48,8 +48,8 @@ class Args(job.Flags):
     clip: float = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
     value_clip: float = 0.2  # Largest change of a value that counts, in units of reward.
-    lam_actor: float = 1.0  # lambda of GAE for the advantages (eq. 16 of the GAE paper).
-    lam_critic: float = 1.0  # lambda of GAE for the returns that the critic learns; 1 is Monte Carlo.
+    lam: tuple[float, float] = (1.0, 1.0)
+    """lambda of GAE (eq. 16 of the GAE paper): for the advantages, and for the returns that the critic learns."""
     critic_warmup_steps: int = 0  # Number of steps at the start in which only the critic learns.
     kl_coef: float = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
@@ -237,8 +237,8 @@ def main(args: Args) -> None:
             compute_advantages, token_rewards=token_rewards, values=old_values, response_mask=batch.response_mask,
             gamma=1.0,
         )  # fmt: skip
-        advantages, _ = gae(lam=args.lam_actor)  # (N, T)
-        _, returns = gae(lam=1.0 if warming_up else args.lam_critic)  # (N, T)
+        advantages, _ = gae(lam=args.lam[0])  # (N, T)
+        _, returns = gae(lam=1.0 if warming_up else args.lam[1])  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
         tracker.explained_variance(old_values, returns, batch.response_mask)
 

@@ -10,7 +10,7 @@
 phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. r is
 divided by the largest |sum_{s>=t} r_s| of the batch on all ranks; otherwise the outcome drowns it. c_outcome is 1,
 because only the ratio of the two survives the whitening. Prompts are drawn until --prompts-per-step of them have a
-share of right responses within [--min-accuracy, --max-accuracy], counted on raw correctness.
+share of right responses within --accuracy-range, counted on raw correctness.
 
 Differs from rloo.py: the process reward model, its update, token rewards and their sums to come, whitening, the filter.
 
@@ -52,8 +52,7 @@ class Args(job.Flags):
     # algorithm
     clip: float = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
-    min_accuracy: float = 0.2  # Prompts with a smaller share of right responses are dropped.
-    max_accuracy: float = 0.8  # Prompts with a larger share of right responses are dropped.
+    accuracy_range: tuple[float, float] = (0.2, 0.8)  # Prompts with another share of right responses are dropped.
     beta: float = 0.05  # Scale of the process reward.
     c_process: float = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
@@ -68,7 +67,7 @@ class Args(job.Flags):
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
 EMBEDDED = job.EMBEDDED | {"steps": 48, "prompts_per_step": 16, "gen_prompts": 48, "learning_rate": 2.5e-4}
-EMBEDDED |= {"prm_learning_rate": 3e-4, "min_accuracy": 0.1, "max_accuracy": 0.9, "c_process": 0.3}
+EMBEDDED |= {"prm_learning_rate": 3e-4, "accuracy_range": (0.1, 0.9), "c_process": 0.3}
 
 
 def implicit_rewards(
@@ -191,8 +190,9 @@ def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
-    if args.min_accuracy > args.max_accuracy:
-        raise errors.BadInput(f"--min-accuracy {args.min_accuracy} is above --max-accuracy {args.max_accuracy}")
+    low, high = args.accuracy_range
+    if low > high:
+        raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
 
 
 def main(args: Args) -> None:
@@ -226,12 +226,12 @@ def main(args: Args) -> None:
             seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading, reply=grading.reply,
         )  # fmt: skip
         # Dynamic sampling: draw prompts until enough of them pass the filter.
-        bounds = [args.min_accuracy, args.max_accuracy]
-        keep = partial(keep_groups, min_accuracy=args.min_accuracy, max_accuracy=args.max_accuracy)
+        low, high = args.accuracy_range
+        keep = partial(keep_groups, min_accuracy=low, max_accuracy=high)
         batch = draw.until_full(
             generate, keep, wanted=args.prompts_per_step, most=args.max_gen_batches,
             prompts_per_draw=args.gen_prompts or args.prompts_per_step,
-            kept=f"answered right at a rate within {bounds}",
+            kept=f"answered right at a rate within [{low}, {high}]",
         )  # fmt: skip
         engine.sleep()
         return batch

@@ -59,7 +59,7 @@ RUNS = {
     ("guess", "ppo"): "--steps 60",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
-    ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --min-accuracy 0.1 --max-accuracy 0.9 "
+    ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3",
 }
 OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made

@@ -134,7 +134,7 @@ OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (dapo, {"clip_dual": 1.1}, "--clip-dual 1.1 must be above 1 + --clip-high 0.28"),
     (ppo, {"critic_warmup_steps": 50}, "--critic-warmup-steps 50 leaves nothing of --steps 50"),
     (prime, {"group_size": 1}, "--group-size 1: a group of one"),
-    (prime, {"min_accuracy": 0.9, "max_accuracy": 0.1}, "--min-accuracy 0.9 is above --max-accuracy 0.1"),
+    (prime, {"accuracy_range": (0.9, 0.1)}, "--accuracy-range 0.9 0.1: the first is larger than the second"),
     (grpo, {"reward": ("model:/nowhere",)}, "--reward model:/nowhere: cannot be loaded"),
 ]
 

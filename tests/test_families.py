@@ -1,11 +1,13 @@
 """Model families: windows, caps, sinks, experts. The trainer against transformers, and vLLM against the trainer."""
 
 import json
+import re
 from functools import cache
 
 import families
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from conftest import ROOT, launch
 from families import FAMILIES
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import BadInput
 from common.rollout import engines
 from common.rollout.rollout import collate
+from common.run import checkpoint
 from common.trainer import batching, model
 
 SERVED = [name for name, family in FAMILIES.items() if not family.refused]
@@ -60,6 +63,47 @@ def test_packed_rows_give_what_transformers_gives_alone(name, saved, world):
         assert (found - right).norm() <= 1e-4 * right.norm() + 1e-6, key
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "experts" in family.has])
+def test_frozen_routers_stay_and_all_else_is_trained(name, saved, world, tmp_path):
+    """--freeze-router: other parameters have the gradients that they have without it. Weight decay does not reach the
+    routers, and a checkpoint, which leaves them out, goes on as it would have.
+    """
+    rollout = rows_longer_than_a_window()
+
+    def load(freeze_router: bool):
+        policy = model.load(saved(name), world, torch.float32, batching.Compute(400, freeze_router=freeze_router))
+        return policy, torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+    def gradients(policy) -> dict[str, torch.Tensor]:
+        (micro,) = batching.pack(rollout, torch.arange(4), batching.Compute(400), world)
+        model.response_logprobs(policy, micro, TEMPERATURE)[0].sum().backward()
+        return {key: p.grad.full_tensor().clone() for key, p in policy.named_parameters() if p.grad is not None}
+
+    policy, optimizer = load(True)
+    every, some = gradients(load(False)[0]), gradients(policy)
+    frozen = every.keys() - some.keys()
+    assert frozen == {key for key in every if re.search(r"mlp\.(gate|router)\.(weight|bias)$", key)}
+    assert len(frozen) >= 3
+    assert all(torch.equal(every[key], some[key]) for key in some)
+    before = {key: parameter.detach().full_tensor().clone() for key, parameter in policy.named_parameters()}
+    optimizer.step()
+    assert {key for key, p in policy.named_parameters() if torch.equal(p.full_tensor(), before[key])} == frozen
+    dcp.save(checkpoint.states({"policy": (policy, optimizer)}, []), checkpoint_id=tmp_path)
+    again, restored = load(True)
+    state = checkpoint.states({"policy": (again, restored)}, [])
+    assert not frozen & state["policy"]["model"].keys()
+    checkpoint.read_states(state, tmp_path)
+    checkpoint.restore(again, restored, state["policy"])
+    after = dict(again.named_parameters())
+    assert all(torch.equal(p.full_tensor(), after[key].full_tensor()) for key, p in policy.named_parameters())
+
+
+def test_routers_to_freeze_are_there_and_trained(saved, world):
+    for name, rank, said in (("llama", 0, "a llama model has no router"), ("mixtral", 4, "--lora-rank freezes the")):
+        with pytest.raises(BadInput, match=f"^--freeze-router: {said}"):
+            model.load(saved(name), world, torch.float32, batching.Compute(lora_rank=rank, freeze_router=True))
+
+
 @pytest.mark.slow
 def test_vllm_follows_the_trainer(saved):
     """After loading, and after three updates: windows, caps, names of experts, experts packed for the processor."""
@@ -94,7 +138,6 @@ def test_families_that_vllm_gets_wrong_are_refused(name, saved):
 def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
     """Names of experts on the disk, and buffers that are saved with the model."""
     from common.data import arithmetic
-    from common.run import checkpoint
 
     policy = model.load(saved(name), world, torch.float32)
     checkpoint.export(policy, arithmetic.tokenizer(), tmp_path, torch.float32, world)

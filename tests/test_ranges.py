@@ -14,6 +14,7 @@ from common.errors import BadInput
 from common.run import checks, job, ranges
 
 NAMES = (*ALGORITHMS, "dpo", "sft")
+PAIRS = ("lam", "accuracy_range")  # flags of two numbers
 
 
 def flags(name: str) -> dict[str, float]:
@@ -41,7 +42,8 @@ def test_every_numeric_flag_has_a_range_and_is_held_to_it(name, monkeypatch, cap
     for flag, number in flags(name).items():
         assert flag in ranges.RANGES, f"--{flag} has no line in RANGES"
         for word in ("-1", *["nan", "inf", "-inf"] * isinstance(number, float)):
-            said = command_line(monkeypatch, capsys, name, f"--{flag.replace('_', '-')}", word)
+            words = [word, "0"] if flag in PAIRS else [word]
+            said = command_line(monkeypatch, capsys, name, f"--{flag.replace('_', '-')}", *words)
             assert f"--{flag.replace('_', '-')} {float(word) if isinstance(number, float) else word}" in said
 
 

@@ -21,8 +21,7 @@ RANGES = {
     "max_response_tokens": "[1, inf)",
     "temperature": "[0.01, inf)",  # vLLM samples at 0.01 where less is asked
     "overlong_cache": "[0, inf)",
-    "min_accuracy": "[0, 1]",
-    "max_accuracy": "[0, 1]",
+    "accuracy_range": "[0, 1]",
     # loss
     "clip": "(0, 1)",
     "clip_low": "(0, 1]",
@@ -31,8 +30,7 @@ RANGES = {
     "value_clip": "(0, inf)",
     "tis_cap": "[0, inf)",
     "kl_coef": "[0, inf)",
-    "lam_actor": "[0, 1]",
-    "lam_critic": "[0, 1]",
+    "lam": "[0, 1]",
     "beta": "(0, inf)",
     "c_process": "[0, inf)",
     "label_smoothing": "[0, 0.5)",

@@ -27,16 +27,16 @@ SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call 
 
 @dataclass(frozen=True)
 class Compute(Sharding):
-    """Settings of the trainer's forward and backward. All but those of LoRA change results only by rounding."""
+    """Settings of the trainer's forward and backward. All but the last three change results only by rounding."""
 
     token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
     lora_rank: int = 0
-    """Freeze the model and train adapters of this rank (LoRA). 0 trains all weights. Adapters want ten times the
-    --learning-rate of full training (Schulman, LoRA Without Regret, 2025)."""
+    """Train adapters of this rank (LoRA), at ten times the --learning-rate (Schulman, 2025). 0 trains all weights."""
     train_vision: bool = False  # Train the part of the model that sees images, too.
+    freeze_router: bool = False  # Keep what chooses experts in a mixture-of-experts model as it is.
 
 
 @dataclass

@@ -28,7 +28,7 @@ def load_teacher(
     """A frozen model that has no adapters. frozen_logprobs() and divergences() take it. Collective: every rank."""
     model_path = resolve_model(model_path)
     teacher = (
-        model.load(model_path, world, dtype, replace(compute, lora_rank=0), offload=offload)
+        model.load(model_path, world, dtype, replace(compute, lora_rank=0, freeze_router=False), offload=offload)
         .requires_grad_(False)
         .eval()
     )

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from common.errors import BadInput
+from common.trainer.batching import Compute
 from common.trainer.kernels import decoder_of
 from common.weight_sync import ADAPTERS
 
@@ -40,6 +41,19 @@ class LoraLinear(nn.Linear):
     def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, from full tensors."""
         return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=self.scaling)
+
+
+def freeze(model: nn.Module, compute: Compute, frozen_dtype: torch.dtype) -> None:
+    """Freeze the model but for adapters (--lora-rank), or its routers (--freeze-router). Raises BadInput."""
+    if not compute.freeze_router:
+        return insert(model, compute.lora_rank, frozen_dtype)
+    if compute.lora_rank:
+        raise BadInput("--freeze-router: --lora-rank freezes the routers, too")
+    routers = [part for part in model.modules() if type(part).__name__.endswith("Router")]
+    if not routers:
+        raise BadInput(f"--freeze-router: a {model.config.model_type} model has no router")
+    for router in routers:
+        router.requires_grad_(False)
 
 
 def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:

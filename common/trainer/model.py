@@ -74,10 +74,10 @@ def load(
         from common.trainer import vision
 
         vision.prepare(model, compute.train_vision)
-    if compute.lora_rank:
+    if compute.lora_rank or compute.freeze_router:
         from common.trainer import lora
 
-        lora.insert(model, compute.lora_rank, dtype)
+        lora.freeze(model, compute, dtype)
     # Only rank 0 reads the weights; the other ranks receive their shards.
     state, buffers = {}, {}
     if world.is_main:
