@@ -4,8 +4,8 @@
     ratio = exp(logprobs - old_logprobs)
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
-S is the number of responses in the whole optimizer mini-batch, on all ranks. K is --max-response-tokens, one constant
-for the whole run.
+S is the number of graded responses in the whole optimizer mini-batch, on all ranks. K is --max-response-tokens, one
+constant for the whole run.
 
 Differs from grpo.py: no division by the group's std, which favours prompts that are nearly always or nearly never
 solved; none by each response's own length, which spares long wrong responses. Nothing else.
@@ -17,7 +17,7 @@ notice, but --max-grad-norm then rarely clips.
 Run:    python algos/dr_grpo.py                                         (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset train.jsonl
             --steps 500 --prompts-per-step 128 --mini-batches 8 --max-prompt-tokens 1024 --max-response-tokens 3000
-Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 93.0 % from 53.5 %. On GPUs: not yet reproduced.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ class Args(job.Flags):
     mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
     epochs: int = 1  # Passes over each rollout, in the same order.
     learning_rate: float = 1e-6  # Peak learning rate of the policy.
-    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
     warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
     weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
+    max_grad_norm: float = 1.0  # A gradient of a larger norm is scaled down to it.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
@@ -85,8 +85,8 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T), advantages are (n,). Values outside the mask, NaN included, change nothing.
-    denominator: responses of the whole mini-batch on all ranks, times max_response_tokens.
+    All are (n, T), advantages are (n,). Log-probs outside the mask, NaN included, change nothing.
+    denominator: graded responses of the whole mini-batch on all ranks, times max_response_tokens.
     weights: (n, T), from rollout_weights().
     """
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
@@ -101,8 +101,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
 
-    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
-    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
+    The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
     return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
@@ -213,7 +213,7 @@ def main(args: Args) -> None:
                     if ref is not None:
                         kl = kl_to_reference(logprobs=logprobs.detach(), ref_logprobs=ref, response_mask=mask)  # (n, T)
                         tracker.add("loss/kl", kl.sum(), mask.sum())
-                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
+                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
                     optimizer.step()

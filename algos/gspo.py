@@ -4,7 +4,7 @@
     s_i   = exp(1/|o_i| sum_t (logprobs - old_logprobs))  one ratio for a response, the geometric mean of its tokens'
     L     = 1/S sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
-S is the number of responses in the whole optimizer mini-batch, on all ranks, also of those with advantage 0.
+S is the number of graded responses in the whole optimizer mini-batch, on all ranks, also of those with advantage 0.
 
 A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. Such
 means stay near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 nothing would ever be clipped.
@@ -18,7 +18,7 @@ Differs from the paper: the KL term (--kl-coef, k3 in the loss) exists and is of
 
 Run:    python algos/gspo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/gspo.py --model Qwen/Qwen2.5-0.5B-Instruct
-Result: embedded arithmetic, 256 held-out problems, greedy: see baselines/README.md. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 90.5 % from 53.5 %. On GPUs: not yet reproduced.
 """
 
 import dataclasses
@@ -50,10 +50,10 @@ class Args(job.Flags):
     mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
     epochs: int = 1  # Passes over each rollout, in the same order.
     learning_rate: float = 1e-6  # Peak learning rate of the policy.
-    schedule: Literal["constant", "linear"] = "constant"  # linear falls from step 1 to learning_rate / steps.
+    schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
     warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
     weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # A longer gradient is scaled to this norm.
+    max_grad_norm: float = 1.0  # A gradient of a larger norm is scaled down to it.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
@@ -61,9 +61,9 @@ EMBEDDED = job.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 
 
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    """(N,) -> (N,): z-score within each group (eq. 4, outcome form). A group of equal rewards gives exactly 0.
+    """(N,) -> (N,): z-score within each group (outcome supervision). A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the std of sixteen rewards of 0.7 is 1e-8, and |A| would be 0.06.
+    Equality is tested on the rewards: in float32 sixteen rewards of 0.7 have a std of 6e-8, and |A| would be 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -87,8 +87,8 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum over the given rows of their mean token loss, divided by `denominator`.
 
-    All are (n, T), advantages are (n,). Values outside the mask, NaN included, change nothing.
-    denominator: responses of the whole mini-batch on all ranks.
+    All are (n, T), advantages are (n,). Log-probs outside the mask, NaN included, change nothing.
+    denominator: graded responses of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """
     change = torch.where(response_mask, logprobs - logprobs.detach(), 0.0)  # (n, T), zeros that carry the gradient
@@ -111,8 +111,8 @@ def sequence_ratio(logprobs, old_logprobs, response_mask) -> torch.Tensor:
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
 
-    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one
-    update. The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
+    The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
     return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
@@ -223,7 +223,7 @@ def main(args: Args) -> None:
                     if ref is not None:
                         kl = kl_to_reference(logprobs=logprobs.detach(), ref_logprobs=ref, response_mask=mask)  # (n, T)
                         tracker.add("loss/kl", kl.sum(), mask.sum())
-                if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.
+                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
                     optimizer.step()

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shlex
 import shutil
+import statistics
 import sys
 
 import pytest
@@ -69,6 +70,17 @@ def test_the_readme_knows_how_long_the_files_are():
     rows = re.findall(r"^\| \[`(algos/\w+\.py)`\].*\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == 14
     assert all(len((ROOT / path).read_text().splitlines()) == int(lines) for path, lines in rows), rows
+
+
+def test_a_file_names_the_result_of_its_baseline():
+    baselines = load("scripts/baselines.py")
+    files = [path for path in sorted(ROOT.glob("algos/*.py")) if path.stem not in ("__init__", "sft")]
+    for path in files:
+        known = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in
+                 baselines.curves("arithmetic")[path.stem]]  # fmt: skip
+        before, after = (statistics.mean(values[end] for values in known) for end in (0, -1))
+        assert f"mean of three seeds: {100 * after:.1f} % from {100 * before:.1f} %." in path.read_text(), path
+        assert len(known) == 3
 
 
 @pytest.mark.parametrize("script, page", [("sibling_diffs", "docs/algorithms/README.md"), ("parity", "docs/parity.md")])
