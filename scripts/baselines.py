@@ -43,6 +43,7 @@ COLUMNS = (
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
 PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-every 5"
+MAZE_START = "baselines/maze-start"
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
@@ -50,6 +51,8 @@ RECIPES = {  # task: flags of all its runs
     "squares": "--dataset squares --eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
+    "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --prompts-per-step 64 "
+    "--group-size 8 --mini-batches 4 --steps 100 --learning-rate 2e-4 --warmup-steps 2 --schedule linear --eval-every 10",
 }
 # (task, run): further flags, or with --model all of them. Without an entry a run is its file with the task's recipe.
 RUNS = {
@@ -59,6 +62,7 @@ RUNS = {
     ("guess", "ppo"): "--steps 60",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
+    ("sums", "ppo"): "--critic-learning-rate 5e-5 --steps 20",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3",
 }
@@ -237,7 +241,10 @@ def block(task: str, page: Path) -> str:
 
 
 def table(task: str, best: bool = False) -> str:
-    """A line for each run: greedy accuracy before and after, for pretrained models samples as well, steps, time."""
+    """A line for each run: greedy accuracy before and after, for pretrained models samples as well, steps, time.
+
+    best: for the README, which has the best wording of an untrained model, and no minutes of short runs.
+    """
     return "\n".join(table_lines(task, best))
 
 
@@ -245,8 +252,12 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
     pretrained, plays = task in WORDINGS, task in arithmetic.WITH_ENVIRONMENT
     more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if pretrained else ""
     more = " turns before | after, each seed |" if plays else more
-    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
-    yield "|---|---|---|---|---|---|---|---|" + "---|---|" * (pretrained or plays)
+    timed = pretrained or not best
+    yield (
+        f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses |"
+        + timed * " minutes |"
+    )
+    yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (pretrained or plays)
     samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
     if pretrained:
         untrained = json.loads((BASELINES / task / "start.json").read_text())
@@ -268,7 +279,7 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
-            f"{int(seeds[0][-1]['step'])} | {sampled(task, run, seeds[0])[-1]:,} | {minutes:.1f} |"
+            f"{int(seeds[0][-1]['step'])} | {sampled(task, run, seeds[0])[-1]:,} |" + timed * f" {minutes:.1f} |"
         )
 
 
