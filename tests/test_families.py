@@ -107,7 +107,7 @@ def test_routers_to_freeze_are_there_and_trained(saved, world):
 @pytest.mark.slow
 def test_vllm_follows_the_trainer(saved):
     """After loading, and after three updates: windows, caps, names of experts, experts packed for the processor."""
-    result = launch(ROOT / "tests/workers/families.py", *map(saved, SERVED), fresh=True)
+    result = launch(ROOT / "tests/workers/families.py", *map(saved, SERVED))
     gaps = {row["model"]: row["gaps"] for row in map(json.loads, find_rows(result.stdout))}
     assert list(gaps) == SERVED and all(len(row) == 4 for row in gaps.values())
     assert max(gap for row in gaps.values() for gap in row) <= 1e-5, gaps
@@ -116,7 +116,7 @@ def test_vllm_follows_the_trainer(saved):
 @pytest.mark.slow
 def test_vllm_follows_two_ranks(saved):
     """Experts and windows of weights that are sharded."""
-    result = launch(ROOT / "tests/workers/families.py", saved("mixtral"), ranks=2, fresh=True)
+    result = launch(ROOT / "tests/workers/families.py", saved("mixtral"), ranks=2)
     (row,) = map(json.loads, find_rows(result.stdout))
     assert len(row["gaps"]) == 4 and max(row["gaps"]) <= 1e-5, row
 
