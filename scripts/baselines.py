@@ -8,8 +8,8 @@
     python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
 
 A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Its CSV has
-the curve. Its JSON is the run.json, without this machine's folders, and for pretrained models what scripts/evaluate.py
-says of the trained model.
+the curve. Its JSON is the run.json, without this machine's folders, and for the tasks of STARTS what
+scripts/evaluate.py says of the trained model.
 """
 
 import csv
@@ -51,8 +51,9 @@ RECIPES = {  # task: flags of all its runs
     "squares": "--dataset squares --eval-every 5",
     "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
     "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
-    "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --prompts-per-step 64 "
-    "--group-size 8 --mini-batches 4 --steps 100 --learning-rate 2e-4 --warmup-steps 2 --schedule linear --eval-every 10",
+    "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --steps 100 "
+    "--prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 --warmup-steps 2 --schedule linear "
+    "--eval-every 10",
 }
 # (task, run): further flags, or with --model all of them. Without an entry a run is its file with the task's recipe.
 RUNS = {
@@ -81,14 +82,20 @@ CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
         f"{SFT} --dataset {{folder}}/right.jsonl",
     ],
 }
+STARTS = {
+    "sums": SMOLLM2,
+    "gcd": SMOLLM2,
+    "maze": MAZE_START,
+}  # tasks with samples, too, and their start
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
     "gcd": (
         "Compute the gcd of {}. Reply with the number only.", "What is the greatest common divisor of {}?",
         "Find the greatest common divisor of {}. End with the number.",
     ),
+    "maze": ("{}",),
 }  # fmt: skip
-SAMPLES = 8  # responses to each held-out problem of pretrained models
+SAMPLES = 8  # responses to each held-out problem of these tasks
 
 
 @dataclasses.dataclass
@@ -129,7 +136,7 @@ def train(task: str, run: str, seed: int) -> None:
 
 
 def add(run_dir: Path, task: str, name: str) -> None:
-    """Keep the curve and run.json of a run, and evaluate its last checkpoint if its model was a pretrained one."""
+    """Keep the curve and run.json of a run, and evaluate its last checkpoint for the tasks of STARTS."""
     run = json.loads((run_dir / "run.json").read_text())
     rows, trained = report.read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
@@ -141,9 +148,9 @@ def add(run_dir: Path, task: str, name: str) -> None:
         rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
     if "teacher" in run["args"]:
         run["args"]["teacher"] = f"baselines/{arithmetic.TEACHER.name}"
-    if task in WORDINGS:
+    if task in STARTS:
         run["evaluation"] = evaluate(task, trained)
-        run["args"]["model"] = SMOLLM2
+        run["args"]["model"] = STARTS[task]
     else:
         run["args"]["model"] = "baselines/environments-start" if name == "grpo-off" else "embedded"
     run["args"]["run_dir"] = ""
@@ -190,7 +197,7 @@ def evaluate(task: str, model: Path | str, dataset: str = "") -> dict[str, float
 
 
 def start(task: str) -> None:
-    """Evaluate the untrained model on a task's held-out problems, in each of its wordings."""
+    """Evaluate the model that a task's runs start from on its held-out problems, in each of its wordings."""
     own, found = WORDINGS[task][0].split("{}"), {}
     with tempfile.TemporaryDirectory() as scratch:
         for wording in WORDINGS[task]:
@@ -199,7 +206,7 @@ def start(task: str) -> None:
                 row["question"] = wording.format(row["question"].removeprefix(own[0]).removesuffix(own[1]))
             file = Path(scratch) / "problems.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            found[wording] = evaluate(task, SMOLLM2, str(file))
+            found[wording] = evaluate(task, STARTS[task], str(file))
     (BASELINES / task).mkdir(exist_ok=True)
     (BASELINES / task / "start.json").write_text(json.dumps(found, indent=2) + "\n")
 
@@ -241,7 +248,7 @@ def block(task: str, page: Path) -> str:
 
 
 def table(task: str, best: bool = False) -> str:
-    """A line for each run: greedy accuracy before and after, for pretrained models samples as well, steps, time.
+    """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
     best: for the README, which has the best wording of an untrained model, and no minutes of short runs.
     """
@@ -249,28 +256,29 @@ def table(task: str, best: bool = False) -> str:
 
 
 def table_lines(task: str, best: bool) -> Iterator[str]:
-    pretrained, plays = task in WORDINGS, task in arithmetic.WITH_ENVIRONMENT
-    more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if pretrained else ""
+    sampled_too, plays = task in STARTS, task in arithmetic.WITH_ENVIRONMENT
+    more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if sampled_too else ""
     more = " turns before | after, each seed |" if plays else more
-    timed = pretrained or not best
+    timed = sampled_too or not best
     yield (
         f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses |"
         + timed * " minutes |"
     )
-    yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (pretrained or plays)
+    yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too or plays)
     samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
-    if pretrained:
+    if sampled_too:
         untrained = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in untrained.values())
         for wording, found in untrained.items():
             if best and found["greedy"] < highest:
                 continue
-            yield f'| untrained, "{wording.format("...")}" | | {found["greedy"]:.1%} | | |{samples(found)} | | |'
+            label = "start" if wording == "{}" else f'untrained, "{wording.format("...")}"'
+            yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
     for run, seeds in curves(task).items():
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
-        if pretrained:
+        if sampled_too:
             known = [each["evaluation"] for each in described(task, run)]
             more = samples({key: statistics.mean(each[key] for each in known) for key in known[0]})
         if plays:

@@ -90,7 +90,7 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"r.parquet": table({"answer": "2"})}, "r.parquet", {}, 'r.parquet:row 1: missing key "prompt" (found: answer)'),
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
     ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as Parquet: ..."),
-    ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, '
+    ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, '
      "squares, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
      "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
     ({}, "arithmetic=0", {}, '--dataset "arithmetic=0": expected a weight > 0'),

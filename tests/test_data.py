@@ -219,7 +219,7 @@ def test_held_out_prompts(tmp_path, rows):
     assert held_out(dataset[2:]) == [] and held_out(dataset, eval_dataset=other, eval_prompts=12) == ["o.jsonl"] * 12
     with pytest.raises(
         BadInput,
-        match='--eval-dataset "arithmatic": expected arithmetic, sums, gcd, reverse, calculator, guess, squares, gsm8k',
+        match='--eval-dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, squares',
     ):
         held_out(dataset, eval_dataset="arithmatic")
 

@@ -68,7 +68,7 @@ def test_what_a_data_set_can_be(tmp_path, monkeypatch):
     for spec in ("math:folder", "dapo@test", "a/b/c", "rows.xls", "gsm8k=x", "modelscope:arithmetic", "r.jsonl.gz"):
         with pytest.raises(
             BadInput,
-            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, calculator, guess, squares, gsm8k, ',
+            match=f'^--dataset "{spec}": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, squares, ',
         ):
             load(spec)
     with pytest.raises(BadInput, match='--dataset dapo: has no split "test"'):
@@ -300,3 +300,26 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
     assert all(f'"{row["answer"][::-1]}"' in row["question"] for row in reversed_texts)
     assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
     assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")
+
+
+def test_a_maze_has_one_way_and_the_answer_goes_it():
+    mazes = tasks.problems("maze", "test") + tasks.problems("maze", "train")
+    assert len({row["question"] for row in mazes}) == tasks.DRAWN
+    lengths = set()
+    for row in mazes:
+        lines = row["question"].splitlines()
+        width = 2 * tasks.SIDE - 1
+        assert len(lines) == width and {len(line) for line in lines} == {width}
+        mark = {(x, y): lines[y][x] for y in range(width) for x in range(width)}
+        joined = sum(mark[x, y] == "." for x, y in mark if x % 2 != y % 2)
+        assert joined == tasks.SIDE**2 - 1 and all(mark[x, y] == "#" for x, y in mark if x % 2 == y % 2 == 1)
+        (place,) = (xy for xy, found in mark.items() if found == "s")
+        been = {place}
+        for move in row["answer"]:  # with one way less than cells and all cells reached, a way is the only one
+            right, down = {"8": (0, -1), "2": (0, 1), "4": (-1, 0), "6": (1, 0)}[move]
+            wall, place = (place[0] + right, place[1] + down), (place[0] + 2 * right, place[1] + 2 * down)
+            assert mark[wall] == "." and place not in been
+            been.add(place)
+        assert mark[place] == "g"
+        lengths.add(len(row["answer"]))
+    assert {1, 2, 3, 4, 5, 6, 7, 8} <= lengths

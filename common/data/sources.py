@@ -18,7 +18,7 @@ from common.errors import BadInput, refuse_all, say
 from common.rewards.grading import last_box
 
 Row = tuple[str, dict]
-GENERATED = ("sums", "gcd", "reverse", "calculator", "guess", "squares")  # tasks.py has their problems
+GENERATED = ("sums", "gcd", "reverse", "maze", "calculator", "guess", "squares")  # tasks.py has their problems
 WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "geo3k", "reasoning-gym", *GENERATED)
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
 FORMS = f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "

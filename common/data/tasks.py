@@ -1,4 +1,4 @@
-"""Generated tasks for small pretrained models, with short answers.
+"""Generated tasks with short answers, for small pretrained models and for the embedded one.
 
 SmolLM2-135M solves `sums` and `gcd` sometimes, so that reinforcement learning has something to reinforce
 (baselines/README.md has the curves). The default reward, gsm8k, compares the last number. It never solves `reverse`:
@@ -13,7 +13,9 @@ import random
 from collections.abc import Iterator
 
 HELD_OUT = 256  # problems of each task
-DRAWN = 8192  # problems of `reverse` and `calculator`, of which there could be more
+DRAWN = 8192  # problems of `reverse`, `calculator` and `maze`, of which there could be more
+SIDE = 4  # cells of a side of a `maze`
+MOVES = {"8": (0, -1), "2": (0, 1), "4": (-1, 0), "6": (1, 0)}  # keys of a numeric keypad: up, down, left, right
 INTERVAL = range(10, 25)  # numbers of `guess`
 GAMES = 1024
 Row = dict[str, str | list[str]]  # "question", "answer", and for algos/sft.py "solution" and "role"
@@ -56,6 +58,30 @@ def reverse(draw: random.Random) -> Iterator[Row]:
         yield row(f'Write "{text}" backwards, letter by letter. Reply with the reversed text only.', text[::-1])
 
 
+def maze(draw: random.Random) -> Iterator[Row]:
+    """DRAWN mazes: the only way from s to g, in moves of MOVES. Of this one it is 22866 without the outer walls:
+
+    s.#.g      A cell has even coordinates, and what lies between two cells is open (.) or a wall (#). It is drawn for
+    .##.#      SIDE 3. The cells are joined one by one, each to one that is drawn of those already joined.
+    ....."""
+    mazes: dict[str, str] = {}
+    cells, width = [(x, y) for y in range(SIDE) for x in range(SIDE)], range(2 * SIDE - 1)
+    while len(mazes) < DRAWN:
+        start, goal = draw.sample(cells, 2)
+        ways, marks = {start: ""}, {}  # ways: cell -> moves that lead there
+        while len(ways) < len(cells):
+            (x, y), (move, (right, down)) = draw.choice(list(ways)), draw.choice(list(MOVES.items()))
+            cell = (x + right, y + down)
+            if cell in cells and cell not in ways:
+                ways[cell] = ways[x, y] + move
+                marks[2 * x + right, 2 * y + down] = "."
+        marks |= {(2 * x, 2 * y): "." for x, y in cells}
+        marks |= {(2 * x, 2 * y): mark for (x, y), mark in ((start, "s"), (goal, "g"))}
+        mazes["\n".join("".join(marks.get((x, y), "#") for x in width) for y in width)] = ways[goal]
+    for drawn, way in mazes.items():
+        yield row(f"{drawn}\n", way)
+
+
 def calculator(draw: random.Random) -> Iterator[Row]:
     """8,192 problems: products of numbers from 320 to 999. The teacher forgets its calculator in 7 cases of 10."""
     for pair in draw.sample(range(680 * 680), DRAWN):
@@ -78,7 +104,7 @@ def guess(draw: random.Random) -> Iterator[Row]:
         yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}  # the role of its environment
 
 
-TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "calculator": calculator, "guess": guess}
+TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "maze": maze, "calculator": calculator, "guess": guess}
 
 
 def problems(name: str, split: str) -> list[Row]:
