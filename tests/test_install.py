@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from setuptools.config.pyprojecttoml import read_configuration
 from test_launch import executable
 from test_readme import load
 
@@ -91,3 +92,10 @@ def test_cuda_packages_are_of_one_version():
 
 def test_no_file_belongs_to_two_installed_packages():
     assert load("scripts/gpu_check.py").files_of_two_packages() == {}
+
+
+def test_a_wheel_would_have_every_package():
+    """An editable install finds all files by itself, and hides what the list of packages lacks."""
+    read = read_configuration(ROOT / "pyproject.toml")["tool"]["setuptools"]["packages"]
+    folders = {file.parent.relative_to(ROOT) for name in ("algos", "common") for file in (ROOT / name).rglob("*.py")}
+    assert set(read) == {".".join(folder.parts) for folder in folders}
