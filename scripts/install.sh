@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with the pinned requirements, for a GPU or a CPU machine, found by itself: bash scripts/install.sh
-# Does nothing when .venv already holds them. PYTHON=python3.12 picks the interpreter.
+# When .venv already holds them it only asks torch for the GPUs. PYTHON=python3.12 picks the interpreter.
 # MACHINE=gpu bash scripts/install.sh: for GPUs that this machine does not have, as in a docker build or on a login node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,14 @@ case $machine in
   *) echo "error: MACHINE=$machine is neither gpu nor cpu" >&2; exit 2 ;;
 esac
 stamp=".venv/.installed-$machine-$(cat scripts/install.sh "$lock" pyproject.toml | sha256sum | cut -c1-16)"
-[ -e "$stamp" ] && exit 0
+check_driver() {  # on each call: a driver can be too old, or become so, long after the packages were installed
+  case ${CUDA_VISIBLE_DEVICES-all} in "" | -1) return 0 ;; esac  # the CPU is asked for
+  [ "$machine" = gpu ] && nvidia-smi -L > /dev/null 2>&1 || return 0
+  .venv/bin/python -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null && return 0
+  echo "error: torch sees none of the GPUs that nvidia-smi lists: CUDA 13 needs an NVIDIA driver of version 580 or newer" >&2
+  exit 2
+}
+if [ -e "$stamp" ]; then check_driver; exit 0; fi
 
 python=${PYTHON:-}
 for candidate in python3.11 python3.12 python3.13 python3; do
@@ -43,9 +50,4 @@ pip install --no-deps --no-compile --no-index "$wheels"/*.whl
 .venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # some packages ship files for other versions of Python
 pip install --no-deps --no-build-isolation --editable .  # `algos` and `common` from any working directory
 touch "$stamp"
-if [ "$machine" = gpu ] && nvidia-smi -L > /dev/null 2>&1; then
-  .venv/bin/python -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || {
-    echo "error: torch sees none of the GPUs that nvidia-smi lists: CUDA 13 needs an NVIDIA driver of version 580 or newer" >&2
-    exit 2
-  }
-fi
+check_driver

@@ -51,6 +51,27 @@ def test_the_machine_decides_which_packages_are_installed_and_machine_overrides_
     assert install() == (2, "error: MACHINE=tpu is neither gpu nor cpu\n")
 
 
+def test_a_driver_that_is_too_old_is_said_on_every_call(install, tmp_path, monkeypatch):
+    """Also when the packages are already there. The stub stands for a .venv where everything works but torch."""
+    executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    venv = tmp_path / ".venv/bin/python"
+    executable(venv, "#!/bin/sh\ncase $2 in *cuda.is_available*) exit 1;; esac\n")
+    monkeypatch.setenv("MACHINE", "gpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second = install(), install()
+    assert first[0] == second[0] == 2 and all("driver of version 580 or newer" in said for _, said in (first, second))
+    assert "installing the gpu" in first[1] and "installing" not in second[1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert install() == (0, ""), "the CPU is asked for"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    executable(venv, "#!/bin/sh\n")
+    assert install() == (0, "")
+    executable(venv, "#!/bin/sh\nexit 1\n")
+    executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nexit 1\n")
+    assert install() == (0, ""), "on a machine without a GPU there is no driver to ask"
+
+
 @pytest.mark.parametrize("cuda, hint", [(None, "MACHINE=gpu bash scripts/install.sh"), ("13.0", "580 or newer")])
 def test_gpus_that_torch_cannot_use_end_the_run(cuda, hint, tmp_path, monkeypatch):
     if torch.cuda.is_available():
