@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -37,7 +39,12 @@ def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", shardin
 
 
 def check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs torch cannot use. CUDA_VISIBLE_DEVICES="" asks for the CPU."""
+    """Refuse GPUs that torch or Triton cannot use: the run would train on the CPU, or end after minutes of loading.
+
+    CUDA_VISIBLE_DEVICES="" asks for the CPU. Raises BadInput.
+    """
+    if torch.cuda.is_available() and (lacks := triton_lacks()):
+        raise BadInput(f"Triton compiles kernels for vLLM and for the trainer's logit head, and finds {lacks}")
     wants_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.cuda.is_available() or wants_cpu or not shutil.which("nvidia-smi"):
         return
@@ -49,6 +56,17 @@ def check_gpus() -> None:
             f"nvidia-smi lists GPUs and torch sees none: torch {torch.__version__} "
             f'{old if torch.version.cuda else build}; CUDA_VISIBLE_DEVICES="" runs on the CPU'
         )
+
+
+def triton_lacks() -> str:
+    """What Triton compiles with and this machine lacks, or ""."""
+    named = os.environ.get("CC", "").split()[:1]
+    if not any(map(shutil.which, named or ("gcc", "clang"))):  # where Triton looks, too
+        return f"no C compiler{' ' + named[0] if named else ''}: install gcc, or name a compiler in CC"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"))
+    if not (headers / "Python.h").exists():
+        return f"no Python.h in {headers}: install python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    return ""
 
 
 def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
