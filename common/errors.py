@@ -131,13 +131,12 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
 
 def recognized(error: BaseException) -> RunFailed | None:
     """The failure behind a library's error where it is known: memory, disk, or another rank. Otherwise None."""
-    import torch
     import torch.distributed as dist
 
     said = str(error).lower()
     short = f"{type(error).__name__}: {error}".split("\n")[0][:300]
     here = f"rank {os.environ.get('RANK', '0')} {getattr(error, '__notes__', ['at the start'])[0]}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+    if isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said:
         cure = "lower --token-budget or --rollout-memory, then --activation-checkpointing, --offload all"
         return RunFailed(f"{here}: out of memory ({short}); {cure}", code="out-of-memory")
     if any(words in said for words in FULL):

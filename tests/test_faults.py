@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, launch
 
 from algos import grpo
@@ -206,6 +207,9 @@ def test_errors_keep_their_code_between_ranks():
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "rank-lost"),
         (MemoryError(), "out-of-memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "out-of-memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), "out-of-memory"),
+        # what vLLM's allocator says when an engine wakes and the trainer's states have its room
+        (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:145"), "out-of-memory"),
         (OSError(28, "No space left on device"), "disk-full"),
         (RuntimeError("shape mismatch, and the request timed out"), None),  # a bug keeps its traceback
         (ConnectionRefusedError("refused"), None),

@@ -8,6 +8,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from common import weight_sync
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
 from common.rollout import engines, vllm_engine
-from common.rollout.servers import weights
+from common.rollout.servers import process, weights
 from common.rollout.servers.client import Control
 from common.run import memory
 from common.run.checks import check_layout
@@ -403,6 +404,24 @@ def test_an_engine_without_enough_memory_says_which_flag_to_change(said, models,
     with pytest.raises(RunFailed, match="for the cache blocks; change --rollout-memory") as it:
         start()
     assert it.value.code == "engine-memory"
+
+
+@pytest.mark.parametrize(
+    "said, code, cure",
+    [
+        ("ValueError: No available memory for the cache blocks. Try this.", "engine-memory", "change --rollout-memory"),
+        ("OSError: no such model", "server-start", "no such model"),
+    ],
+)
+def test_a_server_without_enough_memory_says_so_too(said, code, cure):
+    log = tempfile.TemporaryFile()  # noqa: SIM115 -- stop() closes it
+    command = [sys.executable, "-c", f"import sys; sys.exit({said!r})"]
+    running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    server = process.Server("http://127.0.0.1:9", running, log)
+    with pytest.raises(RunFailed, match=cure) as it:
+        server.wait_until_ready()
+    assert it.value.code == code and "http://127.0.0.1:9 did not start: " in str(it.value)
+    server.stop()
 
 
 @on_a_cpu

@@ -26,6 +26,7 @@ import torch
 
 from common.errors import RunFailed, say
 from common.placement import TORCHRUN_VARIABLES, Layout
+from common.rollout.engines import MEMORY_CURE
 from common.rollout.vllm_engine import engine_settings
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
@@ -59,7 +60,10 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while not healthy(self.url):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RunFailed(f"rollout server {self.url} did not start: {self.last_words()}", code="server-start")
+                said = f"rollout server {self.url} did not start: {self.last_words()}"
+                if "memory" in said.lower():
+                    raise RunFailed(f"{said}; {MEMORY_CURE}", code="engine-memory")
+                raise RunFailed(said, code="server-start")
             time.sleep(0.2)
 
     def last_words(self) -> str:
