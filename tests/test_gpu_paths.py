@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import json
 import os
 import queue
@@ -318,29 +317,58 @@ def test_the_fused_functions_of_the_head_are_traced_whole(monkeypatch):
     assert len(graphs) == 3
 
 
-class FakeStream:
-    def __init__(self, *args, **kwargs): ...
+class Stream:
+    """A stream of CUDA's: what it is asked to do is written down, and nothing runs beside anything."""
+
+    def __init__(self, log: list[str], name: str):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        return len(self.log)  # what stands before it has happened once it is waited for
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {self.log[event - 1]}")
 
     def synchronize(self): ...
 
-    def wait_stream(self, other): ...
 
-    def wait_event(self, event): ...
+@pytest.fixture
+def streams(monkeypatch) -> SimpleNamespace:
+    """torch.cuda's streams without CUDA. log: what they did. use(name): the stream that a caller works on from now."""
+    found = SimpleNamespace(log=[], names={}, current=None)  # names: of tensors, as the log calls them
 
-    def record_event(self):
-        return object()
+    class Gathering(Stream):
+        def __init__(self, *args, **kwargs):
+            super().__init__(found.log, "gather")
+
+    def use(name: str) -> None:
+        found.current = Stream(found.log, name)
+
+    @contextlib.contextmanager
+    def on(stream: Stream):
+        before, found.current = found.current, stream
+        yield
+        found.current = before
+
+    found.use = use
+    use("load")
+    monkeypatch.setattr(torch.cuda, "Stream", Gathering)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: found.current)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    keep = lambda tensor, stream: found.log.append(f"{found.names.get(tensor)} kept for {stream.name}")
+    monkeypatch.setattr(torch.Tensor, "record_stream", keep)
+    return found
 
 
 @on_a_cpu
-def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(monkeypatch):
+def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams, monkeypatch):
     """Its own trainer engine and consumer; streams and the communicator are replaced. Two servers of 2 GPUs each."""
     import vllm.distributed.weight_transfer.nccl_engine as nccl
 
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: FakeStream())
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     wire, joined, calls, received = queue.Queue(), [], [], {}
 
     class Group:
@@ -446,32 +474,45 @@ def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
         check_layout(Layout("split", (str(min(os.sched_getaffinity(0))),)), 1, "vllm")
 
 
+def gathered(streams, *names_of_lists: str):
+    """Lists of one tensor for each letter, made when they are asked for, as weight_sync's gathers are."""
+    for names in names_of_lists:
+        pairs = [(name, torch.zeros(1)) for name in names]
+        streams.names.update({tensor: name for name, tensor in pairs})
+        streams.log.append(f"{names} on {streams.current.name}")
+        yield pairs
+
+
 @on_a_cpu
-def test_every_piece_of_a_parameter_waits_for_the_stream_that_cut_it(monkeypatch):
+def test_a_parameter_is_gathered_while_the_one_before_is_loaded(streams):
+    """The calls to CUDA, in their order."""
+    for name, tensor in weight_sync.one_ahead(gathered(streams, "a", "b", "c")):
+        assert streams.names[tensor] == name
+        streams.log.append(f"use {name}")
+    assert streams.log == [
+        "gather waits for load",
+        *("a on gather", "b on gather", "load waits for a on gather", "a kept for load", "use a"),
+        *("c on gather", "load waits for b on gather", "b kept for load", "use b"),
+        *("load waits for c on gather", "c kept for load", "use c"),
+    ]
+
+
+@on_a_cpu
+def test_every_piece_of_a_parameter_waits_for_the_stream_that_cut_it(streams):
     """vLLM's sender changes its stream between two tensors, which may be experts of one gathered parameter."""
-    log, streams = [], itertools.count()
-
-    class Stream:
-        def __init__(self, name="gathering"):
-            self.name = name
-
-        def wait_stream(self, other): ...
-
-        def record_event(self):
-            return f"gathered {next(streams)}"
-
-        def wait_event(self, event):
-            log.append((self.name, event))
-
-    users = iter([Stream("update"), *(Stream(f"user {i}") for i in range(9))])
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(users))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("kept for", stream.name)))
-    pieces = [[("a", torch.zeros(1)), ("b", torch.zeros(1)), ("c", torch.zeros(1))], [("d", torch.zeros(1))]]
-    assert [name for name, _ in weight_sync.one_ahead(iter(pieces))] == ["a", "b", "c", "d"]
-    waits = [("user 0", 0), ("user 1", 0), ("user 2", 0), ("user 3", 1)]
-    assert log == [entry for user, event in waits for entry in ((user, f"gathered {event}"), ("kept for", user))]
+    used = []
+    streams.use("user 0")
+    for number, (name, _) in enumerate(weight_sync.one_ahead(gathered(streams, "abc", "d")), 1):
+        used.append(name)
+        streams.use(f"user {number}")
+    assert used == ["a", "b", "c", "d"]
+    expected = [("user 0", "abc", "a"), ("user 1", "abc", "b"), ("user 2", "abc", "c"), ("user 3", "d", "d")]
+    waits = [entry for entry in streams.log if entry.startswith("user") or "kept" in entry]
+    assert waits == [
+        entry
+        for user, cut, name in expected
+        for entry in (f"{user} waits for {cut} on gather", f"{name} kept for {user}")
+    ]
 
 
 def test_what_a_gathered_parameter_is_cut_into_is_what_was_announced(world, tmp_path):

@@ -4,9 +4,7 @@ import threading
 import time
 
 import pytest
-import torch
 
-from common import weight_sync
 from common.data.prompts import PromptLoader
 from common.errors import RunFailed
 from common.placement import Layout
@@ -111,53 +109,3 @@ def test_a_checkpoint_knows_what_was_trained_on_not_what_is_in_flight(world, lay
     rollouts.get(1)
     rollouts.wait()
     assert loader.resume_at == 8 and loader.position == (16 if layout is AHEAD else 8)
-
-
-class FakeStream:
-    """What one_ahead asks of CUDA, written down."""
-
-    current = "load"
-
-    def __init__(self, log, name="gather"):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        return len(self.log)  # what stands before it has happened once it is waited for
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {self.log[event - 1]}")
-
-    def __enter__(self):
-        self.before, FakeStream.current = FakeStream.current, self.name
-
-    def __exit__(self, *_):
-        FakeStream.current = self.before
-
-
-def test_on_a_gpu_a_parameter_is_gathered_while_the_one_before_is_loaded(monkeypatch):
-    """The calls to CUDA, in their order; a GPU is not needed for that."""
-    log = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(log))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream(log, FakeStream.current))
-
-    class Tensor:
-        def __init__(self, name):
-            self.name = name
-            log.append(f"{name} on {FakeStream.current}")
-
-        def record_stream(self, stream):
-            log.append(f"{self.name} kept for {stream.name}")
-
-    for name, tensor in weight_sync.one_ahead([(name, Tensor(name))] for name in "abc"):
-        assert name == tensor.name
-        log.append(f"use {name}")
-    assert log == [
-        "gather waits for load",
-        *("a on gather", "b on gather", "load waits for a on gather", "a kept for load", "use a"),
-        *("c on gather", "load waits for b on gather", "b kept for load", "use b"),
-        *("load waits for c on gather", "c kept for load", "use c"),
-    ]
