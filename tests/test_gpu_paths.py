@@ -120,7 +120,8 @@ def test_a_float32_engine_does_not_round_to_tf32(dtype, said, models, monkeypatc
     monkeypatch.setattr(vllm_engine, "VLLMEngine", stop)
     with pytest.raises(Stop):
         engines.start("vllm", models["tied"], [1], an_engine().world, dtype, max_model_len=64, sequences=8)
-    assert os.environ.get("TRITON_F32_DEFAULT") == said and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert os.environ.get("TRITON_F32_DEFAULT") == said
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     script = (ROOT / "scripts/serve_rollout.sh").read_text()  # a server that a user starts has the same variables
     assert all(
         name in script for name in ("TRITON_F32_DEFAULT", "VLLM_NO_USAGE_STATS", "VLLM_ALLREDUCE_USE_FLASHINFER")
@@ -190,7 +191,7 @@ class NamedCUDA:
 def as_on_cuda(module, monkeypatch):
     """A second copy of a module whose tensors count as CUDA tensors, wherever they are."""
     source = inspect.getsource(module).replace("query.is_cuda and query.dtype != torch.float32", "True")
-    source = source.replace("z.is_cuda", "True")
+    source = source.replace("z.is_cuda", "True").replace("head.is_cuda", "True")
     copy = type(sys)("as_on_cuda")
     monkeypatch.setitem(sys.modules, "as_on_cuda", copy)
     exec(compile(source, "as_on_cuda", "exec"), copy.__dict__)
@@ -317,6 +318,27 @@ def test_the_fused_functions_of_the_head_are_traced_whole(monkeypatch):
     assert len(graphs) == 3
 
 
+@on_a_cpu
+def test_the_gradient_of_the_head_is_summed_in_float32(monkeypatch):
+    """Over 80 chunks of bfloat16, with CUDA's addmm(out_dtype) played on the CPU. One rounding is at most 2^-9."""
+    on_cuda = as_on_cuda(logits, monkeypatch)
+    addmm = torch.addmm
+
+    def widening(total, one, two, *, out_dtype, out):
+        assert out is total and total.dtype == out_dtype == torch.float32 and one.dtype == two.dtype == torch.bfloat16
+        return out.copy_(addmm(total, one.float(), two.float()))
+
+    monkeypatch.setattr(torch, "addmm", widening)
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 64, generator=generator).bfloat16() for n in (1600, 300))
+    parts = torch.rand(1600, 300, generator=generator).split(20)
+    chunks = [(slice(20 * i, 20 * i + 20), part) for i, part in enumerate(parts)]
+    _, found = on_cuda.backward_through_head(hidden, head, iter(chunks), True)
+    exact = sum(part.bfloat16().double().T @ hidden[rows].double() for rows, part in chunks)
+    error = ((found.double() - exact).norm() / exact.norm()).item()
+    assert found.dtype == torch.bfloat16 and error <= 2**-9, error
+
+
 class Stream:
     """A stream of CUDA's: what it is asked to do is written down, and nothing runs beside anything."""
 
@@ -412,6 +434,20 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams,
     assert {info["packed_buffer_size_bytes"] for info in control.infos} == {50 * 8 * 2}
     assert calls[-2] == "/finish_weight_update" and list(received) == [name for name, _ in policy.named_parameters()]
     assert all(torch.equal(received[name], p.detach().bfloat16()) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("second, address", [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "10.0.0.1")])
+def test_servers_on_other_nodes_are_given_an_address_that_they_reach(second, address, monkeypatch):
+    """Also where the first of them is on this one."""
+    import vllm.utils.network_utils as network
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    monkeypatch.setattr(network, "get_ip", lambda: "10.0.0.1")
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, **of: info)
+    control = SimpleNamespace(urls=["http://localhost:1", f"http://{second}:2"], workers=[1, 2])
+    source = weights.SingleIteration(weight_sync.FullParameters(torch.nn.Linear(2, 2)))
+    info = weights.nccl_sender(source, control)
+    assert (info.master_address, info.world_size) == (address, 4)
 
 
 @pytest.mark.parametrize("said", ["No available memory for the cache blocks. Try this.", "another cause"])
