@@ -5,16 +5,17 @@ import json
 import math
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 import tyro
 from test_readme import load
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, Qwen2Config
 
 from common import errors
 from common.placement import Layout
-from common.rollout import rollout
+from common.rollout import engines, rollout
 from common.run import memory
 from common.run import plan as run_plan
 from common.run.memory import GPU
@@ -58,6 +59,18 @@ def test_parameters_and_kv_cache_of_real_models(config, parameters, kv, tmp_path
     shape = plan.load_model(str(tmp_path))
     assert shape.parameters == parameters and shape.kv_bytes(torch.bfloat16) == kv
     assert shape == SEVEN or config is not SEVEN_B
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a CPU")
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_cpus_engine_counts_its_cache_as_the_plan_does(family, tmp_path, monkeypatch):
+    """The formula stands in common/rollout/engines.py, too, which imports nothing of common/run."""
+    monkeypatch.setattr(engines, "rank_memory", lambda: 1e15)
+    sizes = {**families.SIZES, **families.FAMILIES[family].config}
+    config = AutoConfig.for_model(family, **{key: value for key, value in sizes.items() if value is not None})
+    config.save_pretrained(tmp_path)
+    cache = engines.kv_cache_bytes(config, torch.float32, max_model_len=32_000, max_num_seqs=1000)
+    assert cache == memory.decoder(str(tmp_path)).kv_bytes(torch.float32) * 1000 * 32 * 1002
 
 
 def test_tokens_by_hand():

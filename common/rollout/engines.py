@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import BadInput, RunFailed, say
-from common.placement import Layout, World, use_cores
+from common.placement import Layout, World, rank_memory, use_cores
 
 MOST_SEQUENCES = 512  # responses that one engine works on at the same time
 # Families that vLLM 0.32 gets wrong, and how (docs/models.md).
@@ -96,6 +96,5 @@ def kv_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, max_model_len: 
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     tokens = max_num_seqs * 32 * (max_model_len // 32 + 2)
-    return int(max(2**27, min(bytes_per_token * tokens, memory / 4)))
+    return int(max(2**27, min(bytes_per_token * tokens, rank_memory() / 4)))
