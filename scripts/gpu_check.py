@@ -1,12 +1,13 @@
-"""Does a GPU do here what this repository relies on? Each check is a process with a limit; about ten minutes in all.
+"""Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes at most in all.
 
     python scripts/gpu_check.py                        every check that this machine can run, a table, and a page of it
     python scripts/gpu_check.py --list                 the checks, their bounds and what they need
     python scripts/gpu_check.py --only attention head  some of them
 
 Checks that this machine cannot run are listed with the reason: those with vLLM where it is not installed, those of
-several ranks with one GPU, and without a GPU all but a few, which then run small on the CPU. Ends with exit code 1 and
-one line that names what failed. --output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
+several ranks with one GPU, and without a GPU all but a few, which then run small on the CPU. The most important ones
+come first. Ends with exit code 1 and a line that names what failed, and another for what the ten minutes did not reach.
+--output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -30,15 +32,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import tyro
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from common import errors, placement, weight_sync
 from common.data import arithmetic
 from common.rollout import engines
 from common.rollout.rollout import Rollout, collate
-from common.run import memory
+from common.run import checks, memory
 from common.trainer import attention, batching, logits, model
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 60e9
+MINUTES, MINUTES_WITH_TWO_GPUS = 10.0, 16.0  # for all checks together
 NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
 TEMPERATURE = 0.7  # of the head's check
 ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
@@ -55,10 +57,13 @@ QWEN_05B = Qwen2Config(
     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
-SMALL = Qwen2Config(
-    hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=5000, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 5000, "max_position_embeddings": 32768, "eos_token_id": 1,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = Qwen2Config(**SIZES)
+EXPERTS = Qwen3MoeConfig(**SIZES, head_dim=64, moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2)
 
 
 @dataclasses.dataclass
@@ -66,13 +71,14 @@ class Args:
     list: bool = False  # Print the checks and leave.
     only: tuple[str, ...] = ()  # Names of checks. Default: all.
     output: str = "runs/gpu_check"  # Folder of the report.
+    minutes: float = 0.0  # For all checks together. Default: 10, or 16 with two GPUs.
     models: str = ""  # Folder for models with random weights, about 2 GB. Default: a temporary one.
     here: bool = False  # Run them in this process, and print the findings as JSON: as the script does for each check.
 
 
-def write_model(models: Path, config: Qwen2Config) -> str:
+def write_model(models: Path, config: PreTrainedConfig) -> str:
     """The folder, in this one, of a model with random weights of this shape and the embedded model's tokenizer."""
-    folder = models / f"width-{config.hidden_size}"
+    folder = models / f"{config.model_type}-{config.hidden_size}"
     if not folder.exists():  # All checks use the same folder, so that vLLM compiles once.
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -122,7 +128,7 @@ def files_of_two_packages() -> dict[str, bool]:
 
 
 def machine(models: Path) -> Iterator[Finding]:
-    """Driver, capability, packages."""
+    """Driver, capability, packages, and what is compiled with."""
     twice = [file for file, differs in files_of_two_packages().items() if differs]
     yield f"{len(twice)} files belong to two packages and differ {twice[:3] or ''}".strip(), not twice
     if not CUDA:
@@ -143,54 +149,93 @@ def machine(models: Path) -> Iterator[Finding]:
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("vllm"):
         found = importlib.metadata.version("cuda-bindings")
         yield f"cuda-bindings {found}, locked {locked}", found == locked
+    lacks = checks.triton_lacks()
+    yield f"for Triton: {lacks or 'a C compiler and Python.h'}", not lacks
+    for library in ("vllm._C_stable_libtorch", "vllm.cumem_allocator") if importlib.util.find_spec("vllm") else ():
+        try:
+            importlib.import_module(library)
+            yield f"{library} is imported", True
+        except ImportError as error:
+            yield f"{library}: {error}", False
 
 
-def attend(
-    groups: list[attention.Group], heads: int, keys: int, width: int, dtype: torch.dtype, window: int | None = None
-) -> list[torch.Tensor]:
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one attention layer has."""
+
+    heads: int
+    keys: int  # heads of keys and values
+    width: int  # of a head
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+
+    def inputs(self, groups: list[attention.Group]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """([queries, keys, values, sinks or nothing], gradient of the output), float32, of which bfloat16 keeps all."""
+        tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
+        random = lambda *shape: torch.randn(shape, generator=generator).to(torch.bfloat16).float()
+        qkv = [random(1, count, tokens, self.width) for count in (self.heads, self.keys, self.keys)]
+        return qkv + [random(self.heads)] * self.sinks, random(1, tokens, self.heads, self.width)
+
+
+def attend(groups: list[attention.Group], layer: Layer, dtype: torch.dtype) -> list[torch.Tensor]:
     """Output and gradients of packed attention over these groups."""
-    tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
-    qkv = [x.to(torch.bfloat16).to(DEVICE, dtype).requires_grad_() for x in qkv]
-    spans = attention.spans(groups, DEVICE)
-    out, _ = attention.packed_attention(None, *qkv, None, scaling=width**-0.5, spans=spans, sliding_window=window)
-    out.backward(torch.randn(out.shape, generator=generator).to(DEVICE, dtype))
-    return [out.detach(), *(x.grad for x in qkv)]
+    inputs, gradient = layer.inputs(groups)
+    query, key, value, *sinks = inputs = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
+    out, _ = attention.packed_attention(
+        None, query, key, value, None, scaling=layer.width**-0.5, spans=attention.spans(groups, DEVICE),
+        sliding_window=layer.window, softcap=layer.cap, s_aux=sinks[0] if sinks else None,
+    )  # fmt: skip
+    out.backward(gradient.to(DEVICE, dtype))
+    return [out.detach(), *(x.grad for x in inputs)]
 
 
-def reference_attention(groups, heads: int, keys: int, width: int, window: int | None) -> list[torch.Tensor]:
+def reference_attention(groups: list[attention.Group], layer: Layer) -> list[torch.Tensor]:
     """The same in float64, each sequence alone behind its prompt."""
-    tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, count, tokens, width, generator=generator) for count in (heads, keys, keys)]
-    q, k, v = qkv = [x.to(torch.bfloat16).double().requires_grad_() for x in qkv]
+    inputs, gradient = layer.inputs(groups)
+    query, key, value, *sinks = inputs = [x.double().requires_grad_() for x in inputs]
     outputs, start = [], 0
     for prompt, responses in groups:
         before = list(range(start, start + prompt))
         start += prompt
         for place, length in enumerate(responses):
             row = before + list(range(start, start + length))
-            x = [part[:, :, row] for part in (q, k, v)]
+            q, k, v = (x[0, :, row] for x in (query, key, value))  # (heads, tokens, width)
+            k, v = (x.repeat_interleave(layer.heads // layer.keys, 0) for x in (k, v))
             distance = torch.arange(len(row))[:, None] - torch.arange(len(row))  # of a query from a key before it
-            mask = (distance >= 0) & (distance < (window or len(row)))
-            out = F.scaled_dot_product_attention(*x, mask, scale=width**-0.5, enable_gqa=True)[0]
+            scores = q @ k.transpose(1, 2) * layer.width**-0.5
+            if layer.cap:
+                scores = layer.cap * (scores / layer.cap).tanh()
+            scores = scores.masked_fill((distance < 0) | (distance >= (layer.window or len(row))), -torch.inf)
+            if sinks:
+                scores = torch.cat([scores, sinks[0].view(-1, 1, 1).expand(-1, len(row), 1)], dim=2)
+            out = scores.softmax(2)[:, :, : len(row)] @ v
             outputs.append(out.transpose(0, 1)[prompt if place else 0 :])  # (tokens, heads, width)
             start += length
     out = torch.cat(outputs)[None]
-    out.backward(torch.randn(out.shape, generator=generator).double())
-    return [out.detach(), *(x.grad for x in qkv)]
+    out.backward(gradient.double())
+    return [out.detach(), *(x.grad for x in inputs)]
 
 
 def check_attention(models: Path) -> Iterator[Finding]:
-    """Packed attention and its gradients against float64, without and with a sliding window."""
+    """Packed attention and its gradients against float64: plain, with a window, with a cap of scores, with sinks."""
     groups = [(70, [40, 1, 33, 7]), (33, [12]), (64, [50] * 16), (5, [1])]
-    for heads, keys, width, window in ((14, 2, 64, None), (8, 8, 128, None), (8, 2, 64, 48)):
-        sizes = groups, heads, keys, width
-        pairs = zip(attend(*sizes, DTYPE, window), reference_attention(*sizes, window))
-        found = [relative(one.cpu(), two) for one, two in pairs]
-        text = (
-            f"{heads}:{keys} heads of {width}, window {window}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}"
+    layers = {
+        "plain": Layer(14, 2, 64),
+        "heads of 128": Layer(8, 8, 128),
+        "window": Layer(8, 2, 64, window=48),
+        "cap": Layer(8, 2, 64, window=48, cap=3.0),
+        "sinks": Layer(8, 2, 64, window=48, sinks=True),
+    }
+    for name, layer in layers.items():
+        found = [
+            relative(one.cpu(), two)
+            for one, two in zip(attend(groups, layer, DTYPE), reference_attention(groups, layer))
+        ]
+        yield (
+            f"{name}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}",
+            (found[0] <= ERROR and max(found[1:]) <= 2 * ERROR),
         )
-        yield text, found[0] <= ERROR and max(found[1:]) <= 2 * ERROR
 
 
 def attention_memory(models: Path) -> Iterator[Finding]:
@@ -199,7 +244,7 @@ def attention_memory(models: Path) -> Iterator[Finding]:
     for tokens in (4096, 8192, 16384):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        attend([(512, [512] * 7)] * (tokens // 4096), 14, 2, 64, DTYPE)
+        attend([(512, [512] * 7)] * (tokens // 4096), Layer(14, 2, 64), DTYPE)
         peaks.append(torch.cuda.max_memory_allocated() / tokens)
     yield ", ".join(f"{peak / 1024:.1f}" for peak in peaks) + " KiB a token", max(peaks) <= 1.1 * min(peaks)
 
@@ -308,12 +353,16 @@ def check_engine(models: Path) -> Iterator[Finding]:
     policy = model.load(path, world, DTYPE)
     gpu = memory.this_gpu(batching.Compute(), path, DTYPE, 1)
     layout = memory.plan_engine(placement.Layout(), gpu, 1, 1024, 256)
+    torch.cuda.empty_cache()
+    before = used_memory()
     began = time.perf_counter()
     engine = engines.start("vllm", path, [1], world, DTYPE, max_model_len=1024, sequences=256, layout=layout)
     yield f"started in {time.perf_counter() - began:.0f} s", time.perf_counter() - began <= 240
     config = engine.llm.llm_engine.vllm_config
     graphs, head = config.compilation_config.cudagraph_mode.name, config.model_config.head_dtype
+    fast = config.use_v2_model_runner and config.scheduler_config.async_scheduling
     yield f"graphs {graphs}, head {head}, {engine.settings()}", graphs != "NONE" and head == torch.float32
+    yield f"{'second' if fast else 'NOT the second'} model runner, scheduled ahead", fast
     tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     yield f"KV cache of {tokens} tokens, planned 1024 x 256", tokens >= 0.9 * 1024 * 256
     prompts = [[5 + i, 6, 7, 8] for i in range(16)]
@@ -323,13 +372,11 @@ def check_engine(models: Path) -> Iterator[Finding]:
     yield "the same seed samples the same tokens", sample(1) == first
     differ = sum(one != two for one, two in zip(sample(2), first)) / len(first)
     yield f"another seed changes {differ:.0%} of the responses", differ >= 0.9
-    used = lambda: torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
-    awake = used()
+    awake = used_memory() - before
     engine.sleep()
     held = gpu.model.parameters * DTYPE.itemsize + tokens * gpu.model.kv_bytes(DTYPE)
-    freed = awake - used()
-    yield f"sleep frees {freed / 2**30:.1f} GiB of {held / 2**30:.1f}", freed >= 0.95 * held
-    taken, free = [], []
+    yield from engine_memory(awake, used_memory() - before, held)
+    taken, used = [], []
     for _ in range(6):
         began = time.perf_counter()
         weight_sync.push(policy, engine)
@@ -337,10 +384,27 @@ def check_engine(models: Path) -> Iterator[Finding]:
         taken.append(time.perf_counter() - began)
         sample(3)
         engine.sleep()
-        free.append(torch.cuda.mem_get_info()[0])
-    drift = (max(free[1:]) - min(free[1:])) / 2**20
+        used.append(used_memory())
+    drift = (max(used[1:]) - min(used[1:])) / 2**20
     yield f"waking and a push {statistics.median(taken):.2f} s; free memory drifts {drift:.0f} MiB", drift <= 64
     placement.finish(world, engine)
+
+
+def used_memory() -> int:
+    """Bytes of the GPU that are in use, CUDA's own among them."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def engine_memory(awake: int, asleep: int, held: int) -> Iterator[Finding]:
+    """What an engine takes, awake and asleep, against what common/run/memory.py plans. held: its weights and KV cache,
+    all in bytes.
+    """
+    gib = lambda size: f"{size / memory.GIB:.1f} GiB"
+    yield f"sleep frees {gib(awake - asleep)} of {gib(held)}", awake - asleep >= 0.95 * held
+    beside, planned = awake - held, memory.ENGINE_WORKSPACE
+    yield f"awake it takes {gib(beside)} beside weights and cache, planned {gib(planned)}", beside <= planned
+    yield f"asleep it keeps {gib(asleep)}, planned {gib(memory.ENGINE_ASLEEP)}", asleep <= memory.ENGINE_ASLEEP
 
 
 def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
@@ -351,10 +415,11 @@ def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
 
 def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
     """(exit code or None after the limit, output, errors) of a command. Nothing that it started outlives the limit."""
-    mark = f"GPU_CHECK={uuid.uuid4()}"  # inherited by all that the command starts, also in sessions of their own
+    # Inherited by all that the command starts, also in sessions of their own; a check's own commands add to its mark.
+    mark = os.environ.get("GPU_CHECK", "") + str(uuid.uuid4())
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | dict([mark.split("=")]),
+        env=os.environ | {"GPU_CHECK": mark},
     )  # fmt: skip
     try:
         out, err = process.communicate(timeout=limit)
@@ -362,13 +427,15 @@ def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
     except subprocess.TimeoutExpired:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if mark.encode() in (folder / "environ").read_bytes():
+                if f"GPU_CHECK={mark}".encode() in (folder / "environ").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
         out, err = process.communicate()
         return None, out, err
 
 
-def selftest(models: Path, *, flags: tuple = (), ranks: int = 1, config: Qwen2Config = QWEN_05B) -> Iterator[Finding]:
+def selftest(
+    models: Path, *, flags: tuple = (), ranks: int = 1, config: PreTrainedConfig = QWEN_05B
+) -> Iterator[Finding]:
     """scripts/selftest.py: rollout, gap to the trainer, gradients, weight sync, checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(models, config)
@@ -391,15 +458,16 @@ def check_update(models: Path) -> Iterator[Finding]:
 
 
 def check_runs(models: Path) -> Iterator[Finding]:
-    """The embedded task: GRPO and a resume of it, PPO, PRIME."""
-    backend = ["--rollout-backend", "vllm" if importlib.util.find_spec("vllm") else "hf"]
-    common = ["--prompts-per-step", 16, "--mini-batches", 2, "--eval-prompts", 32, *backend]
+    """The embedded task: GRPO and a resume of it, PPO, PRIME. The last two without vLLM, whose start takes longest."""
+    vllm = ["--rollout-backend", "vllm" if importlib.util.find_spec("vllm") else "hf"]
+    hf = ["--rollout-backend", "hf"]
+    common = ["--prompts-per-step", 16, "--mini-batches", 2, "--eval-prompts", 32]
     with tempfile.TemporaryDirectory() as folder:
         runs = {  # the name of the run's folder, the algorithm, and its own flags
-            "grpo": ("grpo", ["--steps", 3, "--save-every", 2]),
-            "resumed": ("grpo", ["--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002"]),
-            "ppo": ("ppo", ["--steps", 1]),
-            "prime": ("prime", ["--gen-prompts", 16, "--steps", 1]),
+            "grpo": ("grpo", ["--steps", 3, "--save-every", 2, *vllm]),
+            "resumed": ("grpo", ["--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002", *vllm]),
+            "ppo": ("ppo", ["--steps", 1, *hf]),
+            "prime": ("prime", ["--gen-prompts", 16, "--steps", 1, *hf]),
         }
         for name, (algorithm, flags) in runs.items():
             code, said = lines_of([f"algos/{algorithm}.py", *common, *flags, "--run-dir", f"{folder}/{name}"], 240)
@@ -416,34 +484,35 @@ class Check:
 
 
 TWO = ("2 GPUs", "vLLM")
-CHECKS = {
+CHECKS = {  # those first that decide whether the rest is worth its time
     "machine": Check(machine, f"driver >= {NEEDED_DRIVER}, capability >= 8.0, no file of two packages", 60),
+    "engine": Check(
+        check_engine, "start <= 240 s, planned memory and cache, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")
+    ),
+    "self-test": Check(selftest, "exit code 0: its own bounds", 240, ("a GPU", "vLLM")),
+    "self-test-float32": Check(
+        partial(selftest, flags=("--dtype", "float32"), config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
+    ),
     "attention": Check(check_attention, "relative error <= 1e-2, gradients <= 2e-2 (CPU, float32: 1e-5)", 60),
-    "attention memory": Check(attention_memory, "linear in the tokens within 10 %", 30, ("a GPU",)),
+    "attention-memory": Check(attention_memory, "linear in the tokens within 10 %", 30, ("a GPU",)),
     "head": Check(check_head, "log-probs 1e-5, gradients 5e-3 (CPU: 1e-5); the time is only shown", 90),
     "memory": Check(check_activations, "estimate / measured: activations 0.9-1.15, peak 0.85-1.3", 90, ("a GPU",)),
     "gradient": Check(check_gradient, "relative difference <= 1e-5 in float32, 0.1 in bfloat16", 150),
-    "engine": Check(
-        check_engine, "start <= 240 s, planned cache, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")
-    ),
-    "self-test": Check(selftest, "exit code 0: its own bounds", 240, ("a GPU", "vLLM")),
-    "self-test, float32": Check(
-        partial(selftest, flags=("--dtype", "float32"), config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
-    ),
-    "self-test, hf": Check(
+    "self-test-hf": Check(
         partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
     ),
-    "self-test, LoRA": Check(
+    "self-test-lora": Check(
         partial(selftest, flags=("--rollout-backend", "hf", "--lora-rank", "8")), "exit code 0", 180, ("a GPU",)
     ),
+    "self-test-experts": Check(partial(selftest, config=EXPERTS), "exit code 0", 180, ("a GPU", "vLLM")),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
     "runs": Check(check_runs, "exit code 0", 300),
-    "2 ranks": Check(partial(selftest, ranks=2), "exit code 0", 240, TWO),
-    "rollout tp 2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), "exit code 0", 240, TWO),
-    "sequence parallel 2": Check(
+    "2-ranks": Check(partial(selftest, ranks=2), "exit code 0", 240, TWO),
+    "rollout-tp-2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), "exit code 0", 240, TWO),
+    "sequence-parallel-2": Check(
         partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), "exit code 0", 240, TWO
     ),
-    "shard size 1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), "exit code 0", 240, TWO),
+    "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), "exit code 0", 240, TWO),
     "split": Check(
         partial(selftest, flags=("--rollout-placement", "split", "--rollout-servers", "1")), "exit code 0", 300,
         TWO,
@@ -461,14 +530,15 @@ def missing(check: Check) -> str:
     return ", ".join(need for need in check.needs if not there[need])
 
 
-def run_child(name: str, limit: float, models: str) -> dict:
-    """A check in a process of its own: its findings, seconds, and whether all hold."""
-    began = time.perf_counter()
+def run_child(name: str, left: float, models: str) -> dict:
+    """A check in a process of its own: its findings, seconds, and whether all hold. left: seconds for all checks."""
+    limit, began = min(CHECKS[name].limit_s, left), time.perf_counter()
     code, out, err = finish([sys.executable, __file__, "--here", "--models", models, "--only", name], limit)
     findings = [json.loads(line[9:]) for line in out.splitlines() if line.startswith("finding: ")]
     ended = code == 0 and findings
     if code is None:
-        findings.append([f"no end within {limit:.0f} s", False])
+        cut = ", all that was left for this check" if limit == left else ""
+        findings.append([f"no end within {limit:.0f} s{cut}", False])
     elif not ended:
         findings.append([" ".join((err or out).split("\n")[-4:]).strip()[-600:], False])
     passed = bool(ended) and all(holds for _, holds in findings)
@@ -501,32 +571,43 @@ def main(args: Args) -> int:
         return 0
     if not CUDA:
         print("no GPU here: only the checks that need none, small ones on the CPU")
+    minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)
     with tempfile.TemporaryDirectory() as scratch:
-        results = run_checks(args.only or tuple(CHECKS), args.models or scratch)
+        results = run_checks(args.only or tuple(CHECKS), args.models or scratch, time.monotonic() + 60 * minutes)
     failed = [name for name, found in results.items() if not found.get("passed", True)]
-    write_report(Path(args.output), results, failed)
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return int(bool(failed))
+    missed = [name for name, found in results.items() if "not reached" in found]
+    ending = [f"failed: {', '.join(failed)}"] * bool(failed)
+    if missed:
+        rest = shlex.join(["--only", *missed])
+        ending.append(f"not reached in {minutes:g} minutes: {', '.join(missed)} ({rest} runs these, --minutes N all)")
+    write_report(Path(args.output), args.only, results, ending)
+    print("\n".join(ending), end="\n" * bool(ending))
+    return int(bool(ending))
 
 
-def run_checks(names: tuple[str, ...], models: str) -> dict[str, dict]:
+def run_checks(names: tuple[str, ...], models: str, deadline: float) -> dict[str, dict]:
+    """Check -> what was found, or why it was left out, or that it was not reached. deadline: of time.monotonic()."""
     results = {}
     for name in names:
-        lacks = missing(CHECKS[name])
-        found = {"left out": f"needs {lacks}"} if lacks else run_child(name, CHECKS[name].limit_s, models)
-        results[name] = found
-        word = "left out" if lacks else "passed" if found["passed"] else "FAILED"
-        print(f"{name}: {word}" + (f", needs {lacks}" if lacks else f", {found['seconds']:.0f} s"), flush=True)
-        for measured, holds in found.get("findings", []):
+        lacks, left = missing(CHECKS[name]), deadline - time.monotonic()
+        if lacks:
+            results[name], said = {"left out": f"needs {lacks}"}, f"left out, needs {lacks}"
+        elif left <= 0:
+            results[name], said = {"not reached": "no time was left"}, "NOT REACHED"
+        else:
+            results[name] = found = run_child(name, left, models)
+            said = f"{'passed' if found['passed'] else 'FAILED'}, {found['seconds']:.0f} s"
+        print(f"{name}: {said}", flush=True)
+        for measured, holds in results[name].get("findings", []):
             print(f"    {'' if holds else 'FAILED '}{measured}", flush=True)
     return results
 
 
-def write_report(folder: Path, results: dict[str, dict], failed: list[str]) -> None:
+def write_report(folder: Path, only: tuple[str, ...], results: dict[str, dict], ending: list[str]) -> None:
     """gpu_check.json, and a page with the same."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine_words, command = about(), "python scripts/gpu_check.py"
+    words = ["python", "scripts/gpu_check.py", *(["--only", *only] if only else [])]
+    machine_words, command = about(), shlex.join(words)
     (folder / "gpu_check.json").write_text(
         json.dumps({"about": machine_words, "command": command, "checks": results}, indent=2) + "\n"
     )
@@ -534,14 +615,14 @@ def write_report(folder: Path, results: dict[str, dict], failed: list[str]) -> N
     page = [f"# {machine_words['device']}", "", f"`{command}`: {words}.", "", "| check | result | measured | s |"]
     page.append("|---|---|---|---|")
     for name, found in results.items():
-        if "left out" in found:
-            page.append(f"| {name} | left out: {found['left out']} | | |")
+        if "findings" not in found:
+            page += [f"| {name} | {word}: {reason} | | |" for word, reason in found.items()]
             continue
         measured = "<br>".join(
             f"{'' if ok else '**failed** '}{text}".replace("|", "/") for text, ok in found["findings"]
         )
         page.append(f"| {name} | {'passed' if found['passed'] else '**failed**'} | {measured} | {found['seconds']} |")
-    (folder / "README.md").write_text("\n".join([*page, "", f"Failed: {', '.join(failed) or 'none'}.", ""]))
+    (folder / "README.md").write_text("\n".join([*page, "", *(ending or ["failed: none"]), ""]))
     print(f"report: {folder / 'README.md'}")
 
 

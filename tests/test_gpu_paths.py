@@ -569,7 +569,7 @@ def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_pat
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == len(check.CHECKS) and all("at most" in line for line in listed)
     assert "gradients <= 2e-2" in next(line for line in listed if line.startswith("attention "))
-    with pytest.raises(BadInput, match="--only nothing: the checks are machine, attention, "):
+    with pytest.raises(BadInput, match="--only nothing: the checks are machine, engine, "):
         check.main(check.Args(only=("nothing",)))
     assert check.main(check.Args(only=("attention", "split"), output=str(tmp_path))) == 0
     said = capsys.readouterr().out
@@ -604,7 +604,90 @@ def test_gpu_check_ends_with_1_and_names_what_failed(tmp_path, monkeypatch, caps
     assert said.splitlines()[-1] == "failed: wrong, crash, hang"
 
 
-def test_nothing_that_a_check_started_outlives_its_limit():
+def test_gpu_check_ends_when_its_minutes_are_over_and_names_what_it_did_not_reach(tmp_path, monkeypatch, capsys):
+    """Limits of single checks add up to more. A check that hangs takes what is left, and not what it may take alone."""
+    check = load("scripts/gpu_check.py")
+    hang = "import sys, time; print('finding: [\"began\", true]', flush=True); time.sleep(60)"
+    script = tmp_path / "gpu_check.py"
+    script.write_text(hang)
+    monkeypatch.setattr(check, "__file__", str(script))
+    for name in ("hangs", "later", "another"):
+        monkeypatch.setitem(check.CHECKS, name, check.Check(check.machine, "", 60))
+    monkeypatch.setitem(check.CHECKS, "lacking", check.Check(check.machine, "", 60, ("2 GPUs",)))
+    monkeypatch.setattr(check, "missing", lambda it: ", ".join(it.needs))
+    began = time.monotonic()
+    asked = ("hangs", "later", "lacking", "another")
+    assert check.main(check.Args(only=asked, minutes=2 / 60, output=str(tmp_path))) == 1
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == "failed: hangs"
+    assert said[-1].startswith("not reached in 0.0333333 minutes: later, another (--only later another runs")
+    assert "    FAILED no end within 2 s, all that was left for this check" in said
+    assert "later: NOT REACHED" in said and "lacking: left out, needs 2 GPUs" in said
+    assert "| another | not reached: no time was left | | |" in (tmp_path / "README.md").read_text()
+    assert check.main(check.Args(only=("later",), minutes=1e-9, output=str(tmp_path))) == 1, "nothing passed"
+
+
+GIB, ENGINE_TOKENS = memory.GIB, 1024 * 256
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    "beside, asleep, leak, tokens, runner, failing",
+    [
+        (3.0, 1.0, 0, ENGINE_TOKENS, True, []),
+        (5.0, 1.0, 0, ENGINE_TOKENS, True, ["awake it takes 5.0 GiB beside weights and cache, planned 4.0 GiB"]),
+        (3.0, 2.5, 0, ENGINE_TOKENS, True, ["asleep it keeps 2.5 GiB, planned 2.0 GiB"]),
+        (3.0, 1.0, 0.02, ENGINE_TOKENS, True, ["free memory drifts 82 MiB"]),
+        (3.0, 1.0, 0, 1000, True, ["KV cache of 1000 tokens, planned 1024 x 256"]),
+        (3.0, 1.0, 0, ENGINE_TOKENS, False, ["NOT the second model runner"]),
+    ],
+)
+def test_gpu_check_compares_an_engine_with_the_plan_of_memory(
+    beside, asleep, leak, tokens, runner, failing, models, monkeypatch
+):
+    """With an engine that takes what the test says, in GiB, beside a trainer that takes 7."""
+    check, gpu = load("scripts/gpu_check.py"), SimpleNamespace(used=7 * GIB, cycles=0)
+    sizes = memory.decoder(models["tied"])
+    held = sizes.parameters * check.DTYPE.itemsize + tokens * sizes.kv_bytes(check.DTYPE)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+        model_config=SimpleNamespace(head_dtype=torch.float32), use_v2_model_runner=runner,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(num_gpu_blocks=tokens, block_size=1),
+    )  # fmt: skip
+
+    class Engine:
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+        settings = staticmethod(lambda: "as faked")
+
+        def wake(self, *args):
+            gpu.used = int((7 + beside) * GIB) + held
+
+        def generate(self, prompts, seed, **settings):
+            return SimpleNamespace(response_ids=[[seed, *ids] for ids in prompts])
+
+        def sleep(self):
+            gpu.used = int((7 + asleep + leak * gpu.cycles) * GIB)
+            gpu.cycles += 1
+
+    engine = Engine()
+    monkeypatch.setattr(check, "write_model", lambda folder, config: models["tied"])
+    monkeypatch.setattr(check, "used_memory", lambda: gpu.used)
+    monkeypatch.setattr(check.placement, "init", lambda seed: None)
+    monkeypatch.setattr(check.placement, "finish", lambda *args: None)
+    monkeypatch.setattr(check.model, "load", lambda *args: None)
+    monkeypatch.setattr(memory, "rank_memory", lambda: 80e9)
+    monkeypatch.setattr(engines, "start", lambda *args, **kwargs: engine.wake() or engine)
+    monkeypatch.setattr(weight_sync, "push", engine.wake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = list(check.check_engine(None))
+    assert len(found) == 10
+    wrong = [text for text, holds in found if not holds]
+    assert len(wrong) == len(failing) and all(words in text for words, text in zip(failing, wrong)), wrong
+
+
+def test_nothing_that_a_check_started_outlives_its_limit(monkeypatch):
     """Ranks of torchrun have sessions of their own: killing the check's process would leave them on the GPU."""
     check, seconds = load("scripts/gpu_check.py"), "3217.5"
     start = f"import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True).wait()"
@@ -614,3 +697,7 @@ def test_nothing_that_a_check_started_outlives_its_limit():
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running()
+    # The commands that a check starts by the same function keep the mark by which the check is found.
+    monkeypatch.setenv("GPU_CHECK", "outer-")
+    inner = check.finish([sys.executable, "-c", "import os; print(os.environ['GPU_CHECK'])"], 20.0)[1]
+    assert inner.startswith("outer-") and inner.strip() != "outer-"
