@@ -47,6 +47,7 @@ class Job:
     mini_batches: int = 4
     epochs: int = 1
     reference: bool = False  # Whether a reference policy is loaded, as --kl-coef > 0 does.
+    teacher: str = ""  # The model of opd's --teacher, frozen, which computes the log-probs of all responses.
     lora_rank: int = 0  # As --lora-rank: only adapters have gradients and moments, and no reference is loaded.
     activation_checkpointing: bool = False
     token_budget: int = 0  # Tokens of one forward; 0 takes as many as memory allows.
@@ -88,14 +89,12 @@ class Args:
     run: str = ""  # Directory of a colocated run of algos/ on the same kind of GPU, whose times correct the estimate.
 
 
-def load_model(path: str) -> Decoder:
+def load_model(path: str, flag: str = "--model") -> Decoder:
     """Sizes from config.json. Raises BadInput."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise BadInput(f"--model {path}: {str(error).splitlines()[0]}") from error
-    if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
-        raise BadInput(f"--model {path}: a mixture of experts computes with some of its parameters; dense models only")
+        raise BadInput(f"{flag} {path}: {str(error).splitlines()[0]}") from error
     return memory.decoder(path)
 
 
@@ -121,12 +120,17 @@ class Step:
         return getattr(torch, self.job.dtype)
 
     @property
+    def teacher(self) -> Decoder | None:
+        return load_model(self.job.teacher, "--teacher") if self.job.teacher else None
+
+    @property
     def gpu(self) -> GPU:
         """A GPU that trains, and what the layout puts on it."""
         return GPU(
             self.hardware.memory, self.model, self.train, self.dtype, adapters=self.model.adapters(self.job.lora_rank),
             frozen=int(self.job.reference and not self.job.lora_rank),
             checkpointing=self.job.activation_checkpointing, engine="elsewhere" if self.split else "asleep",
+            other=memory.FROZEN_BYTES * self.teacher.parameters / self.train if self.teacher else 0.0,
         )  # fmt: skip
 
     @property
@@ -154,7 +158,7 @@ class Step:
         # A pair is a token and one that it attends to: P^2/2 in a prompt, L P + L^2/2 in a response.
         pairs = prompts * (self.prompt_copies * prompt**2 / 2 + group * (length * prompt + length**2 / 2))
         layers = (
-            2 * model.inner * self.trained_tokens(prompts) + 4 * model.query_width * model.num_hidden_layers * pairs
+            2 * model.visited * self.trained_tokens(prompts) + 4 * model.query_width * model.num_hidden_layers * pairs
         )
         return layers, 2 * model.embedding * prompts * group * length
 
@@ -192,8 +196,8 @@ class Step:
         # Decoding takes as many forwards as the longest response has tokens, after rounds where not all run at once.
         rounds = max(1.0, self.engine_responses / self.running_responses())
         steps = rounds * job.response_mean + job.max_response_tokens - job.response_mean
-        flop = filled * (2 * model.inner + 2 * model.query_width * model.num_hidden_layers * job.prompt_mean)
-        flop += 2 * (model.inner + model.embedding) * tokens
+        flop = filled * (2 * model.visited + 2 * model.query_width * model.num_hidden_layers * job.prompt_mean)
+        flop += 2 * (model.visited + model.embedding) * tokens
         read = steps * model.parameters * self.dtype.itemsize
         read += tokens * (job.prompt_mean + job.response_mean / 2) * model.kv_bytes(self.dtype)
         spent = flop / (hardware.peak * hardware.forward_share) + read / (hardware.hbm * hardware.hbm_share)
@@ -220,7 +224,11 @@ class Step:
         exchanged = updates * (2 * forwards * self.dtype.itemsize + 4 * reductions) * parameters
         adam = 28 * updates * parameters / self.train / read  # four float32 arrays are read, three are written
         products = self.update_flop() / (hardware.peak * hardware.update_share)
-        frozen = passes * sum(self.forward_flop()) / (hardware.peak * hardware.forward_share)
+        frozen = passes * sum(self.forward_flop())
+        if self.teacher:
+            frozen += sum(dataclasses.replace(self, model=self.teacher).forward_flop())
+            gathered += self.micro_batches(prompts) * self.dtype.itemsize * self.teacher.parameters
+        frozen /= hardware.peak * hardware.forward_share
         sent = parameters * self.dtype.itemsize  # bytes
         passed_on = sent / hardware.bandwidth(self.train + self.rollout) if self.split else 0.0
         phases = {

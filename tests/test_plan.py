@@ -348,6 +348,7 @@ def test_a_run_corrects_the_estimate(capsys, models, tmp_path):
         (["--response-mean", 2000], "--response-mean 2000 is over --max-response-tokens 1024"),
         (["--group-size", 0], "--group-size 0: must be at least 1"),
         (["--model", "no/such/model"], "--model no/such/model: "),
+        (["--teacher", "no/such/model"], "--teacher no/such/model: "),
     ],
 )
 def test_bad_input(seven, flags, message):
@@ -356,8 +357,33 @@ def test_bad_input(seven, flags, message):
     assert message in str(error.value)
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path):
-    config = Qwen2Config(num_experts=8)
+@pytest.mark.parametrize("family", [name for name, it in families.FAMILIES.items() if "experts" in it.has])
+def test_a_token_computes_with_the_experts_that_are_chosen_for_it(family, tmp_path):
+    """2 of 4 experts of 64 x 64 x 3 parameters in each layer. DeepSeek and GLM have a first layer without experts."""
+    sizes = {**families.SIZES, **families.FAMILIES[family].config}
+    config = AutoConfig.for_model(family, **{key: value for key, value in sizes.items() if value is not None})
     config.save_pretrained(tmp_path)
-    with pytest.raises(errors.BadInput, match="dense models only"):
-        plan.load_model(str(tmp_path))
+    model = plan.load_model(str(tmp_path))
+    layers = 3 if "first_k_dense_replace" in sizes else 4
+    expert = 3 * 64 * (128 if family in ("mixtral", "gpt_oss") else 64)
+    biases = 128 * 2 + 64 if family == "gpt_oss" else 0
+    assert model.inner - model.visited == 2 * layers * (expert + biases)
+    whole = dataclasses.replace(model, idle=0)
+    for work in (lambda it: it.forward_flop()[0], plan.Step.update_flop, plan.Step.rollout_seconds):
+        assert work(step(model)) < work(step(whole))
+    assert step(model).peak_bytes() == step(whole).peak_bytes(), "all experts are kept and gathered"
+
+
+def test_a_teacher_is_frozen_and_computes_log_probs(tmp_path, seven):
+    """OPD: 7 B teach 0.5 B on 8 GPUs. A run counts it by fit_memory(others=...)."""
+    KNOWN[1][0].save_pretrained(tmp_path)
+    small = plan.load_model(str(tmp_path))
+    alone, taught = step(small), step(small, teacher=seven)
+    more = {phase: size - alone.peak_bytes()[phase] for phase, size in taught.peak_bytes().items()}
+    assert more == pytest.approx({"update": 4 * 7_615_616_512 / 8, "rollout": 4 * 7_615_616_512 / 8})
+    one, two = alone.seconds({}), taught.seconds({})
+    assert two["logprobs"] == pytest.approx(one["logprobs"] + sum(step().forward_flop()) / (989e12 * 0.45))
+    assert all(two[phase] == one[phase] for phase in ("rollout", "update", "sync"))
+    slow = dataclasses.replace(H100, link=1e9)
+    held_up = step(small, hardware=slow, teacher=seven).seconds({})["logprobs"]
+    assert held_up == pytest.approx((7_615_616_512 + small.parameters) * 2 / 0.7e9)

@@ -29,6 +29,7 @@ FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fr
 ENGINE_ASLEEP = 2 * GIB  # bytes that a colocated engine keeps while its rank trains: CUDA graphs, libraries
 ENGINE_WORKSPACE = 4 * GIB  # bytes that an engine needs beside weights and KV cache
 ACTIVATION_SHARE = 0.2  # share of a rank's memory for the activations of one micro-batch, on a CPU and in float32
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how configs call the number of experts of a layer
 MIN_BUDGET_TOKENS, MAX_BUDGET_TOKENS = 1024, 16384  # beyond the maximum a micro-batch is no faster
 
 
@@ -45,6 +46,12 @@ class Decoder:
     inner: int  # parameters of all layers together and of the last norm
     parameters: int  # all of them, tied ones counted once
     written_out: bool = False  # attention keeps its weights, as for caps of scores and sinks
+    idle: int = 0  # parameters of `inner` that a token does not visit: of the experts that are not chosen for it
+
+    @property
+    def visited(self) -> int:
+        """Parameters of `inner` that one token is multiplied with."""
+        return self.inner - self.idle
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache for one token: a key and a value of each layer."""
@@ -78,6 +85,13 @@ def count_parameters(model_path: str) -> int:
 
 
 @lru_cache
+def count_experts(model_path: str) -> int:
+    """Number of parameters of all experts among which a router chooses."""
+    parameters = without_weights(model_path).named_parameters()
+    return sum(parameter.numel() for name, parameter in parameters if ".experts." in name)
+
+
+@lru_cache
 def trained_parameters(model_path: str, lora_rank: int) -> int:
     """Number of parameters that a policy trains: all, or those of its adapters. Raises BadInput without such layers."""
     if not lora_rank:
@@ -102,6 +116,7 @@ def decoder(model_path: str) -> Decoder:
     )  # fmt: skip
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits so many of them
+    among = next((n for name in EXPERTS if (n := getattr(config, name, None))), 1)
     width = max(
         config.intermediate_size, experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
     )
@@ -110,6 +125,7 @@ def decoder(model_path: str) -> Decoder:
         config.num_key_value_heads * head_dim, embedding,
         count - embedding * (1 if config.tie_word_embeddings else 2), count,
         getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss",
+        count_experts(model_path) * (among - experts) // among if experts else 0,
     )  # fmt: skip
 
 
