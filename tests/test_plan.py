@@ -1,6 +1,7 @@
 """scripts/plan.py: its formulas against numbers worked out by hand, real configs and torch's own count of FLOPs."""
 
 import dataclasses
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -259,6 +260,56 @@ def test_a_run_on_a_gpu_takes_these_rules(seven, monkeypatch, capsys):
         memory.plan_engine(Layout(), dataclasses.replace(gpu, shards=2), 1, 400_000, 64)
     with pytest.raises(errors.BadInput, match="--rollout-memory 0.8 takes .* and the trainer leaves"):
         memory.plan_engine(Layout(rollout_memory=0.8), gpu, 1, 1000, 64)
+
+
+FOURTEEN_B = Qwen2Config(
+    hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory) -> dict[str, str]:
+    """Folders of models of 0.1 to 14 B parameters."""
+    configs = {"0.1": KNOWN[0][0], "0.5": KNOWN[1][0], "7": SEVEN_B, "14": FOURTEEN_B}
+    folders = {name: tmp_path_factory.mktemp(f"size-{name}") for name in configs}
+    for name, config in configs.items():
+        config.save_pretrained(folders[name])
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU")
+@pytest.mark.parametrize("models", [{}, {"frozen": 1}, {"trained": 2}], ids=["grpo", "reference", "ppo"])
+def test_a_run_is_accepted_where_it_fits_and_the_plan_says_the_same(models, sizes, monkeypatch):
+    """Models, GPUs and their memory, with what a run keeps counted here once more: 12 bytes a parameter of trained
+    models, 4 of frozen ones; 2 of gathered weights and 4 of gradients at least; 2 of the engine's weights and 4 GiB.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    accepted, refused, larger = set(), set(), {24e9: 40e9, 40e9: 80e9, 80e9: 141e9}
+    grid = itertools.product(sizes, (*larger, 141e9), (1, 2, 4, 8, 16, 64), (1, 2))
+    for size, has, ranks, tp in ((size, has, ranks, tp) for size, has, ranks, tp in grid if ranks % tp == 0):
+        monkeypatch.setattr(memory, "rank_memory", lambda has=has: has)
+        count, compute = plan.load_model(sizes[size]).parameters, batching.Compute()
+        states = (12 * models.get("trained", 1) + 4 * models.get("frozen", 0)) * count / ranks
+        try:
+            compute = memory.plan(compute, sizes[size], torch.bfloat16, ranks, **models)
+            gpu = memory.this_gpu(compute, sizes[size], torch.bfloat16, ranks, **models)
+            share = memory.plan_engine(Layout(), gpu, tp, 1500, 256).rollout_memory
+        except errors.BadInput:
+            refused.add((size, has, ranks, tp))
+        else:
+            accepted.add((size, has, ranks, tp))
+            assert share * has >= 2 * count / tp + 4 * 2**30 and share * has + states <= 0.9 * has
+            assert compute.token_budget >= 1024 and states + 4 * count / ranks + 2 * 2**30 <= 0.9 * has
+        if "trained" in models:
+            continue  # the plan knows no critic
+        job = plan.Job(64 * ranks, 4, 500, 800, 1000, 1, reference="frozen" in models)
+        layout = plan.Step(plan.load_model(sizes[size]), job, plan.Hardware(memory=has), ranks, ranks, tp, False)
+        assert (layout.refusal() == "") == ((size, has, ranks, tp) in accepted), (size, has, ranks, tp)
+    assert {("0.5", 80e9, 1, 1), ("7", 141e9, 8, 1)} <= accepted
+    assert {("7", 24e9, 4, 1), ("14", 24e9, 64, 1), ("14", 80e9, 2, 1)} <= refused
+    more = lambda size, has, ranks, tp: {(size, has, 2 * ranks, tp), (size, larger.get(has), ranks, tp)}
+    assert not any(more(*it) & refused for it in accepted), "more GPUs, or larger ones, never make a run impossible"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU")
