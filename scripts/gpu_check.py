@@ -49,6 +49,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 60e9
 MINUTES, MINUTES_WITH_TWO_GPUS = 10.0, 16.0  # for all checks together
 NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
+WITHOUT = "" if CUDA else "no GPU here: only the checks that need none are run, small on the CPU"
 TEMPERATURE = 0.7  # of the head's check
 ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
 Finding = tuple[str, bool]  # (what was measured, whether it holds)
@@ -414,7 +415,9 @@ def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
 
 
 def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
-    """(exit code or None after the limit, output, errors) of a command. Nothing that it started outlives the limit."""
+    """(exit code or None after the limit, output, errors) of a command. Nothing that it started outlives the limit, or
+    this process if that is asked to end.
+    """
     # Inherited by all that the command starts, also in sessions of their own; a check's own commands add to its mark.
     mark = os.environ.get("GPU_CHECK", "") + str(uuid.uuid4())
     process = subprocess.Popen(
@@ -425,12 +428,20 @@ def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
         out, err = process.communicate(timeout=limit)
         return process.returncode, out, err
     except subprocess.TimeoutExpired:
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if f"GPU_CHECK={mark}".encode() in (folder / "environ").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
+        end_all(mark)
         out, err = process.communicate()
         return None, out, err
+    except BaseException:  # Ctrl-C, or SIGTERM, which is SystemExit here
+        end_all(mark)
+        raise
+
+
+def end_all(mark: str) -> None:
+    """Kill every process with this mark."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"GPU_CHECK={mark}".encode() in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def selftest(
@@ -441,7 +452,8 @@ def selftest(
         path = write_model(models, config)
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > 1 else []
         code, said = lines_of([*launcher, "scripts/selftest.py", "--model", path, "--folder", folder, *flags])
-    rows = [line for line in said if line.startswith(("|", "log-probs", "gradient", "weight")) or "error[" in line]
+    rows = [" ".join(line.split()) for line in said]
+    rows = [row for row in rows if row.startswith(("log-probs", "gradient", "weight")) or "error[" in row]
     yield " / ".join(rows[-8:]) or " ".join(said[-3:]), code == 0
 
 
@@ -484,14 +496,15 @@ class Check:
 
 
 TWO = ("2 GPUs", "vLLM")
+ROWS, AS_ABOVE = "each row holds: rollout, gap, gradient, weight sync, checkpoint", "as self-test"
 CHECKS = {  # those first that decide whether the rest is worth its time
     "machine": Check(machine, f"driver >= {NEEDED_DRIVER}, capability >= 8.0, no file of two packages", 60),
     "engine": Check(
         check_engine, "start <= 240 s, planned memory and cache, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")
     ),
-    "self-test": Check(selftest, "exit code 0: its own bounds", 240, ("a GPU", "vLLM")),
+    "self-test": Check(selftest, ROWS, 240, ("a GPU", "vLLM")),
     "self-test-float32": Check(
-        partial(selftest, flags=("--dtype", "float32"), config=SMALL), "largest gap 1e-4 nats", 240, ("a GPU", "vLLM")
+        partial(selftest, flags=("--dtype", "float32"), config=SMALL), f"{AS_ABOVE}, gap 1e-4", 240, ("a GPU", "vLLM")
     ),
     "attention": Check(check_attention, "relative error <= 1e-2, gradients <= 2e-2 (CPU, float32: 1e-5)", 60),
     "attention-memory": Check(attention_memory, "linear in the tokens within 10 %", 30, ("a GPU",)),
@@ -499,22 +512,22 @@ CHECKS = {  # those first that decide whether the rest is worth its time
     "memory": Check(check_activations, "estimate / measured: activations 0.9-1.15, peak 0.85-1.3", 90, ("a GPU",)),
     "gradient": Check(check_gradient, "relative difference <= 1e-5 in float32, 0.1 in bfloat16", 150),
     "self-test-hf": Check(
-        partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), "exit code 0", 180
+        partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), AS_ABOVE, 180
     ),
     "self-test-lora": Check(
-        partial(selftest, flags=("--rollout-backend", "hf", "--lora-rank", "8")), "exit code 0", 180, ("a GPU",)
+        partial(selftest, flags=("--rollout-backend", "hf", "--lora-rank", "8")), AS_ABOVE, 180, ("a GPU",)
     ),
-    "self-test-experts": Check(partial(selftest, config=EXPERTS), "exit code 0", 180, ("a GPU", "vLLM")),
+    "self-test-experts": Check(partial(selftest, config=EXPERTS), AS_ABOVE, 180, ("a GPU", "vLLM")),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
-    "runs": Check(check_runs, "exit code 0", 300),
-    "2-ranks": Check(partial(selftest, ranks=2), "exit code 0", 240, TWO),
-    "rollout-tp-2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), "exit code 0", 240, TWO),
+    "runs": Check(check_runs, "grpo, a resume of it, ppo and prime end without an error", 300),
+    "2-ranks": Check(partial(selftest, ranks=2), AS_ABOVE, 240, TWO),
+    "rollout-tp-2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), AS_ABOVE, 240, TWO),
     "sequence-parallel-2": Check(
-        partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), "exit code 0", 240, TWO
+        partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), AS_ABOVE, 240, TWO
     ),
-    "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), "exit code 0", 240, TWO),
+    "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), AS_ABOVE, 240, TWO),
     "split": Check(
-        partial(selftest, flags=("--rollout-placement", "split", "--rollout-servers", "1")), "exit code 0", 300,
+        partial(selftest, flags=("--rollout-placement", "split", "--rollout-servers", "1")), AS_ABOVE, 300,
         TWO,
     ),
 }  # fmt: skip
@@ -564,13 +577,15 @@ def main(args: Args) -> int:
         for name, check in CHECKS.items():
             needs = f"; needs {', '.join(check.needs)}" if check.needs else ""
             print(f"{name:<{width}}  {check.bound}; at most {check.limit_s:.0f} s{needs}")
+        print(f"all together: at most {MINUTES:g} minutes, {MINUTES_WITH_TWO_GPUS:g} with two GPUs (--minutes)")
+        print(WITHOUT, end="\n" * bool(WITHOUT))
         return 0
     if args.here:
         for measured, holds in (finding for name in args.only for finding in CHECKS[name].run(Path(args.models))):
             print("finding: " + json.dumps([measured, bool(holds)]), flush=True)
         return 0
-    if not CUDA:
-        print("no GPU here: only the checks that need none, small ones on the CPU")
+    print(WITHOUT, end="\n" * bool(WITHOUT))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # finish() ends its command
     minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)
     with tempfile.TemporaryDirectory() as scratch:
         results = run_checks(args.only or tuple(CHECKS), args.models or scratch, time.monotonic() + 60 * minutes)

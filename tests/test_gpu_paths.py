@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -566,8 +567,9 @@ def test_what_a_gathered_parameter_is_cut_into_is_what_was_announced(world, tmp_
 def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_path, capsys):
     check = load("scripts/gpu_check.py")
     assert check.main(check.Args(list=True)) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(check.CHECKS) and all("at most" in line for line in listed)
+    *listed, together, here = capsys.readouterr().out.splitlines() + [""] * torch.cuda.is_available()
+    assert len(listed) == len(check.CHECKS) and all("at most" in line for line in [*listed, together])
+    assert here.startswith("no GPU here: ") or torch.cuda.is_available()
     assert "gradients <= 2e-2" in next(line for line in listed if line.startswith("attention "))
     with pytest.raises(BadInput, match="--only nothing: the checks are machine, engine, "):
         check.main(check.Args(only=("nothing",)))
@@ -696,6 +698,16 @@ def test_nothing_that_a_check_started_outlives_its_limit(monkeypatch):
     deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert not running()
+    # The script is asked to end while a check runs.
+    stop = f"import os, signal; os.kill(os.getppid(), signal.SIGTERM)\n{start}"
+    with pytest.raises(SystemExit):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            check.finish([sys.executable, "-c", stop], 30.0)
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(0.3)
     assert not running()
     # The commands that a check starts by the same function keep the mark by which the check is found.
     monkeypatch.setenv("GPU_CHECK", "outer-")
