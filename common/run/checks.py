@@ -59,7 +59,7 @@ def check_gpus() -> None:
 
 
 def triton_lacks() -> str:
-    """What Triton compiles with and this machine lacks, or ""."""
+    """The first of the things that Triton compiles with and this machine lacks, or ""."""
     named = os.environ.get("CC", "").split()[:1]
     if not any(map(shutil.which, named or ("gcc", "clang"))):  # where Triton looks, too
         return f"no C compiler{' ' + named[0] if named else ''}: install gcc, or name a compiler in CC"
