@@ -585,7 +585,6 @@ def main(args: Args) -> int:
             print("finding: " + json.dumps([measured, bool(holds)]), flush=True)
         return 0
     print(WITHOUT, end="\n" * bool(WITHOUT))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # finish() ends its command
     minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)
     with tempfile.TemporaryDirectory() as scratch:
         results = run_checks(args.only or tuple(CHECKS), args.models or scratch, time.monotonic() + 60 * minutes)
@@ -643,5 +642,6 @@ def write_report(folder: Path, only: tuple[str, ...], results: dict[str, dict], 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # finish() ends its command then
     parsed = tyro.cli(Args, description=__doc__)
     errors.launch(lambda args: sys.exit(main(args)), parsed)
