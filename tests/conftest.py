@@ -33,10 +33,13 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def pytest_configure(config) -> None:
-    """Under pytest -n N each worker, and what it launches, keeps to its share of the cores: sharing them is slower."""
-    if hasattr(config, "workerinput") and len(CORES) >= WORKERS:
-        mine = int(config.workerinput["workerid"].removeprefix("gw"))
-        os.sched_setaffinity(0, sorted(CORES)[mine::WORKERS])
+    """Under pytest -n N each worker, and what it launches, keeps to its share of the cores: sharing them is slower.
+
+    With more workers than cores each has one core, which it shares: while one waits, another one computes.
+    """
+    if hasattr(config, "workerinput"):
+        mine, cores = int(config.workerinput["workerid"].removeprefix("gw")), sorted(CORES)
+        os.sched_setaffinity(0, cores[mine::WORKERS] or [cores[mine % len(cores)]])
 
 
 # Files that take longest, in the order in which two workers take them. Launches of several ranks and of servers wait

@@ -65,15 +65,6 @@ def mark(monkeypatch):
 
 @needs_two_cores
 @pytest.mark.slow
-def test_two_servers_follow_the_trainer(models, mark):
-    """With tied embeddings; the runs below have a model without."""
-    result = launch(ROOT / "tests/workers/sync.py", models["tied"], 1, "servers", "float32", 0, servers=True)
-    gaps = gaps_of(result.stdout)
-    assert len(gaps) == 6 and max(gaps) <= 1e-5, gaps
-
-
-@needs_two_cores
-@pytest.mark.slow
 def test_it_goes_on_without_its_server_once_and_ends_with_it(started):
     """A server's engine is killed. After the first time the run goes on with a new server, after the second it ends."""
     run, log, found = started(GRPO, "--prompts-per-step", 8, "--eval-prompts", 0)

@@ -1,8 +1,8 @@
-"""Run main() of each algorithm: six steps at once in RUNS/NAME-whole, and three, a SIGTERM and three more in
+"""Run main() of each algorithm: four steps at once in RUNS/NAME-whole, and three, a SIGTERM and one more in
 RUNS/NAME-parts: resume.py RUNS
 
-Of the ten prompts a step takes at least four, so that an epoch ends before the signal and after it. All runs share one
-process: to import torch for each of them would take longer than the steps.
+Of the ten prompts a step takes at least four, so that the signal comes after the end of an epoch, within another one.
+All runs share one process: to import torch for each of them would take longer than the steps.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from common.data.prompts import TrainSource
 from common.run import checkpoint, report, tracking
 
 FLAGS = {
-    "rollout_backend": "hf", "dtype": "float32", "steps": 6, "rollouts_every": 1, "prompts_per_step": 4,
+    "rollout_backend": "hf", "dtype": "float32", "steps": 4, "rollouts_every": 1, "prompts_per_step": 4,
     "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3, "warmup_steps": 1,
 }  # fmt: skip
 OWN = {  # for each algorithm, something that a checkpoint must not lose

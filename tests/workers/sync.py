@@ -1,30 +1,43 @@
 """Prints max |log-prob of the trainer - log-prob of the engine| at the start and after each of 5 random updates.
 
-sync.py MODEL TP BACKEND DTYPE LORA_RANK, where BACKEND is vllm, hf or servers (one vLLM server on each of two cores).
+sync.py MODEL TP BACKEND DTYPE LORA_RANK, where BACKEND is vllm or hf. turns.py does the same with servers.
 """
 
-import os
 import sys
 
 import torch
 
 from common import placement, weight_sync
 from common.rollout import engines
+from common.rollout.hf_engine import HFEngine
+from common.rollout.rollout import Rollout
 from common.trainer import batching, lora, model
 
 
 def main(model_path: str, tp: int, backend: str, dtype: torch.dtype, lora_rank: int) -> None:
-    layout = placement.Layout()
-    if backend == "servers":
-        backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
-        layout = placement.Layout(rollout_placement="split", rollout_servers=tuple(map(str, cores)))
     world = placement.init(0, tp)
     policy = model.load(model_path, world, dtype, batching.Compute(lora_rank=lora_rank))
-    sizes = {"max_model_len": 160, "sequences": 32, "layout": layout}
-    engine = engines.start(backend, model_path, [1], world, dtype, **sizes)
-    if dtype == torch.bfloat16 and world.device.type == "cpu" and not layout.split:
+    engine = engines.start(backend, model_path, [1], world, dtype, max_model_len=160, sequences=32)
+    if dtype == torch.bfloat16 and world.device.type == "cpu":
         heads = engine.llm.apply_model(lambda served: type(served.lm_head.quant_method).__name__)
         assert heads == ["Float32Head"], heads
+    batch, micro_batches = follow(world, policy, engine)
+    if lora_rank:  # The engine has moved with the adapters, and would otherwise sample as it did at first.
+        with lora.switched_off(policy):
+            base = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
+        moved = (base - batch.rollout_logprobs)[batch.response_mask].abs().max()
+        assert moved > 0.1, moved
+        return placement.finish(world, engine)
+    # Shards that are cast before they are gathered are the same bits as tensors that are cast afterwards.
+    for (name, tensor), parameter in zip(weight_sync.FullParameters(policy, torch.bfloat16), policy.parameters()):
+        assert torch.equal(tensor, parameter.detach().full_tensor().bfloat16()), name
+    placement.finish(world, engine)
+
+
+def follow(world: placement.World, policy, engine) -> tuple[Rollout, list[batching.MicroBatch]]:
+    """Sample, compare and update, six times. Returns the last batch, which the weights before the last update sampled,
+    and its micro-batches.
+    """
     prompts = [[5 + world.rank, 6, 7, 8 + i] for i in range(6)]  # different ones on each rank, which TP must sort out
     prompts[0] *= 11  # a whole block and a tail (vllm_tails.py): neither may outlive the weights it came from
     generator = torch.Generator().manual_seed(1)  # the same noise on every rank
@@ -34,7 +47,7 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype, lora_rank: 
         batch = engine.generate(prompts, n=2, temperature=1.0, max_tokens=24, seed=update, done=done)
         ids, ended = batch.response_ids, batch.truncated.tolist()
         expected = {i: (ids[2 * i : 2 * i + 2], ended[2 * i : 2 * i + 2]) for i in range(len(prompts))}
-        assert told == ({} if backend == "hf" else expected)
+        assert told == ({} if isinstance(engine, HFEngine) else expected)
         assert (batch.weight_versions == update)[batch.response_mask].all()
         assert batch.prompt_ids == [ids for ids in prompts for _ in range(2)]
         micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
@@ -50,16 +63,8 @@ def main(model_path: str, tp: int, backend: str, dtype: torch.dtype, lora_rank: 
             chunk = torch.distributed.tensor.distribute_tensor(noise, world.mesh, parameter.placements)
             parameter.data.add_(chunk)
         weight_sync.push(policy, engine)
-    if lora_rank:  # The engine has moved with the adapters, and would otherwise sample as it did at first.
-        with lora.switched_off(policy):
-            base = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
-        moved = (base - batch.rollout_logprobs)[batch.response_mask].abs().max()
-        assert moved > 0.1, moved
-        return placement.finish(world, engine)
-    # Shards that are cast before they are gathered are the same bits as tensors that are cast afterwards.
-    for (name, tensor), parameter in zip(weight_sync.FullParameters(policy, torch.bfloat16), policy.parameters()):
-        assert torch.equal(tensor, parameter.detach().full_tensor().bfloat16()), name
-    placement.finish(world, engine)
+    return batch, micro_batches
 
 
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3], getattr(torch, sys.argv[4]), int(sys.argv[5]))
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], getattr(torch, sys.argv[4]), int(sys.argv[5]))

@@ -1,12 +1,15 @@
 """Episodes of several turns with a random model: turns.py MODEL ENVIRONMENT TP BACKEND, where BACKEND is vllm, hf or
-servers (one vLLM server on one core).
+servers (one vLLM server on each of two cores). Servers follow the trainer's updates first, as in sync.py: they take
+longer to start than all of this to run.
 
 For each of four forms of a conversation it prints max |log-prob of the trainer - log-prob of the engine| over the
 tokens that the policy sampled, after it has asserted that every token of the loss is one that the engine returned.
 """
 
 import os
+import runpy
 import sys
+from pathlib import Path
 
 import torch
 
@@ -36,9 +39,10 @@ ROOM, N = 60, 3  # tokens of a response, responses to a prompt
 
 
 def main(model_path: str, environment: str, tp: int, backend: str) -> None:
-    layout, core = placement.Layout(), str(max(os.sched_getaffinity(0)))
+    layout = placement.Layout()
     if backend == "servers":
-        backend, layout = "vllm", placement.Layout(rollout_placement="split", rollout_servers=(core,))
+        backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
+        layout = placement.Layout(rollout_placement="split", rollout_servers=tuple(map(str, cores)))
     tokenizer, _ = load_tokenizer(model_path)
     # With many end tokens a random model takes short turns.
     ends = sorted(tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>", "<|eot_id|>", *"uvwxyz"]))
@@ -46,6 +50,10 @@ def main(model_path: str, environment: str, tp: int, backend: str) -> None:
     policy = model.load(model_path, world, torch.float32, batching.Compute())
     sizes = {"max_model_len": 160, "sequences": 32, "layout": layout, "rollout_tp": tp}
     engine = engines.start(backend, model_path, ends, world, torch.float32, **sizes)
+    if layout.split:
+        engine.stop_token_ids = [1]  # longer responses
+        runpy.run_path(str(Path(__file__).with_name("sync.py")))["follow"](world, policy, engine)
+        engine.stop_token_ids = ends
     kinds = set()
     for form, template in FORMS.items():
         tokenizer.chat_template = template
