@@ -96,6 +96,7 @@ def headline(row: dict) -> str:
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
         "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{sum(own)} ({row['finish_reason']})",
+        **({"turns": sum(now > before for before, now in zip([0, *own], own))} if "sampled" in row else {}),
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
         "found": "nothing" if row["extracted"] is None else str(row["extracted"])[:200],
         "reference": "none" if row["answer"] is None else row["answer"][:200],

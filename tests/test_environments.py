@@ -1,12 +1,16 @@
 """Environments and tools: turns as token ids, calls, workers that hang or die, and runs with episodes."""
 
+import asyncio
 import json
 import re
 import shutil
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch, save_model
@@ -17,18 +21,21 @@ from transformers import AutoModelForCausalLM
 from algos import grpo
 from common import rewards
 from common.data import arithmetic, tasks
-from common.data.prompts import Prompt
+from common.data.prompts import Prompt, TrainSource, load
 from common.data.suffix import Suffix, demonstrations
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rewards.workers import Failure
+from common.rollout import vllm_turns
 from common.rollout.environments import Problem as EnvironmentProblem
 from common.rollout.environments import built_in, tools
-from common.rollout.environments.episodes import Environments
+from common.rollout.environments.episodes import Environments, attach, problem_of
 from common.rollout.environments.worker_main import THREADS
 from common.rollout.environments.workers import WorkerPool
 from common.rollout.rollout import collate
+from common.rollout.servers import client
+from common.rollout.servers import engine as servers
 from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
 from common.trainer import batching, model
 
@@ -88,6 +95,13 @@ def test_the_loss_has_the_ids_that_were_sampled(chat_model, letters, backend, tp
     gaps = [line.split()[1:] for line in result.stdout.splitlines() if re.match(r"gap [a-z]", line)]
     assert [form for form, _ in gaps] == [form for form in ("plain", "chatml", "llama", "thinking") for _ in range(2)]
     assert max(float(gap) for _, gap in gaps) < 1e-5, gaps
+
+
+def test_a_seed_follows_from_the_prompt_and_the_step_alone():
+    """Whatever process asks, and whenever: a resumed run and a replay play the same episodes."""
+    prompt = Prompt("words.jsonl:3", "?", [5], "noon", None, {"prompt": "?"})
+    expected = {"prompt": "?", "answer": "noon", "meta": {"prompt": "?"}, "seed": 3156606954}
+    assert problem_of(prompt, 7) == expected != problem_of(prompt, 8)
 
 
 # Suffixes
@@ -282,6 +296,22 @@ def test_the_format_follows_from_the_chat_template(template, expected):
     assert tools.format_of(template) == expected
 
 
+def test_the_prompt_shows_the_tools_and_calls_have_the_models_form(tmp_path):
+    shown = "{% if tools %}{% for t in tools %}{{ t.function.name }} {{ t.function.parameters.required }}{% endfor %}"
+    tokenizer = Tokenizer("{# <tool_call> #}" + shown + "{% endif %}" + CHATML)
+    reward = Rewards({"environment": None}, {"environment": 1.0})
+    source = attach("calculator", reward, TrainSource(), tokenizer, [1])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12*34?", "answer": "408"}')
+    (prompt,) = load((str(tmp_path / "rows.jsonl"),), source, "train", tokenizer, 400)
+    asked = "<|im_start|>user\n12*34?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.text == "mul ['a', 'b']" + asked
+    call = '<tool_call>{"name": "mul", "arguments": {"a": 12, "b": 34}}</tool_call>'
+    assert reward.environment.pool.ask(0, problem_of(prompt, 1), [call], False)["observation"] == ["408"]
+    reward.environment.pool.close()
+    with pytest.raises(BadInput, match="the form of its calls of tools is not known here"):
+        attach("calculator", reward, TrainSource(), Tokenizer("{# <function= #}" + CHATML), [1])
+
+
 # The loss
 
 
@@ -463,6 +493,68 @@ def test_an_engine_waits_a_moment_for_replies_and_goes_on_without_slow_ones():
     assert replies.take(idle=False) == [], "patience with slow ones has ended"
     assert time.monotonic() - began < PATIENCE / 2
     assert replies.take(idle=True) == [(1, [1])]
+
+
+class StepLoop:
+    """vLLM's engine, which finishes every request in the next step with the token 7."""
+
+    def __init__(self):
+        scheduler = SimpleNamespace(max_num_batched_tokens=99, enable_chunked_prefill=True)
+        self.vllm_config, self.waiting, self.asked = SimpleNamespace(scheduler_config=scheduler), [], 0
+
+    def enqueue(self, prompts: list[dict], sampling, use_tqdm: bool) -> list[str]:
+        self.asked += 1
+        self.waiting.append(f"{self.asked}")
+        return [f"{self.asked}-x"]
+
+    def step(self) -> list:
+        sampled = SimpleNamespace(token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop")
+        names, self.waiting = self.waiting, []
+        return [SimpleNamespace(request_id=name, finished=True, outputs=[sampled]) for name in names]
+
+
+def in_one_process(reply, world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    loop = StepLoop()
+    llm = SimpleNamespace(llm_engine=loop, enqueue=loop.enqueue)
+    own = SimpleNamespace(size=1, rollout_tp=1, engine_index=0, tp_group=None, device=world.device)
+    engine = SimpleNamespace(llm=llm, world=own, longest=99, weight_version=0)
+    settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
+    return vllm_turns.converse(engine, [[5], [5], [5]], settings, 0, reply)
+
+
+def on_a_server(reply, world, monkeypatch):
+    choice = {"index": 0, "token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+    found = {"choices": [{**choice, "weight_versions": [{"version": "0"}]}]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
+    rows = open_turns([[5], [5], [5]], 1, 9)
+    again = lambda row: reply(row, rows[row])
+    bodies, follow = servers.converse(rows, {"max_tokens": 9, "temperature": 1.0}, [0, 1, 2], 0, again)
+    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, follow))
+    return collate_turns(rows, 0, world.device)
+
+
+@pytest.mark.parametrize("play", [in_one_process, on_a_server])
+def test_nobody_waits_for_a_slow_environment(play, world, monkeypatch):
+    """The first response has its answer when the others have ended, after three turns each."""
+    ended, waited = threading.Semaphore(0), []
+
+    def reply(index: int, turns) -> list[int] | None:
+        if index == 0 and len(turns.starts) == 1:
+            waited.extend(ended.acquire(timeout=5) for _ in range(2))
+            return [9, 9]
+        if len(turns.starts) < 3:
+            return [9]
+        if index:
+            ended.release()
+        return None
+
+    batch = play(reply, world, monkeypatch)
+    assert waited == [True, True]
+    assert batch.response_ids == [[7, 9, 9, 7, 9, 7], [7, 9, 7, 9, 7], [7, 9, 7, 9, 7]]
+    assert batch.response_mask.int().tolist() == [[1, 0, 0, 1, 0, 1], *[[1, 0, 1, 0, 1, 0]] * 2]
+    assert torch.equal(batch.rollout_logprobs, -batch.response_mask.float())
 
 
 @pytest.mark.parametrize(

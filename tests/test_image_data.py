@@ -2,12 +2,17 @@
 
 import base64
 import json
+import shutil
+import subprocess
+import sys
 from io import BytesIO
+from pathlib import Path
 
 import datasets
 import image_models
 import numpy as np
 import pytest
+from conftest import ROOT
 from image_models import FAMILIES
 from PIL import Image
 from transformers import AutoTokenizer
@@ -326,3 +331,26 @@ def test_texts_need_no_processor(qwen, monkeypatch, tmp_path):
     monkeypatch.setattr(images, "processor", broken)
     assert read(tmp_path, qwen, {"prompt": "?"})[0].text == "?"
     assert refusal(tmp_path, qwen, ROW) == "no processor"
+
+
+def test_code_for_images_is_loaded_only_for_data_with_images(models, qwen, tmp_path):
+    """In a fresh process. A tokenizer of Qwen's has placeholders, also where its model sees none."""
+    tokenizer = load_tokenizer(models["tied"])[0]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    shutil.copy(Path(models["tied"]) / "config.json", tmp_path / "model")
+    check = (
+        "import sys, algos.grpo\n"
+        "from common.data.prompts import TrainSource, load\n"
+        "from common.data.tokenizer import load_tokenizer\n"
+        "load((sys.argv[1],), TrainSource(), 'train', load_tokenizer(sys.argv[2])[0], 400)\n"
+        "print([name for name in sys.modules if name.startswith('common.') and name.endswith(('images', 'vision'))])"
+    )
+    path = write(tmp_path, {"prompt": "1+1?"})
+    loaded = lambda model: (
+        subprocess.run(
+            [sys.executable, "-c", check, path, model], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
+    )
+    assert loaded(str(tmp_path / "model")) == "[]\n"
+    assert loaded(qwen) == "['common.data.images']\n", "a model that sees: its texts must have no placeholders"

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import runpy
 from functools import cache
 from io import BytesIO
@@ -21,7 +22,7 @@ from test_readme import load as load_script
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 
-from common import weight_sync
+from common import rewards, weight_sync
 from common.data import arithmetic, images, squares
 from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import image_tokens, load_tokenizer
@@ -430,9 +431,12 @@ def test_geo3k_from_the_hub(saved, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: table)
     (prompt,) = load(("geo3k",), TrainSource(), "train", load_tokenizer(saved("llava"))[0], 400)
     assert prompt.answer == "3" and prompt.text.startswith("<image>Find x. You FIRST think")
+    assert prompt.text.endswith("within <think> </think> tags. The final answer MUST BE put in \\boxed{}.")
     assert prompt.ids.pictures()[0].size == (32, 32) and prompt.ids.count(4) == 16
     right, wrong = Item("", "<think>6 / 2</think> \\boxed{3}", "3"), Item("", "\\boxed{3}", "3")
     assert [result.score for result in format_boxed_reward([right, wrong], [9, 9], [False] * 2)] == [1.0, 0.0]
+    flags = re.search(r"--dataset geo3k .*?--reward (\S+ \S+)", (ROOT / "docs/images.md").read_text(), re.DOTALL)[1]
+    assert rewards.load(tuple(flags.split())).weights == {"math": 0.9, "format-boxed": 0.1}
 
 
 def test_ids_for_the_engine_and_for_the_trainer(saved, tmp_path):

@@ -31,6 +31,18 @@ def test_select_takes_rows_of_several_rollouts_in_order():
     )
 
 
+def test_select_keeps_what_an_environment_said_out_of_the_mask():
+    """DAPO and PRIME choose groups by it: an observation stays a hole, and no token of it counts."""
+    sampled = [[True, False, True], [True]]
+    logprobs = [[-1.0, 0.0, -3.0], [-4.0]]
+    one = collate([[1], [2]], [[5, 6, 7], [8]], logprobs, [False, False], 3, torch.device("cpu"), sampled)
+    one.episodes = ["first", "second"]
+    chosen = select([(one, [1, 0])])
+    assert chosen.response_mask.tolist() == [[True, False, False], [True, False, True]]
+    assert chosen.weight_versions.tolist() == [[3, 0, 0], [3, 0, 3]] and chosen.lengths.tolist() == [1, 3]
+    assert chosen.rollout_logprobs.tolist() == [[-4, 0, 0], [-1, 0, -3]] and chosen.episodes == ["second", "first"]
+
+
 def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world, tmp_path):
     """Instruct models ship a generation_config.json with top-p and penalties: another policy than the one trained."""
     folder = shutil.copytree(models["untied"], tmp_path / "model")

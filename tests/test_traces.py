@@ -127,6 +127,16 @@ def test_tokens_are_coloured_by_what_was_asked_for(run):
     assert shades(rows[2], "mismatch") == {view.tint(0.125, 2.0, "mismatch")}
 
 
+def test_turns_of_an_episode_are_counted_and_what_the_environment_said_is_grey(run):
+    row, *_ = traces.read(traces.find(run))
+    assert "turns" not in view.headline(row)
+    count = len(row["response_ids"])
+    row["sampled"] = [1, 0, 0] + [1] * (count - 4) + [0]
+    assert f"tokens {count - 3} (stop) | turns 2 | " in view.headline(row)
+    grey = [background == view.GREY for _, background, _ in view.tokens(row, byte_tokenizer(), 2.0, "advantage")]
+    assert grey == [not own for own in row["sampled"]]
+
+
 def test_the_terminal_gets_no_control_characters_of_a_response(run, capsys):
     view.main(view.Args(run / "rollouts/step_000007.jsonl"))
     said = capsys.readouterr().out
@@ -302,6 +312,8 @@ def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
     run = {"algorithm": "grpo", "args": {"dataset": ["arithmetic"], "model": str(embedded.WARM_START)}}
     behind = report.committed(run)
     assert len(behind) == 3 and behind[0][0] == {"step": 0, "eval/accuracy": 0.535156}
+    others = (("calculator", embedded.ENVIRONMENTS_START), ("squares", embedded.IMAGES_START))
+    assert all(report.committed({**run, "args": {"dataset": [name], "model": str(start)}}) for name, start in others)
     rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": 0.6, "train/grad_norm": 1.0}]
     with_it, without = report.draw(rows, behind), report.draw(rows)
     assert with_it.count("#cccccc") > without.count("#cccccc")

@@ -122,3 +122,14 @@ def split_conversation(turns: Any, solution: Any) -> tuple[Any, Any]:
     if is_chat(turns) and turns[-1]["role"] == "assistant":
         return turns[:-1], turns[-1]["content"] if solution is None else solution
     return turns, solution
+
+
+def keep_files(feature: Any) -> None:
+    """Let a data set of the Hub give its images as files, also those in lists and objects, instead of decoding all."""
+    if isinstance(feature, dict | list | tuple):
+        for inner in feature.values() if isinstance(feature, dict) else feature:
+            keep_files(inner)
+    elif hasattr(feature, "feature"):  # a list
+        keep_files(feature.feature)
+    elif type(feature).__name__ == "Image":
+        feature.decode = False

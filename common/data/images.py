@@ -311,14 +311,3 @@ def read_image(where: str, value: Any, folder: Path) -> bytes:
         reason = getattr(error, "strerror", None) or first_line(error)  # the system's own message repeats the name
         raise BadInput(f"{where}: {named} cannot be read: {reason}") from None
     return value
-
-
-def keep_files(feature: Any) -> None:
-    """Let a data set of the Hub give its images as files, also those in lists and objects, instead of decoding all."""
-    if isinstance(feature, dict | list | tuple):
-        for inner in feature.values() if isinstance(feature, dict) else feature:
-            keep_files(inner)
-    elif hasattr(feature, "feature"):  # a list
-        keep_files(feature.feature)
-    elif type(feature).__name__ == "Image":
-        feature.decode = False

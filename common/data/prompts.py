@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tyro
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.data import sources, templates
 from common.errors import BadInput, say
@@ -59,10 +59,8 @@ def load(
     eval_dataset = getattr(source, "eval_dataset", "") or "arithmetic"
     if source.columns and all(sources.kind(spec) for spec in [*weights, eval_dataset]):
         raise BadInput(f"--columns: {', '.join(weights)} is built in, and its columns are known")
-    prompts = []
-    for spec, weight in weights.items():
-        prompts += load_one(spec, weight, source, split, tokenizer, max_prompt_tokens)
-    return prompts
+    each = (load_one(spec, weight, source, split, tokenizer, max_prompt_tokens) for spec, weight in weights.items())
+    return [prompt for prompts in each for prompt in prompts]
 
 
 def load_eval(
@@ -109,7 +107,8 @@ def load_one(
     sources.refuse_repeated_ids(rows, columns.get("id", "id"))
     overlong, images_of = [], None
     has_images = any(sources.lookup(row, columns.get("images", "images")) for _, row in rows)
-    if has_images or any("image" in token for token in tokenizer.get_added_vocab()):  # a placeholder may be in a text
+    has_marks = any("image" in token for token in tokenizer.get_added_vocab())  # one may be in a text
+    if has_images or (has_marks and hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config")):
         from common.data import images
 
         images_of = images.reader(columns, spec, tokenizer, has_images)

@@ -156,7 +156,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
     """(name/split:row N, object) of each row of a data set on the Hugging Face Hub, or on ModelScope."""
     import datasets  # takes a second, and only this source needs it
 
-    from common.data import images
+    from common.data import formats
 
     name, on_modelscope = spec.removeprefix(MODELSCOPE), spec.startswith(MODELSCOPE)
     if kind(spec):
@@ -174,7 +174,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
         raise BadInput(f"{flag} {name}: cannot be loaded from the Hub: {first_line(error)}") from None
     if not len(table):
         raise BadInput(f"{flag} {name}: contains no rows")
-    images.keep_files(table.info.features)
+    formats.keep_files(table.info.features)
     rows = (dict(zip(batch, values)) for batch in table.iter(1000) for values in zip(*batch.values()))
     for number, row in enumerate(rows, start=1):  # read in batches, which is sixty times as fast as row by row
         yield f"{name}/{split}:row {number}", row

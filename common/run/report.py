@@ -87,6 +87,7 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
         ("turns of an episode", ["environment/turns", "eval/turns"]),
         ("calls of tools in an episode", ["environment/calls", "environment/errors"]),
         ("share of episodes whose environment failed", ["environment/failed_frac"]),
+        ("seconds of an episode in its environment", ["time/environment"]),
         ("response length, tokens", ["response/length_mean"]),
         ("share of truncated responses", ["response/truncated_frac"]),
         ("share of groups with equal rewards", ["group/zero_std_frac"]),
@@ -109,7 +110,8 @@ def committed(run: dict) -> list[list[dict[str, float]]]:
         return []
     folder, model = arithmetic.ROOT.joinpath("baselines", *names), Path(args.get("model", ""))
     first = folder / "seed0.json"
-    name = "embedded" if model in (arithmetic.WARM_START, arithmetic.ENVIRONMENTS_START) else model.name
+    starts = (arithmetic.WARM_START, arithmetic.ENVIRONMENTS_START, arithmetic.IMAGES_START)
+    name = "embedded" if model in starts else model.name
     if not first.is_file() or Path(described(first)["args"]["model"]).name != name:
         return []
     return [read_curve(path) for path in sorted(folder.glob("seed*.csv"))]

@@ -2,12 +2,13 @@
 
     python scripts/bench/slow_environment.py --prompts-per-step 64 256 512
 
-For each size of a step, two runs take turns, each twice. The first two steps of a run, in which processes start, do
-not count.
+For each size of a step, two runs take turns, each `--rounds` times. The first two steps of a run, in which processes
+start, do not count. --ahead samples one batch ahead, on a server that has the last core.
 """
 
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -35,17 +36,22 @@ class Slow(Calculator):
 class Args:
     steps: int = 6  # Steps of each run.
     prompts_per_step: tuple[int, ...] = (64, 256, 512)  # Sizes of a step in prompts, with 8 responses to each.
+    rounds: int = 2  # How often each of the two runs is repeated.
+    ahead: bool = False  # Sample with --max-inflight-batches 2.
 
 
-def metrics(environment: str, prompts: int, steps: int, folder: Path) -> list[dict[str, float]]:
-    """The metrics of all steps but the first two."""
+def metrics(environment: str, prompts: int, args: Args, folder: Path) -> list[dict[str, float]]:
+    """The metrics of all steps but the first two, and but the last if nothing is sampled beside it."""
     command = [sys.executable, ROOT / "algos/grpo.py", "--model", arithmetic.warm_start("calculator")]
     command += ["--environment", environment, "--dataset", "calculator", "--max-response-tokens", 48]
-    command += ["--max-prompt-tokens", 64, "--steps", steps, "--prompts-per-step", prompts]
+    command += ["--max-prompt-tokens", 64, "--steps", args.steps, "--prompts-per-step", prompts]
     command += ["--eval-prompts", 0, "--run-dir", folder]
+    if args.ahead:
+        command += ["--rollout-placement", "split", "--rollout-servers", max(os.sched_getaffinity(0))]
+        command += ["--max-inflight-batches", 2, "--tis-cap", 2]
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"] > 2]
+    return [row for row in rows if 2 < row["step"] <= args.steps - args.ahead]
 
 
 def main(args: Args) -> None:
@@ -55,12 +61,12 @@ def main(args: Args) -> None:
             file = Path(scratch) / "slow.py"
             file.write_text(SLOW)
             found: dict[str, list[dict]] = {"calculator": [], f"{file}:Slow": []}
-            for turn in range(2):
+            for turn in range(args.rounds):
                 for number, name in enumerate(found):
-                    found[name] += metrics(name, prompts, args.steps, Path(scratch) / f"{turn}-{number}")
-        mean = lambda rows, key: statistics.mean(row[key] for row in rows)
+                    found[name] += metrics(name, prompts, args, Path(scratch) / f"{turn}-{number}")
+        mean = lambda rows, *keys: statistics.mean(sum(row.get(key, 0.0) for key in keys) for row in rows)
         (fast_rollout, fast), (slow_rollout, slow) = (
-            (mean(rows, "time/rollout"), mean(rows, "time/step")) for rows in found.values()
+            (mean(rows, "time/rollout", "overlapped/rollout"), mean(rows, "time/step")) for rows in found.values()
         )
         print(f"{prompts:7}  {fast_rollout:15.2f}  {slow_rollout:4.2f}  {fast:12.2f}  {slow:5.2f}  {slow / fast:11.2f}")
 
