@@ -70,12 +70,12 @@ def letters(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory) -> str:
-    """The embedded model with the special tokens of two chat templates."""
+    """The embedded model with the special tokens of two chat templates, and two ways to write some numbers."""
     folder, tokenizer = tmp_path_factory.mktemp("chat") / "model", arithmetic.tokenizer()
     config = arithmetic.config(tie_word_embeddings=True)
     special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens(["<think>", "</think>", *(f"{number:02}" for number in range(20))])
     config.vocab_size = len(tokenizer)
     save_model(folder, config, 0.05)
     tokenizer.save_pretrained(folder)
