@@ -124,9 +124,9 @@ def test_importing_grpo_loads_at_most_2800_lines():
     assert int(found.stdout) <= 2800
 
 
-def test_following_grpo_takes_at_most_2350_lines():
-    """2,100 before model families, LoRA and environments."""
-    assert sum(lines(ROOT / path) for path in READING_PATH) <= 2350
+def test_following_grpo_takes_at_most_2400_lines():
+    """Without model families, LoRA and environments it was 2,100."""
+    assert sum(lines(ROOT / path) for path in READING_PATH) <= 2400
 
 
 @pytest.mark.parametrize("path", [*ALGORITHMS, *COMMON], ids=lambda path: str(path.relative_to(ROOT)))
