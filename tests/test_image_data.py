@@ -225,6 +225,7 @@ class Picky:
 
 @pytest.mark.parametrize("error", [ValueError("too\nsmall"), TypeError("too\nsmall"), IndexError("too\nsmall")])
 def test_a_row_that_the_processor_refuses_is_named(error, llava, monkeypatch, tmp_path):
+    images.expanded.cache_clear()  # the real processor has not refused these images
     monkeypatch.setattr(images, "processor", lambda path: Picky(error))
     said = refusal(tmp_path, llava, {"prompt": "?"}, ROW)
     assert said.endswith("rows.jsonl:2: refused by the processor of images: too")

@@ -130,6 +130,13 @@ def process(model_path: str, text: str, pictures: list[Image.Image]) -> dict[str
     return processor(model_path)(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
 
 
+@lru_cache(maxsize=4096)
+def expanded(model_path: str, text: str, sizes: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The ids of a prompt with images of these sizes, in pixels, of which alone the number of their tokens depends."""
+    blank = [Image.new("RGB", size) for size in sizes]
+    return tuple(process(model_path, text, blank)["input_ids"][0].tolist())
+
+
 class RowImages:
     """The images of one row, for templates.render. A row may have none."""
 
@@ -170,10 +177,10 @@ class RowImages:
             return compact
         processor(self.model_path)  # where it cannot be loaded, no row is to blame
         try:
-            made = process(self.model_path, text, [picture(file) for file in self.files])["input_ids"][0].tolist()
+            made = expanded(self.model_path, text, tuple(picture(file).size for file in self.files))
         except REFUSALS as error:
             raise BadInput(f"{self.where}: refused by the processor of images: {first_line(error)}") from None
-        return ImageIds(made, compact, text, self.files, self.model_path)
+        return ImageIds(list(made), compact, text, self.files, self.model_path)
 
 
 def reader(
