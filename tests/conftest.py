@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from forkserver import ForkServer
+from forkserver import ALONE, ForkServer
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import placement
@@ -104,6 +104,7 @@ def launch(
     check: bool = True,
     cwd=None,
     servers: bool = False,
+    engine: bool = True,
     launcher_flags=(),
     fresh: bool = False,
 ) -> subprocess.CompletedProcess:
@@ -111,16 +112,17 @@ def launch(
 
     The processes are forked from one that has imported torch and vLLM. `fresh` starts interpreters instead, torchrun's
     for several ranks: for what happens at an import, and for what torchrun does when a rank dies.
-    Several ranks run one launch at a time, on all cores: two engines of tensor parallelism would meet in vLLM's shared
-    memory. servers: the run starts rollout servers, which want a core of their own.
+    Several ranks run on all cores, and with vLLM one launch at a time: two engines of tensor parallelism would meet in
+    its shared memory. engine: False for a worker without a vLLM engine. servers: the run starts rollout servers, which
+    want a core of their own, so that it is alone as well.
     """
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} ranks need as many GPUs")
     command = [str(word) for word in command]
     inherited = {name: value for name, value in os.environ.items() if name not in placement.TORCHRUN_VARIABLES}
-    alone = ranks > 1 or servers
+    alone = servers or (ranks > 1 and engine and "hf" not in command)
     one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if alone else nullcontext()
-    cores = CORES if alone else os.sched_getaffinity(0)
+    cores = CORES if servers or ranks > 1 else os.sched_getaffinity(0)
     with one_at_a_time:
         if fresh or launcher_flags or torch.cuda.is_available():
             launcher = [sys.executable]
@@ -132,6 +134,7 @@ def launch(
                 preexec_fn=partial(os.sched_setaffinity, 0, cores),
             )  # fmt: skip
         else:
+            inherited |= {ALONE: "1"} if alone else {}
             environments = [inherited | variables for variables in torchrun_variables(ranks)]
             result = fork(command, environments, timeout, cwd, cores)
     if check and result.returncode:  # the first rank that died stands at the start, those it took down at the end

@@ -44,6 +44,8 @@ ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 
 # numpy's OpenBLAS and the allocator of pyarrow, which datasets imports, would start threads at their import.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# Environment variable of a launch beside which no other one has a vLLM engine of several ranks.
+ALONE = "TESTS_LAUNCH_ALONE"
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent dies
 
 
@@ -166,7 +168,7 @@ def end(code: int) -> NoReturn:
     """
     threading._shutdown()  # waits for threads, those of executors included
     atexit._run_exitfuncs()
-    if "RANK" in os.environ:  # one launch of several ranks at a time, so that this is its own
+    if ALONE in os.environ:  # so that this memory is its own
         for memory in Path("/dev/shm").glob("*-cpushm_*"):  # vLLM removes it in a destructor
             memory.unlink(missing_ok=True)
     sys.stdout.flush()

@@ -48,7 +48,7 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
     wrong denominator changes a gradient by more than 1e-2.
     """
     layouts = [json.dumps(compute) for compute, _ in CUTS[ranks]]
-    launch(GRADIENT, models["tied and grouped"], tmp_path / "cut", *layouts, ranks=ranks)
+    launch(GRADIENT, models["tied and grouped"], tmp_path / "cut", *layouts, ranks=ranks, engine=False)
     for (compute, count), cut in zip(CUTS[ranks], torch.load(tmp_path / "cut"), strict=True):
         assert cut.pop("micro-batches") == count, compute
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
@@ -60,7 +60,7 @@ def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path
     """LoRA under all algorithms, PPO's critic too: only adapters and the value head have a gradient."""
     launch(GRADIENT, models["tied and grouped"], tmp_path / "1", json.dumps(PLAIN | LORA))
     cuts = [{"token_budget": 20, **LORA}, {**PLAIN, "token_budget": 5, "sequence_parallel": 2, **LORA}]
-    launch(GRADIENT, models["tied and grouped"], tmp_path / "2", *map(json.dumps, cuts), ranks=2)
+    launch(GRADIENT, models["tied and grouped"], tmp_path / "2", *map(json.dumps, cuts), ranks=2, engine=False)
     (whole,) = torch.load(tmp_path / "1")
     assert whole.pop("micro-batches") == 1
     assert all(name.endswith(("lora_a", "lora_b")) for name in whole["grpo"]) and len(whole["grpo"]) == 2 * 7 * 3
@@ -135,7 +135,7 @@ def test_each_main_learns_what_is_right_and_does_the_same_on_two_ranks(tmp_path)
     gains = json.loads((tmp_path / "1/signs.json").read_text())
     for name in ALGORITHMS:
         assert gains[name] > 0.003 and gains[f"{name}-flipped"] < -0.003, (name, gains)
-    launch(MAINS, arithmetic.WARM_START, tmp_path / "2", ranks=2)
+    launch(MAINS, arithmetic.WARM_START, tmp_path / "2", ranks=2, engine=False)
     same = re.compile(
         "reward/mean|reward/kl|loss/.*|.*grad_norm|critic/.*|prm/.*|teacher/.*|train/entropy|train/clip_frac"
     )
@@ -163,7 +163,7 @@ def test_a_single_update_needs_no_forward_for_old_logprobs(models, tmp_path):
 @pytest.mark.slow
 def test_a_run_is_the_same_in_any_layout(tmp_path):
     """Rollouts, rewards, losses, evaluation and the engine's weights. A checkpoint resumes in another layout, too."""
-    launch(LAYOUTS, tmp_path, ranks=2)
+    launch(LAYOUTS, tmp_path, ranks=2, engine=False)
     runs = {run.name: (run / "metrics.jsonl").read_text().splitlines() for run in tmp_path.iterdir()}
     runs = {name: [json.loads(line) for line in lines] for name, lines in runs.items()}
     assert [len(runs[name]) for name in ("plain", "slices", "copies", "resumed")] == [3, 3, 3, 1]

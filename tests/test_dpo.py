@@ -151,7 +151,7 @@ def test_the_committed_pairs_are_a_right_and_a_wrong_response():
 
 
 def run(folder, *flags, script=DPO, ranks=1) -> list[dict]:
-    launch(script, *flags, "--output", folder / "model", "--run-dir", folder, ranks=ranks)
+    launch(script, *flags, "--output", folder / "model", "--run-dir", folder, ranks=ranks, engine=False)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -64,11 +64,10 @@ def test_stop_by_ctrl_c_sigterm_and_sigkill_and_go_on(tmp_path):
             continue  # the command that went on the last time goes on again
         assert run.returncode == 0 and f"{number.name}: waiting for the end of step" in said, said
         command = shlex.split(re.search("to go on: (.*)", said)[1])
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0 and "resumed after step" in result.stdout, result.stderr
+    assert command[0] == sys.executable
+    assert "resumed after step" in launch(*command[1:], cwd=tmp_path).stdout
     assert steps(tmp_path / "run") == list(range(17))
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and "run is done: step 16 of 16" in result.stdout
+    assert "run is done: step 16 of 16" in launch(*command[1:], cwd=tmp_path).stdout
 
 
 ROWS = [

@@ -51,7 +51,7 @@ def test_a_crashed_rank_is_restarted_and_a_signal_to_one_rank_stops_both(tmp_pat
     """Two ranks; then one goes on alone."""
     flags = [tmp_path / "run", "--steps", 6]
     restart = ["--max-restarts", "1"]
-    result = launch(WORKERS / "crash.py", *flags, ranks=2, launcher_flags=restart, timeout=300)
+    result = launch(WORKERS / "crash.py", *flags, ranks=2, launcher_flags=restart, timeout=300, engine=False)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "run/crashed").exists() and "resumed after step 2" in result.stdout
     assert f"stopped after step 5 of 6; to go on: torchrun --nproc-per-node 2 {WORKERS}/crash.py" in result.stdout

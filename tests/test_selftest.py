@@ -383,7 +383,8 @@ MEAN_OF_ROWS = (".sum(1) / lengths.clamp(min=1)).sum() / denominator", ".sum(1) 
 ADVANTAGES = "advantages = advantages[:, None]  # (n, 1)\n    per_token"
 CENTRED = "advantages = (advantages - advantages.mean())[:, None]\n    per_token"
 WHITENED = "advantages = ((advantages - advantages.mean()) / advantages.std())[:, None]\n    per_token"
-BEFORE_UPDATE = 16 * " " + "if micro_batches:  # Otherwise no rank has a gradient: the step has no train/grad_norm.\n"
+BEFORE_UPDATE = 16 * " " + "if micro_batches:  # pack() gives all ranks equally many. "
+BEFORE_UPDATE += "With none, no rank has a gradient.\n"
 DIFFERS = (
     r"policy: the gradient in \d+ micro-batches differs by [\d.]+ % from that in one: is something divided by a number"
 )

@@ -205,7 +205,7 @@ def replays(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     tables = {}
     for ranks in (2, 1):
-        launch(ROOT / "tests/workers/traces.py", folder, ranks=ranks)
+        launch(ROOT / "tests/workers/traces.py", folder, ranks=ranks, engine=False)
         tables |= json.loads((folder / f"replays-{ranks}.json").read_text())
     return folder, tables
 
