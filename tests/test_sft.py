@@ -30,7 +30,16 @@ def test_it_learns_prompt_response_pairs_from_jsonl(models, tmp_path, ranks):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}=", "response": f"{i} {i}"}) + "\n" for i in range(4)))
     flags = ["--model", models["untied"], "--dataset", pairs, "--steps", 40, "--batch-size", 4, "--warmup-steps", 0]
-    launch(ROOT / "algos/sft.py", *flags, "--output", tmp_path / "out", "--run-dir", tmp_path / "run", ranks=ranks, engine=False)
+    launch(
+        ROOT / "algos/sft.py",
+        *flags,
+        "--output",
+        tmp_path / "out",
+        "--run-dir",
+        tmp_path / "run",
+        ranks=ranks,
+        engine=False,
+    )
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer, stops = load_tokenizer(str(tmp_path / "out"))
     for i in range(4):
