@@ -1,13 +1,15 @@
-"""Run main() of each algorithm: four steps at once in RUNS/NAME-whole, and three, a SIGTERM and one more in
-RUNS/NAME-parts: resume.py RUNS
+"""Run main() of each algorithm: four steps at once in RUNS/NAME-whole, and the last one in RUNS/NAME-parts, from a
+checkpoint after three: resume.py RUNS
 
-Of the ten prompts a step takes at least four, so that the signal comes after the end of an epoch, within another one.
-All runs share one process: to import torch for each of them would take longer than the steps.
+The checkpoint is of the whole run, or for those in SIGNALLED of a run with three steps and a SIGTERM. Of the ten
+prompts a step takes at least four, so that it comes after the end of an epoch, within another one. All runs share one
+process: to import torch for each of them would take longer than the steps.
 """
 
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +37,7 @@ EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for i
     "ppo": {"environment": "guess", "lam": (0.95, 1.0)}, "remax": {"environment": "calculator", "kl_coef": 0.1},
     "dapo": {"environment": "guess", "gen_prompts": 8, "max_gen_batches": 40, "overlong_cache": 4},
 }  # fmt: skip
+SIGNALLED = ("grpo", "remax", "ppo-guess")
 
 
 def main(runs: Path) -> None:
@@ -63,9 +66,13 @@ def main(runs: Path) -> None:
     for name, file, own in plays:
         algorithm = importlib.import_module(f"algos.{file}")
         flags = {**algorithm.EMBEDDED, **FLAGS, "source": TrainSource(eval_prompts=0), **own}
-        for folder, resume in ((f"{name}-whole", ""), (f"{name}-parts", ""), (f"{name}-parts", "auto")):
+        whole, parts, signalled = f"{name}-whole", f"{name}-parts", name in SIGNALLED
+        for folder, resume in ((whole, ""), *[(parts, "")] * signalled, (parts, "auto")):
+            if resume and not signalled:
+                shutil.copytree(f"{whole}/checkpoints/step_000003", f"{parts}/checkpoints/step_000003")
             Path("weights.json").write_text(json.dumps({"weights": {"gsm8k": 1.0, "repetition": 0.3}}))
-            saving = checkpoint.Saving(resume=resume, async_save=name == "remax")
+            save_every = 0 if signalled else 3
+            saving = checkpoint.Saving(resume=resume, async_save=name == "remax", save_every=save_every)
             before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
             algorithm.main(algorithm.Args(**flags, run_dir=folder, saving=saving))
             assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
