@@ -1,6 +1,7 @@
 """Servers beside the trainer: they follow it, it learns, and what goes wrong is said once and leaves nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -261,6 +262,41 @@ def ask_one(monkeypatch):
         return asyncio.run(ask_all([("http://a", {"sampling_params": {"n": n}})], 2, done))[0]
 
     return ask
+
+
+def test_a_connection_that_was_idle_is_not_used_again():
+    """Between two turns of an episode a server may close it, and the request that was on its way would be lost."""
+    reply = good_reply()
+    del reply["choices"][1]
+    reply["choices"][0]["index"] = 0
+    body, connections = json.dumps(reply).encode(), []
+
+    async def serve(reader, writer):
+        connections.append([])
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client closes the connection
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                now = time.monotonic()
+                if connections[-1] and now - connections[-1][-1] > 1.5:  # this server closes what is idle for longer
+                    break
+                await reader.readexactly(int(re.search(rb"content-length: (\d+)", head.lower())[1]))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                connections[-1].append(now)
+        writer.close()
+
+    async def play():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        turns = []
+
+        def follow(i, response):
+            turns.append(response)
+            time.sleep(1.7)  # the environment answers
+            return {"sampling_params": {"n": 1}} if len(turns) < 2 else None
+
+        return await ask_all([(url, {"sampling_params": {"n": 1}})], 2, None, follow)
+
+    ((response,),) = asyncio.run(play())
+    assert response.token_ids == [7, 1] and list(map(len, connections)) == [1, 1]
 
 
 def test_responses_come_in_order_and_whole(ask_one):

@@ -22,6 +22,7 @@ GENERATE = "/inference/v1/generate"
 UPDATE_SECONDS = 300.0  # for one part of a weight update
 HEALTH_EVERY_SECONDS, HEALTH_ANSWER_SECONDS = 4.0, 5.0  # a server that hangs is found within three times their sum
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
+IDLE_SECONDS = 1.0  # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way
 LOWEST_LOGPROB = -9998.0  # vLLM reports -9999 for a log-prob that is not a number
 
 
@@ -65,7 +66,7 @@ async def ask_all(
     urls = {url for url, _ in requests}
     client = httpx.AsyncClient(
         timeout=None,  # a long response takes its time; watch() finds a server that hangs
-        limits=httpx.Limits(max_connections=CONNECTIONS),
+        limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
         trust_env=not all(map(is_local, urls)),
     )
 
