@@ -82,11 +82,8 @@ CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
         f"{SFT} --dataset {{folder}}/right.jsonl",
     ],
 }
-STARTS = {
-    "sums": SMOLLM2,
-    "gcd": SMOLLM2,
-    "maze": MAZE_START,
-}  # tasks with samples, too, and their start
+# Tasks whose models are also sampled from: the model that their runs start from.
+STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "maze": MAZE_START}
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
     "gcd": (

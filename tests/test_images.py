@@ -323,8 +323,9 @@ def test_a_head_that_is_tied_in_one_place_is_refused(name, top, decoder):
 def test_a_tied_head_is_not_refused():
     tied = images_config("idefics3", True, True)
     for value_head in (False, True):  # as before a run of PPO
-        model.skeleton(tied, "x", value_head)
-    model.skeleton(transformers.Qwen2_5_VLConfig(vision_config={"depth": 1}, tie_word_embeddings=True), "x")
+        assert model.skeleton(tied, "x", value_head).config.model_type == "idefics3"
+    qwen = transformers.Qwen2_5_VLConfig(vision_config={"depth": 1}, tie_word_embeddings=True)
+    assert model.skeleton(qwen, "x").config.model_type == "qwen2_5_vl"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):

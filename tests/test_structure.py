@@ -129,7 +129,10 @@ def test_following_grpo_takes_at_most_2400_lines():
     assert sum(lines(ROOT / path) for path in READING_PATH) <= 2400
 
 
-@pytest.mark.parametrize("path", [*ALGORITHMS, *COMMON], ids=lambda path: str(path.relative_to(ROOT)))
+PACKAGES = sorted((ROOT / "common").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("path", [*ALGORITHMS, *COMMON, *PACKAGES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_comments_are_sentences(path):
     """A comment, or a docstring, does not start with a word that needs the line of code to make sense."""
     with open(path) as file:

@@ -59,11 +59,12 @@ def reverse(draw: random.Random) -> Iterator[Row]:
 
 
 def maze(draw: random.Random) -> Iterator[Row]:
-    """DRAWN mazes: the only way from s to g, in moves of MOVES. Of this one it is 22866 without the outer walls:
+    """DRAWN mazes: the only way from s to g, in MOVES. The answer to this one, of SIDE 2, is 268:
 
-    s.#.g      A cell has even coordinates, and what lies between two cells is open (.) or a wall (#). It is drawn for
-    .##.#      SIDE 3. The cells are joined one by one, each to one that is drawn of those already joined.
-    ....."""
+    s#g      Cells have even coordinates. Between two of them it is open (.), or there is a wall (#). They are joined
+    .#.      one by one, each to a drawn one of those that are joined, so that one way leads from any to any other.
+    ...
+    """
     mazes: dict[str, str] = {}
     cells, width = [(x, y) for y in range(SIDE) for x in range(SIDE)], range(2 * SIDE - 1)
     while len(mazes) < DRAWN:

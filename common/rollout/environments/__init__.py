@@ -33,7 +33,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Step:
-    observation: str | list[str] | None = None  # what the policy reads next; a list is one message for each entry
+    observation: str | list[str] | None = None  # text that the policy reads next; a list is one message for each entry
     done: bool = False  # True ends the episode; so does an observation of None
     calls: int = 0  # tools that were called, for the metrics
     errors: int = 0  # calls that failed
