@@ -9,12 +9,13 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
-from forkserver import ALONE, ForkServer
+from forkserver import ALONE, ForkServer, connect, run
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import placement
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 ARITHMETIC = ["--dataset", "arithmetic", "--max-prompt-tokens", "64", "--max-response-tokens", "48"]
 ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
 ENVIRONMENT = dict(os.environ)
+FORK_SERVER = "TESTS_FORK_SERVER"  # environment variable: address of the fork server that pytest has started
 # All files in algos/ that sample and grade. SFT and DPO do neither.
 ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "dapo", "ppo", "prime",
               "opd"]  # fmt: skip
@@ -38,6 +40,7 @@ def pytest_configure(config) -> None:
     With more workers than cores each has one core, which it shares: while one waits, another one computes.
     """
     if hasattr(config, "workerinput"):
+        os.environ[FORK_SERVER] = config.workerinput[FORK_SERVER]
         mine, cores = int(config.workerinput["workerid"].removeprefix("gw")), sorted(CORES)
         os.sched_setaffinity(0, cores[mine::WORKERS] or [cores[mine % len(cores)]])
 
@@ -89,12 +92,24 @@ def world():
     placement.finish(world)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Under pytest -n N: the process that starts the workers starts the fork server of all of them."""
+    node.workerinput[FORK_SERVER] = start_fork_server()
+
+
 @functools.cache
-def fork_server() -> ForkServer:
-    """The server of this pytest worker, which starts with the first launch that can be forked."""
+def start_fork_server() -> str:
+    """Address of a fork server, which ends with this process."""
     server = ForkServer(ENVIRONMENT)
     atexit.register(server.stop)
-    return server
+    return server.address
+
+
+@functools.cache
+def fork_server() -> Connection:
+    """The connection of this pytest worker to the server of all workers, or to one of its own where it has none."""
+    return connect(os.environ.get(FORK_SERVER) or start_fork_server())
 
 
 def launch(
@@ -110,7 +125,7 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run a script as a user would with plain python, or with torchrun for more than one rank.
 
-    The processes are forked from one that has imported torch and vLLM. `fresh` starts interpreters instead, torchrun's
+    The processes are forked from one that has imported torch and vLLM, which all pytest workers share. `fresh` starts interpreters instead, torchrun's
     for several ranks: for what happens at an import, and for what torchrun does when a rank dies.
     Several ranks run on all cores, and with vLLM one launch at a time: two engines of tensor parallelism would meet in
     its shared memory. engine: False for a worker without a vLLM engine. servers: the run starts rollout servers, which
@@ -161,7 +176,7 @@ def fork(command: list[str], environments: list[dict], timeout: float, cwd, core
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         settings = {"cwd": str(cwd or os.getcwd()), "cores": cores, "stdout": str(out), "stderr": str(err)}
-        codes = fork_server().run(command, environments, timeout, **settings)
+        codes = run(fork_server(), command, environments, timeout, **settings)
         code = next((code for code in codes if code), 0)
         return subprocess.CompletedProcess(command, code, *[path.read_text() for path in (out, err)])
 

@@ -16,11 +16,12 @@ import os
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
@@ -50,36 +51,65 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its par
 
 
 class ForkServer:
-    """The side of the tests: starts the process, and asks it for one launch at a time."""
+    """The side of the tests: starts the process, for itself and for others that are given its address."""
 
     def __init__(self, environment: dict[str, str]):
         """environment: of the imports; a launch brings its own."""
-        self.pipe, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL,
-            env=environment | ONE_THREAD,
-        )  # fmt: skip
-        theirs.close()
-
-    def run(self, command: list[str], environments: list[dict], timeout: float, **settings) -> list[int]:
-        """Exit codes of the ranks, of which each has its environment; command: a script and its arguments.
-
-        settings: cwd, cores, stdout and stderr, which are files. Raises subprocess.TimeoutExpired.
-        """
-        self.pipe.send({"command": command, "environments": environments, **settings})
-        in_time = self.pipe.poll(timeout)
-        if not in_time:
-            self.pipe.send(None)  # the server kills the children
-        codes = self.pipe.recv()
-        if not in_time:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return codes
+        self.folder = tempfile.TemporaryDirectory()
+        self.address = f"{self.folder.name}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno())],
+                pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                env=environment | ONE_THREAD,
+            )  # fmt: skip
 
     def stop(self) -> None:
-        """Without a pipe the server ends."""
-        self.pipe.close()
+        """At the end of its standard input the server ends."""
+        self.process.stdin.close()
         self.process.wait()
+        self.folder.cleanup()
+
+
+def run(pipe: Connection, command: list[str], environments: list[dict], timeout: float, **settings) -> list[int]:
+    """Exit codes of the ranks, of which each has its environment; command: a script and its arguments.
+
+    pipe: of connect; it takes one launch at a time. settings: cwd, cores, stdout and stderr, which are files. Raises
+    subprocess.TimeoutExpired.
+    """
+    pipe.send({"command": command, "environments": environments, **settings})
+    in_time = pipe.poll(timeout)
+    if not in_time:
+        pipe.send(None)  # the server kills the children
+    codes = pipe.recv()
+    if not in_time:
+        raise subprocess.TimeoutExpired(command, timeout)
+    return codes
+
+
+def connect(address: str) -> Connection:
+    """A connection to the server at this address, which answers when it has imported everything."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        return Connection(client.detach())
+
+
+def accept(listener: socket.socket) -> dict | None:
+    """Fork a process for each connection, which answers its requests; return what serve returns in it and below.
+
+    None in this process, when its standard input ends.
+    """
+    while True:
+        ready = wait([sys.stdin.fileno(), listener])
+        if sys.stdin.fileno() in ready:
+            return None
+        client = listener.accept()[0]
+        if os.fork() == 0:
+            listener.close()
+            return serve(Connection(client.detach()))
+        client.close()
 
 
 def serve(pipe: Connection) -> dict | None:
@@ -150,8 +180,8 @@ def begin(request: dict) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(request["cores"]))))
 
 
-def run() -> int:
-    """Run the command; its exit code. An exception that would be printed passes through."""
+def run_script() -> int:
+    """Run the command of this child; its exit code. An exception that would be printed passes through."""
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:
@@ -191,11 +221,12 @@ def main() -> dict | None:
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
     assert len(threads) == 1, f"a fork would lose the threads that these imports start: {threads}"
     gc.freeze()  # a collector that walked these objects in a child would copy their pages
-    return serve(Connection(int(sys.argv[1])))
+    return accept(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
     request = main()
-    if request:
-        begin(request)
-        end(run())
+    if request is None:
+        os._exit(0)  # see end
+    begin(request)
+    end(run_script())
