@@ -102,14 +102,15 @@ class Rewards:
             refuse_all(
                 [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
             )
-        name, bad, fault = next(iter(self.rewards)), [], "is not a number"
+        name, answers = next(iter(self.rewards)), {prompt.answer for prompt in prompts}  # many are alike
+        unread, fault = set(), "is not a number"
         if name in NUMERIC_REWARDS:
-            bad = [prompt for prompt in prompts if parse_gold(prompt.answer) is None]
+            unread = {answer for answer in answers if parse_gold(answer) is None}
         elif name.startswith("math"):
             from common.rewards.math_grading import parse_math_gold
 
-            bad, fault = [p for p in prompts if not parse_math_gold(p.answer)], "cannot be parsed as LaTeX"
-        refuse_all([f'{prompt.id}: gold answer "{prompt.answer[:60]}" {fault}' for prompt in bad])
+            unread, fault = {answer for answer in answers if not parse_math_gold(answer)}, "cannot be parsed as LaTeX"
+        refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unread])
 
     def ahead(self, prompts: list, tokenizer, step: int = 0) -> Ahead:
         """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(begun=...)."""

@@ -8,7 +8,9 @@ and then it kills its own process group, engine included.
 
 import atexit
 import contextlib
+import gc
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -19,6 +21,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import BinaryIO
 
 import httpx
@@ -140,9 +143,22 @@ def end_with_starter() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def fork_engine() -> None:
+    """Make vLLM fork its engine. On a CPU it starts an interpreter for it, which would import vLLM for 10 s again."""
+    from vllm.utils import system_utils
+
+    def context() -> BaseContext:
+        gc.collect()
+        gc.freeze()  # an engine collects garbage five times while it starts, and would copy all that this process has
+        return multiprocessing.get_context("fork")
+
+    system_utils.get_mp_context = context  # for those that import it later; vLLM overwrites the variable for it
+
+
 if __name__ == "__main__":
     cores = sys.argv.pop(1)
     if cores != "-":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+        fork_engine()
     threading.Thread(target=end_with_starter, daemon=True).start()
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)
