@@ -76,6 +76,7 @@ def models(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     grouped, both = embedded.config(), embedded.config(tie_word_embeddings=True)
     grouped.num_key_value_heads = both.num_key_value_heads = 2
+    both.num_hidden_layers, both.layer_types = 2, both.layer_types[:2]  # it serves for many gradients
     return {
         "untied": save_model(folder / "untied", embedded.config(), 0.05),
         "tied": save_model(folder / "tied", embedded.config(tie_word_embeddings=True), 0.05),

@@ -1,9 +1,12 @@
 """A short run of an algorithm, on responses that transformers' generate samples: siblings.py NAME RUN_DIR"""
 
 import importlib
+import json
 import sys
+from pathlib import Path
 
 from common import errors
+from common.data import arithmetic
 from common.data import prompts as data
 from common.run import checkpoint, report
 
@@ -23,8 +26,11 @@ OWN = {  # DAPO and PRIME draw more prompts than they keep.
 
 def main(name: str, run_dir: str) -> None:
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
+    problems = Path(f"{run_dir}.jsonl")  # all of them would take longer to tokenize than some steps
+    problems.write_text("".join(json.dumps(row) + "\n" for row in arithmetic.problems("train")[:200]))
     algorithm = importlib.import_module(f"algos.{name}")
-    args = algorithm.Args(**{**algorithm.EMBEDDED, **FLAGS, **OWN.get(name, {})}, run_dir=run_dir)
+    flags = {**algorithm.EMBEDDED, **FLAGS, **OWN.get(name, {}), "dataset": (str(problems),)}
+    args = algorithm.Args(**flags, run_dir=run_dir)
     errors.launch(algorithm.main, args)
 
 

@@ -62,8 +62,9 @@ def main(model_path: str, environment: str, tp: int, backend: str) -> None:
         for seed in range(2):
             reply = environments.replies(prompts, step=seed)
             batch = engine.generate([prompt.ids for prompt in prompts], N, 1.0, ROOM, seed, reply=reply)
-            again = engine.generate([prompt.ids for prompt in prompts], N, 1.0, ROOM, seed, reply=reply)
-            assert again.response_ids == batch.response_ids, "the same seed gives the same episodes"
+            if form == "thinking":
+                again = engine.generate([prompt.ids for prompt in prompts], N, 1.0, ROOM, seed, reply=reply)
+                assert again.response_ids == batch.response_ids, "the same seed gives the same episodes"
             kinds |= check(batch, prompts, tokenizer, environments.suffix, ends)
             micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
             trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
