@@ -126,8 +126,9 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run a script as a user would with plain python, or with torchrun for more than one rank.
 
-    The processes are forked from one that has imported torch and vLLM, which all pytest workers share. `fresh` starts interpreters instead, torchrun's
-    for several ranks: for what happens at an import, and for what torchrun does when a rank dies.
+    The processes are forked from one that has imported torch and vLLM, which all pytest workers share. `fresh` starts
+    interpreters instead, torchrun's for several ranks: for what happens at an import, and for what torchrun does when a
+    rank dies.
     Several ranks run on all cores, and with vLLM one launch at a time: two engines of tensor parallelism would meet in
     its shared memory. engine: False for a worker without a vLLM engine. servers: the run starts rollout servers, which
     want a core of their own, so that it is alone as well.

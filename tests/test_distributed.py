@@ -63,7 +63,8 @@ def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path
     launch(GRADIENT, models["tied and grouped"], tmp_path / "2", *map(json.dumps, cuts), ranks=2, engine=False)
     (whole,) = torch.load(tmp_path / "1")
     assert whole.pop("micro-batches") == 1
-    assert all(name.endswith(("lora_a", "lora_b")) for name in whole["grpo"]) and len(whole["grpo"]) == 2 * 7 * 2  # both factors, 7 products, 2 layers
+    adapters = 2 * 7 * 2  # two factors of seven products in two layers
+    assert all(name.endswith(("lora_a", "lora_b")) for name in whole["grpo"]) and len(whole["grpo"]) == adapters
     assert {name for name in whole["ppo critic"] if "lora" not in name} == {"score.weight", "score.bias"}
     for cut in torch.load(tmp_path / "2"):
         cut.pop("micro-batches")
