@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from forkserver import ALONE, ForkServer, connect, run
+from forkserver import ALONE, ForkServer, connect, request_launch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import placement
@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 ARITHMETIC = ["--dataset", "arithmetic", "--max-prompt-tokens", "64", "--max-response-tokens", "48"]
 ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
 ENVIRONMENT = dict(os.environ)
-FORK_SERVER = "TESTS_FORK_SERVER"  # environment variable: address of the fork server that pytest has started
+FORK_SERVER = "fork server"  # what pytest tells its workers: {"address": that of the server}
+shared: dict[str, str] = {}  # what this worker was told
 # All files in algos/ that sample and grade. SFT and DPO do neither.
 ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "dapo", "ppo", "prime",
               "opd"]  # fmt: skip
@@ -40,7 +41,7 @@ def pytest_configure(config) -> None:
     With more workers than cores each has one core, which it shares: while one waits, another one computes.
     """
     if hasattr(config, "workerinput"):
-        os.environ[FORK_SERVER] = config.workerinput[FORK_SERVER]
+        shared.update(config.workerinput.get(FORK_SERVER, {}))
         mine, cores = int(config.workerinput["workerid"].removeprefix("gw")), sorted(CORES)
         os.sched_setaffinity(0, cores[mine::WORKERS] or [cores[mine % len(cores)]])
 
@@ -72,11 +73,11 @@ def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:
-    """Folders of the embedded architecture: untied and tied embeddings, grouped-query attention, both."""
+    """Folders of the embedded architecture: untied and tied embeddings, grouped-query attention, both in two layers."""
     folder = tmp_path_factory.mktemp("models")
     grouped, both = embedded.config(), embedded.config(tie_word_embeddings=True)
     grouped.num_key_value_heads = both.num_key_value_heads = 2
-    both.num_hidden_layers, both.layer_types = 2, both.layer_types[:2]  # it serves for many gradients
+    both.num_hidden_layers, both.layer_types = 2, both.layer_types[:2]  # many tests compute its gradients
     return {
         "untied": save_model(folder / "untied", embedded.config(), 0.05),
         "tied": save_model(folder / "tied", embedded.config(tie_word_embeddings=True), 0.05),
@@ -96,7 +97,8 @@ def world():
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
     """Under pytest -n N: the process that starts the workers starts the fork server of all of them."""
-    node.workerinput[FORK_SERVER] = "" if torch.cuda.is_available() else start_fork_server()  # see launch
+    if not torch.cuda.is_available():  # a fork would have no use of CUDA
+        node.workerinput[FORK_SERVER] = {"address": start_fork_server()}
 
 
 @functools.cache
@@ -108,9 +110,9 @@ def start_fork_server() -> str:
 
 
 @functools.cache
-def fork_server() -> Connection:
+def server_connection() -> Connection:
     """The connection of this pytest worker to the server of all workers, or to one of its own where it has none."""
-    return connect(os.environ.get(FORK_SERVER) or start_fork_server())
+    return connect(shared.get("address") or start_fork_server())
 
 
 def launch(
@@ -178,7 +180,7 @@ def fork(command: list[str], environments: list[dict], timeout: float, cwd, core
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         settings = {"cwd": str(cwd or os.getcwd()), "cores": cores, "stdout": str(out), "stderr": str(err)}
-        codes = run(fork_server(), command, environments, timeout, **settings)
+        codes = request_launch(server_connection(), command, environments, timeout, **settings)
         code = next((code for code in codes if code), 0)
         return subprocess.CompletedProcess(command, code, *[path.read_text() for path in (out, err)])
 

@@ -1,9 +1,11 @@
-"""A process that has imported what a run needs, and forks a child for each rank of a launch.
+"""A process that has imported what a run needs, and from which the ranks of launches are forked.
 
-Importing torch, transformers and vLLM takes longer than most tests train. A child begins as a fresh interpreter would,
-with the arguments, environment, folder, cores and output files of its launch, but these modules are loaded. A fork
-copies one thread alone, so the server starts no other, and it is for machines without a GPU.
-tests/test_learns.py compares a run of a child with one of a fresh interpreter, bit for bit.
+Importing torch, transformers and vLLM takes longer than most tests train. The server imports them, and forks an
+attendant for each connection: one for each pytest worker. The attendant forks a rank's process for each rank of a
+launch, and waits for them. A rank begins as a fresh interpreter would, with the arguments, environment, folder, cores
+and output files of its launch, but these modules are loaded. A fork copies one thread alone, so the server starts no
+other, and it is for machines without a GPU. tests/test_learns.py compares a forked run with one of a fresh
+interpreter, bit for bit.
 """
 
 import atexit
@@ -51,7 +53,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its par
 
 
 class ForkServer:
-    """The side of the tests: starts the process, for itself and for others that are given its address."""
+    """The side of the tests that starts the server and ends it. Whoever knows its address can connect()."""
 
     def __init__(self, environment: dict[str, str]):
         """environment: of the imports; a launch brings its own."""
@@ -67,26 +69,36 @@ class ForkServer:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """At the end of its standard input the server ends."""
-        self.process.stdin.close()
+        """End the server. Attendants end with their connections. If this process is killed, the server's input ends."""
+        self.process.kill()
         self.process.wait()
         self.folder.cleanup()
 
 
-def run(pipe: Connection, command: list[str], environments: list[dict], timeout: float, **settings) -> list[int]:
+def request_launch(
+    connection: Connection, command: list[str], environments: list[dict], timeout: float, **settings
+) -> list[int]:
     """Exit codes of the ranks, of which each has its environment; command: a script and its arguments.
 
-    pipe: of connect; it takes one launch at a time. settings: cwd, cores, stdout and stderr, which are files. Raises
-    subprocess.TimeoutExpired.
+    connection: what connect() has returned; it takes one launch at a time. settings: cwd, cores, stdout and stderr,
+    which are files. Raises subprocess.TimeoutExpired.
     """
-    pipe.send({"command": command, "environments": environments, **settings})
-    in_time = pipe.poll(timeout)
+    connection.send({"command": command, "environments": environments, **settings})
+    try:
+        in_time = connection.poll(timeout)
+    except BaseException:
+        give_up(connection)  # the next launch would be given these codes
+        raise
     if not in_time:
-        pipe.send(None)  # the server kills the children
-    codes = pipe.recv()
-    if not in_time:
+        give_up(connection)
         raise subprocess.TimeoutExpired(command, timeout)
-    return codes
+    return connection.recv()
+
+
+def give_up(connection: Connection) -> None:
+    """Let the attendant kill the ranks of a launch, and take its answer."""
+    connection.send(None)
+    connection.recv()
 
 
 def connect(address: str) -> Connection:
@@ -97,9 +109,10 @@ def connect(address: str) -> Connection:
 
 
 def accept(listener: socket.socket) -> dict | None:
-    """Fork a process for each connection, which answers its requests; return what serve returns in it and below.
+    """Fork an attendant for each connection. Returns in several processes.
 
-    None in this process, when its standard input ends.
+    In the server None, when its standard input ends; in an attendant None, when its connection ends; in a rank the
+    request of its launch.
     """
     while True:
         ready = wait([sys.stdin.fileno(), listener])
@@ -112,12 +125,12 @@ def accept(listener: socket.socket) -> dict | None:
         client.close()
 
 
-def serve(pipe: Connection) -> dict | None:
-    """Answer requests until the pipe closes, then return None. In a child: return the request and its environment."""
+def serve(connection: Connection) -> dict | None:
+    """Answer requests until the connection ends, then return None. In a rank: return its request and environment."""
     while True:
         try:
-            request = pipe.recv()
-        except EOFError:
+            request = connection.recv()
+        except (EOFError, ConnectionResetError):
             return None
         if request is None:  # the tests gave up on a launch that had just ended
             continue
@@ -125,26 +138,26 @@ def serve(pipe: Connection) -> dict | None:
         for environment in request.pop("environments"):
             child = os.fork()
             if child == 0:
-                pipe.close()
+                connection.close()
                 return {**request, "environment": environment}
             children.append(child)
-        codes = wait_for(children, pipe)
+        codes = wait_for(children, connection)
         with contextlib.suppress(BrokenPipeError):
-            pipe.send(codes)
+            connection.send(codes)
 
 
-def wait_for(children: list[int], pipe: Connection) -> list[int]:
+def wait_for(children: list[int], connection: Connection) -> list[int]:
     """Exit codes of the children. The first that fails ends the others with SIGTERM, as torchrun does.
 
-    A message meanwhile, or the end of the pipe, says that nobody waits any more: the children are killed.
+    A message meanwhile, or the end of the connection, says that nobody waits any more: the children are killed.
     """
     running = {os.pidfd_open(child): child for child in children}
     codes = {}
     while running:
-        for ready in wait([pipe, *running]):
-            if ready is pipe:
-                with contextlib.suppress(EOFError):
-                    pipe.recv()
+        for ready in wait([connection, *running]):
+            if ready is connection:
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    connection.recv()
                 for process, child in running.items():
                     with contextlib.suppress(ProcessLookupError):  # not yet a group of its own
                         os.killpg(child, signal.SIGKILL)
@@ -165,7 +178,9 @@ def begin(request: dict) -> None:
     import torch
 
     os.setsid()  # a group of its own, which can be killed with all that it starts
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the server may be killed before it can do so
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the attendant may be killed before it can do so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in ((1, request["stdout"]), (2, request["stderr"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     faulthandler.enable()  # a crash in native code prints where Python was
@@ -194,7 +209,7 @@ def run_script() -> int:
 def end(code: int) -> NoReturn:
     """End this child as an interpreter ends, except that it leaves its objects as they are.
 
-    To take apart what the server has imported, a child would copy all of those pages: two seconds.
+    To take apart what the server has imported, it would copy all of those pages: two seconds.
     """
     threading._shutdown()  # waits for threads, those of executors included
     atexit._run_exitfuncs()
@@ -207,8 +222,10 @@ def end(code: int) -> NoReturn:
 
 
 def main() -> dict | None:
-    """Import, then serve; the request in a child, None in the server at its end."""
+    """Import, then serve. Returns what accept returns."""
     import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; pytest's workers end, and so do their connections
 
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -227,6 +244,6 @@ def main() -> dict | None:
 if __name__ == "__main__":
     request = main()
     if request is None:
-        os._exit(0)  # see end
+        os._exit(0)  # as at the end of a rank
     begin(request)
     end(run_script())

@@ -67,16 +67,18 @@ def mark(monkeypatch):
 @needs_two_cores
 @pytest.mark.slow
 def test_it_goes_on_without_its_server_once_and_ends_with_it(started):
-    """A server's engine is killed. After the first time the run goes on with a new server, after the second it ends."""
+    """A server's engine is killed, and the run goes on with a new server. Then all of that one is killed: it ends."""
     run, log, found = started(GRPO, "--prompts-per-step", 8, "--eval-prompts", 0)
     wait_for(lambda: len(found()) >= 2, run, log)
     kill_engine(run)
     wait_for(lambda: "warning[server-restarted]" in log.read_text(), run, log)
     seen = len(found())
     wait_for(lambda: len(found()) > seen, run, log)
-    kill_engine(run)
-    began = time.monotonic()
-    assert run.wait(timeout=30) == 3 and time.monotonic() - began < 30
+    (server,) = [
+        child for child in psutil.Process(run.pid).children() if "common.rollout.servers.process" in child.cmdline()
+    ]
+    server.kill()  # its engine, which has its socket, must not seem to be the server
+    assert run.wait(timeout=15) == 3
     said = re.findall(r"error\[.*", log.read_text())  # behind the progress bar
     assert len(said) == 1 and "rollout server http://127.0.0.1:" in said[0], log.read_text()[-2000:]
     assert len(re.findall(r"warning\[server-restarted\]", log.read_text())) == 1
@@ -136,7 +138,7 @@ def test_a_server_does_not_outlive_who_started_it(mark):
     """However that ends: its end of the server's standard input closes."""
     starter = (
         "import subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'common.rollout.servers.process', '-', '--model', 'none']\n"
+        f"command = [sys.executable, '-m', 'common.rollout.servers.process', '{CORE}', '--model', 'none']\n"
         "subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
         "print('started', flush=True)\n"
         "time.sleep(60)\n"

@@ -102,15 +102,16 @@ class Rewards:
             refuse_all(
                 [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
             )
-        name, answers = next(iter(self.rewards)), {prompt.answer for prompt in prompts}  # many are alike
-        unread, fault = set(), "is not a number"
+        name, unreadable, fault = next(iter(self.rewards)), set(), "is not a number"
+        answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         if name in NUMERIC_REWARDS:
-            unread = {answer for answer in answers if parse_gold(answer) is None}
+            unreadable = {answer for answer in answers if parse_gold(answer) is None}
         elif name.startswith("math"):
             from common.rewards.math_grading import parse_math_gold
 
-            unread, fault = {answer for answer in answers if not parse_math_gold(answer)}, "cannot be parsed as LaTeX"
-        refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unread])
+            fault = "cannot be parsed as LaTeX"
+            unreadable = {answer for answer in answers if not parse_math_gold(answer)}
+        refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 
     def ahead(self, prompts: list, tokenizer, step: int = 0) -> Ahead:
         """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(begun=...)."""

@@ -169,7 +169,7 @@ TWO_RANKS = (killed_rank, hung_collective)
 
 
 def dataset(folder: Path, rows: int = 20) -> tuple[str]:
-    """One file for all, because its name is a flag of the run, with few problems, which are tokenized at once."""
+    """The file of all runs: a resumed run must have the flags of the first. Few problems take no time to tokenize."""
     path = folder.parent / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("train")[:rows]))
     return (str(path),)
@@ -225,7 +225,7 @@ def start(fault, folder: Path, log: Path, ranks: int = 1) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    given = dataset(folder)  # as it was, if a fault before has changed it
+    problems = dataset(folder)  # changed_data rewrites this file
 
     def run(rank: int) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -233,7 +233,7 @@ def start(fault, folder: Path, log: Path, ranks: int = 1) -> int:
         os.dup2(output, 2)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks))
         os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-        flags = {"dataset": given, **fault(folder)}
+        flags = {"dataset": problems, **fault(folder)}
         errors.launch(grpo.main, dataclasses.replace(SMALL, run_dir=str(folder / "run"), **flags))
 
     processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(ranks)]

@@ -22,10 +22,10 @@ ARGS = grpo.Args(**{
     "source": data.TrainSource(eval_prompts=16),
 })  # fmt: skip
 LAYOUTS = {
-    "plain": Compute(240),
-    "slices": Compute(240, sequence_parallel=2),
-    "copies": Compute(240, shard_size=1),
-    "resumed": Compute(240, sequence_parallel=2, shard_size=1),
+    "plain": Compute(120),
+    "slices": Compute(120, sequence_parallel=2),
+    "copies": Compute(120, shard_size=1),
+    "resumed": Compute(120, sequence_parallel=2, shard_size=1),
 }
 
 

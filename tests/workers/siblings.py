@@ -26,7 +26,7 @@ OWN = {  # DAPO and PRIME draw more prompts than they keep.
 
 def main(name: str, run_dir: str) -> None:
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps
-    problems = Path(f"{run_dir}.jsonl")  # all of them would take longer to tokenize than some steps
+    problems = Path(f"{run_dir}.jsonl")  # to tokenize all of them takes longer than some steps take
     problems.write_text("".join(json.dumps(row) + "\n" for row in arithmetic.problems("train")[:200]))
     algorithm = importlib.import_module(f"algos.{name}")
     flags = {**algorithm.EMBEDDED, **FLAGS, **OWN.get(name, {}), "dataset": (str(problems),)}

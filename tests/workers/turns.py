@@ -62,7 +62,7 @@ def main(model_path: str, environment: str, tp: int, backend: str) -> None:
         for seed in range(2):
             reply = environments.replies(prompts, step=seed)
             batch = engine.generate([prompt.ids for prompt in prompts], N, 1.0, ROOM, seed, reply=reply)
-            if form == "thinking":
+            if form in ("plain", "thinking"):
                 again = engine.generate([prompt.ids for prompt in prompts], N, 1.0, ROOM, seed, reply=reply)
                 assert again.response_ids == batch.response_ids, "the same seed gives the same episodes"
             kinds |= check(batch, prompts, tokenizer, environments.suffix, ends)

@@ -1,6 +1,6 @@
 """vLLM's servers as processes that start and end with the run.
 
-python -m common.rollout.servers.process CORES FLAGS OF vLLM'S SERVER     CORES: 0,1 or - for all of them
+python -m common.rollout.servers.process CORES FLAGS OF vLLM'S SERVER     CORES: 0,1 or, with GPUs, -
 
 This command is vLLM's server in a process that cannot outlive the run: its standard input closes however the run ends,
 and then it kills its own process group, engine included.
@@ -8,6 +8,7 @@ and then it kills its own process group, engine included.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import BinaryIO
 
@@ -34,6 +36,7 @@ from common.rollout.vllm_engine import engine_settings
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
 STOP_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1  # option of prctl(2): a signal for this process when its parent dies
 ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
 
 
@@ -144,21 +147,28 @@ def end_with_starter() -> None:
 
 
 def fork_engine() -> None:
-    """Make vLLM fork its engine. On a CPU it starts an interpreter for it, which would import vLLM for 10 s again."""
+    """Make vLLM fork its engine on a CPU. There it starts a new interpreter, which takes 10 s to import vLLM again.
+
+    A fork has one thread, so this process may have no pool of OpenMP threads: start() sets OMP_NUM_THREADS to 1.
+    """
     from vllm.utils import system_utils
 
-    def context() -> BaseContext:
-        gc.collect()
-        gc.freeze()  # an engine collects garbage five times while it starts, and would copy all that this process has
-        return multiprocessing.get_context("fork")
+    server, vllms_own = os.getpid(), system_utils.get_mp_context
 
-    system_utils.get_mp_context = context  # for those that import it later; vLLM overwrites the variable for it
+    def get_mp_context() -> BaseContext:
+        return multiprocessing.get_context("fork") if os.getpid() == server else vllms_own()  # workers of an engine
+
+    # Garbage is collected five times while an engine starts. That would copy the pages of all objects, if not frozen.
+    # An engine has the socket at which the server listens: if it outlived the server, that would seem to be alive.
+    die = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.register_at_fork(before=gc.freeze, after_in_child=die)
+    system_utils.get_mp_context = get_mp_context  # other modules of vLLM import it later
 
 
 if __name__ == "__main__":
+    threading.Thread(target=end_with_starter, daemon=True).start()
     cores = sys.argv.pop(1)
     if cores != "-":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         fork_engine()
-    threading.Thread(target=end_with_starter, daemon=True).start()
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)
