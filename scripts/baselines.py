@@ -7,9 +7,9 @@
     python scripts/baselines.py --task sums --run start             evaluates it untrained, in three wordings
     python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
 
-A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Its CSV has
-the curve. Its JSON is the run.json, without this machine's folders, and for the tasks of STARTS what
-scripts/evaluate.py says of the trained model.
+A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS); some start
+from a model that START_COMMANDS make. Its CSV has the curve. Its JSON is the run.json, without this machine's folders,
+and for the tasks of STARTS what scripts/evaluate.py says of the trained model.
 """
 
 import csv
@@ -41,16 +41,17 @@ COLUMNS = (
     "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
-PRETRAINED = f"--model {SMOLLM2} --dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps 40 "
-PRETRAINED += "--learning-rate 2e-5 --warmup-steps 2 --schedule linear --eval-every 5"
-MAZE_START = "baselines/maze-start"
+MAZE_START, REVERSE_START = "baselines/maze-start", "runs/reverse-start"
+OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
+OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens 24"
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
     "guess": "--environment guess --eval-every 10 --steps 40 --learning-rate 5e-4",
     "squares": "--dataset squares --eval-every 5",
-    "sums": f"{PRETRAINED} --dataset sums --max-response-tokens 24",
-    "gcd": f"{PRETRAINED} --dataset gcd --max-response-tokens 24",
+    "sums": f"--model {SMOLLM2} --dataset sums {OF_135M.format(40)}",
+    "gcd": f"--model {SMOLLM2} --dataset gcd {OF_135M.format(40)}",
+    "reverse": f"--model {REVERSE_START} --dataset reverse --reward baselines/nearness.py:score {OF_135M.format(20)}",
     "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --steps 100 "
     "--prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 --warmup-steps 2 --schedule linear "
     "--eval-every 10",
@@ -65,7 +66,7 @@ RUNS = {
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "ppo"): "--critic-learning-rate 5e-5 --steps 20",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
-    "--prm-learning-rate 1e-5 --c-process 0.3",
+    "--prm-learning-rate 1e-5 --c-process 0.3 --steps 20",
 }
 OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
 SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
@@ -83,7 +84,11 @@ CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ],
 }
 # Tasks whose models are also sampled from: the model that their runs start from.
-STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "maze": MAZE_START}
+STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "maze": MAZE_START, "reverse": REVERSE_START}
+START_COMMANDS = {  # task: what makes the model that its runs start from, where that is too large to commit
+    "reverse": f"algos/sft.py --model {SMOLLM2} --dtype float32 --dataset reverse --steps 30 --learning-rate 5e-5 "
+    f"--output {REVERSE_START} --run-dir runs/reverse-sft",
+}
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
     "gcd": (
@@ -91,6 +96,7 @@ WORDINGS = {  # task: how its problems are asked, and other ways to ask them
         "Find the greatest common divisor of {}. End with the number.",
     ),
     "maze": ("{}",),
+    "reverse": ("{}",),
 }  # fmt: skip
 SAMPLES = 8  # responses to each held-out problem of these tasks
 
@@ -130,6 +136,12 @@ def train(task: str, run: str, seed: int) -> None:
         words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if run in OFFLINE else [])]
         subprocess.run([sys.executable, *command(task, run, seed), *words], check=True, cwd=ROOT)
         add(run_dir, task, run)
+
+
+def prepare(task: str) -> None:
+    """Make the model that a task's runs start from, where START_COMMANDS has one and its files are not there."""
+    if task in START_COMMANDS and not (ROOT / STARTS[task] / "model.safetensors").is_file():
+        subprocess.run([sys.executable, *START_COMMANDS[task].split()], check=True, cwd=ROOT)
 
 
 def add(run_dir: Path, task: str, name: str) -> None:
@@ -184,8 +196,10 @@ def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
 
 def evaluate(task: str, model: Path | str, dataset: str = "") -> dict[str, float]:
     """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems."""
-    limit = (RECIPES[task].partition("--max-response-tokens ")[2].split() or ["48"])[0]
-    words = f"--model {model} --dataset {dataset or task} --max-response-tokens {limit} --n {SAMPLES} --dtype float32"
+    recipe = RECIPES[task].split()
+    own = {name: recipe[recipe.index(name) + 1] for name in ("--max-response-tokens", "--reward") if name in recipe}
+    words = f"--model {model} --dataset {dataset or task} --n {SAMPLES} --dtype float32 "
+    words += " ".join(f"{name} {value}" for name, value in own.items())
     said = subprocess.run(
         [sys.executable, "scripts/evaluate.py", *words.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -313,6 +327,8 @@ def main(args: Args) -> None:
     if args.flags:
         print(flags(args.task, args.flags))
         return
+    if args.run:
+        prepare(args.task)
     for run in args.run:
         if run == "start":
             start(args.task)
