@@ -69,18 +69,17 @@ RUNS = {
     "--prm-learning-rate 1e-5 --c-process 0.3 --steps 20",
 }
 OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
-SFT_STEPS, REJECTED = 100, {"prompts": 2560, "n": 4}
-SFT = (
-    f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {SFT_STEPS} "
-    "--output {folder}/model --run-dir {folder}/run"
-)
+REJECTED = {"prompts": 2560, "n": 4}  # problems, and responses to each, of which the right ones are kept
+SFT_STEPS = {"sft": 100, "rejection": 40}  # of 64 answers: 40 are nine epochs of some 300 right responses
+SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 "
+SFT += "--output {{folder}}/model --run-dir {{folder}}/run --steps {}"
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
-    ("sums", "sft"): [f"{SFT} --dataset sums"],
+    ("sums", "sft"): [f"{SFT.format(SFT_STEPS['sft'])} --dataset sums"],
     ("sums", "rejection"): [
         f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --dtype float32 "
         f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} "
         "--max-response-tokens 24 --save-right {folder}/right.jsonl",
-        f"{SFT} --dataset {{folder}}/right.jsonl",
+        f"{SFT.format(SFT_STEPS['rejection'])} --dataset {{folder}}/right.jsonl",
     ],
 }
 # Tasks whose models are also sampled from: the model that their runs start from.
@@ -177,7 +176,7 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
     run = {"seed": seed, "argv": commands(task, name, seed), "responses": responses, "evaluation": measured, "args": {}}
     keep(task, name, run, [
         {"step": 0, "eval/accuracy": untrained["greedy"]},
-        {"step": SFT_STEPS, "eval/accuracy": measured["greedy"], "time/step": seconds},
+        {"step": SFT_STEPS[name], "eval/accuracy": measured["greedy"], "time/step": seconds},
     ])  # fmt: skip
 
 
