@@ -71,8 +71,8 @@ RUNS = {
 OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
 REJECTED = {"prompts": 2560, "n": 4}  # problems, and responses to each, of which the right ones are kept
 SFT_STEPS = {"sft": 100, "rejection": 40}  # of 64 answers: 40 are nine epochs of some 300 right responses
-SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 "
-SFT += "--output {{folder}}/model --run-dir {{folder}}/run --steps {}"
+SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {{}} "
+SFT += "--output {{folder}}/model --run-dir {{folder}}/run"
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ("sums", "sft"): [f"{SFT.format(SFT_STEPS['sft'])} --dataset sums"],
     ("sums", "rejection"): [
