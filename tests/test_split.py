@@ -67,7 +67,7 @@ def mark(monkeypatch):
 @needs_two_cores
 @pytest.mark.slow
 def test_it_goes_on_without_its_server_once_and_ends_with_it(started):
-    """A server's engine is killed, and the run goes on with a new server. Then all of that one is killed: it ends."""
+    """A server's engine is killed, and the run goes on with a new one. It ends when that one's front end is killed."""
     run, log, found = started(GRPO, "--prompts-per-step", 8, "--eval-prompts", 0)
     wait_for(lambda: len(found()) >= 2, run, log)
     kill_engine(run)

@@ -34,11 +34,11 @@ from common.trainer.batching import Compute
 
 implicit_rewards = prime.implicit_rewards
 PROBLEMS = [(12, 34), (56, 7), (8, 91), (23, 45)]
+# A micro-batch has 200 tokens and a mini-batch of each of two ranks some 210, so that it takes two backwards.
 FLAGS = {
     "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
     "schedule": "constant", "learning_rate": 1e-4, "compute": Compute(200), "max_logprob_gap": 1e9, "rollouts_every": 1,
 }  # fmt: skip
-# Of 200 tokens, so that a rank of two has two micro-batches in each mini-batch, which are about 210.
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
     "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
