@@ -162,34 +162,33 @@ def main(args: Args) -> None:
             engine.sleep()
         return draw.grade(prompts, rollout, grading)
 
-    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
-    # forward is skipped.
-    single_update = args.mini_batches * args.epochs == 1
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
         needed = advantages != 0 if ref_policy is None else batch.response_mask.any(1)  # (N,)
+        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
-            if not single_update:
-                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
+            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
+            later = needed.index_fill(0, mini_batches[0], False)  # (N,)
+            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
+                micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+            for update, rows in enumerate(mini_batches * args.epochs):
                 # The denominator counts the rows of all ranks, and also those that skip the forward.
                 denominator = world.sum(batch.response_mask[rows].any(1).sum()) * args.max_response_tokens  # K
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if single_update:
+                    if update == 0:
                         old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
                     ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)

@@ -153,17 +153,16 @@ def main(args: Args) -> None:
             engine.sleep()
         return draw.grade(prompts, rollout, grading)
 
-    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
-    # forward is skipped.
-    single_update = args.mini_batches * args.epochs == 1 and args.full_vocabulary
     for step, batch in run.steps(sample):
         needed = batch.response_mask.any(1)  # (N,)
+        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
-            if not single_update:
-                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
+            # The first mini-batch trains from those weights: unless advantages need them, its own forward gives its
+            # old_logprobs, below.
+            later = needed.index_fill(0, mini_batches[0], False) if args.full_vocabulary else needed  # (N,)
+            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             advantages = torch.zeros_like(old_logprobs)  # (N, T)
             if not args.full_vocabulary:
                 teacher_logprobs = model.frozen_logprobs(teacher, batch, micro_batches, args.temperature)  # (N, T)
@@ -176,7 +175,7 @@ def main(args: Args) -> None:
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+            for update, rows in enumerate(mini_batches * args.epochs):
                 # The denominator counts the rows of all ranks, and also those that skip the forward.
                 denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
@@ -190,7 +189,7 @@ def main(args: Args) -> None:
                         tracker.add("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
                     else:
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if single_update:
+                    if update == 0:
                         old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
                     weights = 1.0

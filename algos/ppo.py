@@ -218,10 +218,17 @@ def main(args: Args) -> None:
 
     for step, batch in run.steps(sample):
         needed = batch.response_mask.any(1)  # (N,) True for responses that could be graded
+        warming_up = step <= args.critic_warmup_steps  # Only the critic learns, from Monte Carlo returns.
+        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
+            # The first mini-batch trains from those weights: unless rewards need them, its own forward gives its
+            # old_logprobs, below.
+            all_early = ref_policy is not None or warming_up
+            later = needed if all_early else needed.index_fill(0, mini_batches[0], False)  # (N,)
+            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
             old_values = model.frozen_values(critic, batch, micro_batches)  # (N, T)
             ref_logprobs = None
             if ref_policy is not None:
@@ -232,7 +239,6 @@ def main(args: Args) -> None:
             scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
             response_mask=batch.response_mask, kl_coef=args.kl_coef,
         )  # (N, T)  # fmt: skip
-        warming_up = step <= args.critic_warmup_steps  # Only the critic learns, from Monte Carlo returns.
         gae = partial(
             compute_advantages, token_rewards=token_rewards, values=old_values, response_mask=batch.response_mask,
             gamma=1.0,
@@ -247,7 +253,7 @@ def main(args: Args) -> None:
             decay = 1 - (own_step - 1) / own_steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, own_step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+            for update, rows in enumerate(mini_batches * args.epochs):
                 # The denominator counts the rows of all ranks, and also those that skip the forward.
                 denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
@@ -270,6 +276,8 @@ def main(args: Args) -> None:
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
+                    if update == 0:
+                        old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
                     weights = 1.0
                     if args.tis_cap:

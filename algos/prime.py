@@ -236,16 +236,16 @@ def main(args: Args) -> None:
         engine.sleep()
         return batch
 
-    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
-    # forward is skipped.
-    single_update = args.mini_batches == 1
     for step, batch in run.steps(sample):
         everything = torch.arange(len(batch), device=world.device)  # (N,)
+        mini_batches = everything.chunk(args.mini_batches)
+
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
+            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
+            later = everything[len(mini_batches[0]) :]
+            micro_batches = batching.pack(batch, later, args.compute, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             micro_batches = batching.pack(batch, everything, args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
-            if not single_update:
-                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
         with tracker.time("prm"):
@@ -253,7 +253,7 @@ def main(args: Args) -> None:
             scores = torch.where(batch.response_mask, scores, 0.0).sum(1)  # (N,)
             ranked = ranked_pairs(scores=scores, correct=batch.correct, group_size=args.group_size)
             tracker.add("prm/pair_accuracy", *ranked)
-            for rows in everything.chunk(args.mini_batches):
+            for rows in mini_batches:
                 denominator = world.sum(len(rows))  # The number of responses on all ranks.
                 micro_batches = batching.pack(batch, rows, args.compute, world)
                 for micro in micro_batches:
@@ -286,14 +286,14 @@ def main(args: Args) -> None:
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches):
+            for update, rows in enumerate(mini_batches):
                 # The denominator counts the rows of all ranks.
                 denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows, args.compute, world)
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if single_update:
+                    if update == 0:
                         old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
                     weights = 1.0

@@ -180,17 +180,16 @@ def main(args: Args) -> None:
             engine.sleep()
         return draw.grade(prompts, rollout, grading)
 
-    # With a single update per rollout the policy has not changed yet: old_logprobs equals logprobs, so the extra
-    # forward is skipped.
-    single_update = args.mini_batches * args.epochs == 1 and ref_policy is None
     for step, batch in run.steps(sample):
         needed = batch.response_mask.any(1)  # (N,)
+        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            micro_batches = batching.pack(batch, needed.nonzero().flatten(), args.compute, world)
-            old_logprobs = torch.zeros_like(batch.rollout_logprobs)  # (N, T)
-            if not single_update:
-                old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)
+            # The first mini-batch trains from those weights: unless rewards need them, its own forward gives its
+            # old_logprobs, below.
+            later = needed if ref_policy is not None else needed.index_fill(0, mini_batches[0], False)  # (N,)
+            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = None
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -211,14 +210,14 @@ def main(args: Args) -> None:
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for rows in torch.arange(len(batch), device=world.device).chunk(args.mini_batches) * args.epochs:
+            for update, rows in enumerate(mini_batches * args.epochs):
                 # The denominator counts the rows of all ranks, and also those that skip the forward.
                 denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
                 micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if single_update:
+                    if update == 0:
                         old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
                     weights = 1.0

@@ -219,12 +219,13 @@ class Step:
         wide, read = hardware.bandwidth(self.train), hardware.hbm * hardware.hbm_share
         forwards = self.micro_batches(prompts / job.mini_batches)
         reductions = 1 if self.gpu.whole_gradients else forwards
-        passes = (updates > 1) + job.reference  # old log-probs, unless there is a single update, and the reference's
-        gathered = passes * self.micro_batches(prompts) * self.dtype.itemsize * parameters
+        later = 1 - 1 / job.mini_batches  # share of the responses that need a forward for old log-probs
+        passes = self.micro_batches(later * prompts) + job.reference * self.micro_batches(prompts)
+        gathered = passes * self.dtype.itemsize * parameters
         exchanged = updates * (2 * forwards * self.dtype.itemsize + 4 * reductions) * parameters
         adam = 28 * updates * parameters / self.train / read  # four float32 arrays are read, three are written
         products = self.update_flop() / (hardware.peak * hardware.update_share)
-        frozen = passes * sum(self.forward_flop())
+        frozen = (later + job.reference) * sum(self.forward_flop())
         if self.teacher:
             frozen += sum(dataclasses.replace(self, model=self.teacher).forward_flop())
             gathered += self.micro_batches(prompts) * self.dtype.itemsize * self.teacher.parameters

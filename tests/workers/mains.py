@@ -5,8 +5,8 @@ mixed and dynamic sampling keeps the same prompts. Only what main does with them
 rewards, statistics over all ranks, denominators, collectives. Two steps. Kinds:
 
 - "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded.
-- "single": one update a rollout, without KL, and once more with a pass for the old log-probs before it, in NAME-pass;
-  the first may not make one.
+- "old": without KL, in NAME-MINI_BATCHES, and once more with a forward for the old log-probs of all rows before the
+  updates, in NAME-MINI_BATCHES-pass. The first has none for the rows of the first mini-batch.
 - "signs": two steps, and once more with the advantage's sign flipped, in NAME-flipped. RUNS_DIR/signs.json says for
   each run how much more likely the right responses became than the wrong ones, in nats a token.
 """
@@ -117,8 +117,8 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     data.load = once(data.load)  # to tokenize them for each run takes longer than the steps
     if kind == "ungraded":
         rewards.load = fails_later
-    if kind in ("single", "signs"):
-        {"single": single, "signs": signs}[kind](model_path, runs)
+    if kind in ("old", "signs"):
+        {"old": old, "signs": signs}[kind](model_path, runs)
         return finish(world)
     steps = 4 if kind == "ungraded" else 2
     for name, flags in OWN.items():
@@ -128,23 +128,44 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     finish(world)
 
 
-def single(model_path: str, runs: Path) -> None:
-    frozen_logprobs = model.frozen_logprobs
-    for name in sorted({*OWN} - {"ppo"}):
-        own = {"dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True}}.get(name, {})
+def old(model_path: str, runs: Path) -> None:
+    load, frozen_logprobs, loaded, rows = model.load, model.frozen_logprobs, [], []  # rows: of the last such forward
+
+    def spied(of, batch, micro_batches, temperature):
+        if of is loaded[0]:  # not a reference or a process reward model
+            rows[:] = sorted(row for micro in micro_batches for row in micro.rows.tolist())
+        return frozen_logprobs(of, batch, micro_batches, temperature)
+
+    model.load = lambda *given, **named: loaded.append(load(*given, **named)) or loaded[-1]
+    model.frozen_logprobs = spied
+    rows_of_a_step = FLAGS["prompts_per_step"] * FLAGS["group_size"]
+    own = {
+        "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
+        "ppo": {"critic_warmup_steps": 1},
+    }  # fmt: skip
+    for name in OWN:
         algorithm = importlib.import_module(f"algos.{name}")
-        flags = {**algorithm.EMBEDDED, **FLAGS, **own, "mini_batches": 1, "model": model_path, "steps": 2}
-        if name != "prime":  # its reference and its process reward model make such passes
-            model.frozen_logprobs = None
-        algorithm.main(algorithm.Args(**flags, run_dir=str(runs / name)))
-        model.frozen_logprobs = frozen_logprobs
         source = Path(algorithm.__file__).read_text()
-        assert source.count("    single_update = ") == 1
+        late, early = "needed.index_fill(0, mini_batches[0], False)", "needed"
+        if name == "prime":
+            late, early = "everything[len(mini_batches[0]) :]", "everything"
+        its_own = "if update == 0:"
+        assert source.count(late) == source.count(its_own) == 1, name
         with_a_pass = types.ModuleType(name)
         with_a_pass.__file__ = algorithm.__file__
         sys.modules[name] = with_a_pass  # where dataclasses look
-        exec(source.replace("    single_update = ", "    single_update = False and "), vars(with_a_pass))
-        with_a_pass.main(with_a_pass.Args(**flags, run_dir=str(runs / f"{name}-pass")))
+        exec(source.replace(late, early).replace(its_own, "if False:"), vars(with_a_pass))
+        for mini_batches in (1, 2)[name not in ("grpo", "ppo") :]:
+            flags = {**algorithm.EMBEDDED, **FLAGS, **own.get(name, {}), "model": model_path, "steps": 2}
+            flags["mini_batches"] = mini_batches
+            run_dir = str(runs / f"{name}-{mini_batches}")
+            loaded.clear()
+            with_a_pass.main(with_a_pass.Args(**flags, run_dir=f"{run_dir}-pass"))
+            all_rows = [*rows]
+            loaded.clear()
+            algorithm.main(algorithm.Args(**flags, run_dir=run_dir))
+            first = rows_of_a_step // mini_batches
+            assert all_rows[0] < first and rows == [row for row in all_rows if row >= first], (run_dir, all_rows, rows)
 
 
 def signs(model_path: str, runs: Path) -> None:
