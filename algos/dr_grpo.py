@@ -188,9 +188,9 @@ def main(args: Args) -> None:
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if update == 0:
-                        old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    if update == 0:
+                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
                     ref = None if ref_policy is None else ref_logprobs[micro.rows]  # (n, T)
                     weights = 1.0
                     if args.tis_cap:

@@ -242,8 +242,8 @@ def main(args: Args) -> None:
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
             # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
-            later = everything[len(mini_batches[0]) :]
-            micro_batches = batching.pack(batch, later, args.compute, world)
+            later = torch.ones_like(everything, dtype=torch.bool).index_fill(0, mini_batches[0], False)  # (N,)
+            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             micro_batches = batching.pack(batch, everything, args.compute, world)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
@@ -293,9 +293,9 @@ def main(args: Args) -> None:
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if update == 0:
-                        old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    if update == 0:
+                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
                     weights = 1.0
                     if args.tis_cap:
                         weights = rollout_weights(

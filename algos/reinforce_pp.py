@@ -185,8 +185,8 @@ def main(args: Args) -> None:
         mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            # The first mini-batch trains from those weights: unless rewards need them, its own forward gives its
-            # old_logprobs, below.
+            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
+            # Only a KL in the rewards needs them earlier.
             later = needed if ref_policy is not None else needed.index_fill(0, mini_batches[0], False)  # (N,)
             micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -217,9 +217,9 @@ def main(args: Args) -> None:
                 for micro in micro_batches:
                     model.accumulate(policy, last=micro is micro_batches[-1])
                     logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    if update == 0:
-                        old_logprobs[micro.rows] = logprobs.detach()
                     old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
+                    if update == 0:
+                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
                     weights = 1.0
                     if args.tis_cap:
                         weights = rollout_weights(

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import matplotlib
@@ -97,6 +98,7 @@ WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "maze": ("{}",),
     "reverse": ("{}",),
 }  # fmt: skip
+FRONT = {"sums": ("grpo", "grpo-random", "rejection", "sft")}  # runs that the README's table has; without an entry, all
 SAMPLES = 8  # responses to each held-out problem of these tasks
 
 
@@ -237,9 +239,9 @@ def described(task: str, run: str) -> list[dict]:
     return found
 
 
-def sampled(task: str, run: str, rows: list[dict]) -> list[int]:
-    """How many responses had been sampled at each row, those to dropped prompts included."""
-    about = described(task, run)[0]
+def sampled(task: str, run: str, seed: int, rows: list[dict]) -> list[int]:
+    """How many responses had been sampled at each row, those to dropped prompts included. seed: 0 is the first."""
+    about = described(task, run)[seed]
     if "responses" in about:
         return [about["responses"] * (row["step"] > 0) for row in rows]
     args = about["args"]
@@ -253,14 +255,14 @@ def pages(task: str) -> list[Path]:
 
 
 def block(task: str, page: Path) -> str:
-    """The table of a page between its marks. The README has only the best wording of an untrained model."""
+    """The table of a page between its marks. The README's is shorter."""
     return f"{BEGIN.format(task)}\n{table(task, best=page == ROOT / 'README.md')}\n{END.format(task)}"
 
 
 def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
-    best: for the README, which has the best wording of an untrained model, and no minutes of short runs.
+    best: for the README, which has the best wording of an untrained model, the runs of FRONT, no minutes of short runs.
     """
     return "\n".join(table_lines(task, best))
 
@@ -284,10 +286,16 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
                 continue
             label = "start" if wording == "{}" else f'untrained, "{wording.format("...")}"'
             yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
+        answer, share = most_frequent_answer(task)
+        if share > max(2 / 100, highest / 2):  # Otherwise nobody gains by it.
+            yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | |"
     for run, seeds in curves(task).items():
+        if best and run not in FRONT.get(task, (run,)):
+            continue
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
+        responses = statistics.mean(sampled(task, run, seed, rows)[-1] for seed, rows in enumerate(seeds))
         if sampled_too:
             known = [each["evaluation"] for each in described(task, run)]
             more = samples({key: statistics.mean(each[key] for each in known) for key in known[0]})
@@ -297,8 +305,15 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
             f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
-            f"{int(seeds[0][-1]['step'])} | {sampled(task, run, seeds[0])[-1]:,} |" + timed * f" {minutes:.1f} |"
+            f"{int(seeds[0][-1]['step'])} | {round(responses):,} |" + timed * f" {minutes:.1f} |"
         )
+
+
+def most_frequent_answer(task: str) -> tuple[str, float]:
+    """The answer that most of a task's held-out problems have, and their share."""
+    answers = Counter(row["answer"] for row in tasks.problems(task, "test"))
+    answer, count = answers.most_common(1)[0]
+    return answer, count / answers.total()
 
 
 def draw(task: str) -> None:
@@ -307,15 +322,22 @@ def draw(task: str) -> None:
     for axis, key, title in zip(
         figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
     ):
+        lines = product(("-", "--", ":"), [f"C{i}" for i in range(10)])  # Both together are a run's own.
         for run, seeds in curves(task).items():
-            known = [[(x, row[key]) for x, row in zip(sampled(task, run, rows), rows) if key in row] for rows in seeds]
+            dashes, color = next(lines)
+            known = [
+                [(x, row[key]) for x, row in zip(sampled(task, run, seed, rows), rows) if key in row]
+                for seed, rows in enumerate(seeds)
+            ]
             length = min(map(len, known))
             if length < 3:  # A control without a curve stands in the table alone.
                 continue
             values = list(zip(*[[value for _, value in pairs[:length]] for pairs in known]))
-            responses = [x for x, _ in known[0][:length]]
-            axis.plot(responses, [statistics.mean(v) for v in values], label=run)
-            axis.fill_between(responses, [min(v) for v in values], [max(v) for v in values], alpha=0.2)
+            responses = [
+                statistics.mean(points) for points in zip(*[[x for x, _ in pairs[:length]] for pairs in known])
+            ]
+            axis.plot(responses, [statistics.mean(v) for v in values], color=color, linestyle=dashes, label=run)
+            axis.fill_between(responses, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
         axis.set(title=title, xlabel="responses sampled", ylim=(0, 1))
         axis.legend()
     with matplotlib.rc_context({"svg.hashsalt": "0"}):

@@ -219,13 +219,14 @@ class Step:
         wide, read = hardware.bandwidth(self.train), hardware.hbm * hardware.hbm_share
         forwards = self.micro_batches(prompts / job.mini_batches)
         reductions = 1 if self.gpu.whole_gradients else forwards
-        later = 1 - 1 / job.mini_batches  # share of the responses that need a forward for old log-probs
-        passes = self.micro_batches(later * prompts) + job.reference * self.micro_batches(prompts)
+        # Those after the first mini-batch need a forward for old log-probs, and all of them where a teacher grades.
+        later = prompts if self.teacher else prompts - prompts / job.mini_batches
+        passes = self.micro_batches(later) + job.reference * self.micro_batches(prompts)
         gathered = passes * self.dtype.itemsize * parameters
         exchanged = updates * (2 * forwards * self.dtype.itemsize + 4 * reductions) * parameters
         adam = 28 * updates * parameters / self.train / read  # four float32 arrays are read, three are written
         products = self.update_flop() / (hardware.peak * hardware.update_share)
-        frozen = (later + job.reference) * sum(self.forward_flop())
+        frozen = (later / prompts + job.reference) * sum(self.forward_flop())
         if self.teacher:
             frozen += sum(dataclasses.replace(self, model=self.teacher).forward_flop())
             gathered += self.micro_batches(prompts) * self.dtype.itemsize * self.teacher.parameters

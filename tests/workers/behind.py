@@ -29,7 +29,8 @@ def remembered(policy, engine) -> None:
 def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
     now, gap = parameters(policy), 0.0
     trained = torch.zeros_like(batch.response_mask)
-    trained[torch.cat([micro.rows for micro in micro_batches])] = True
+    for micro in micro_batches:  # of the rows after the first mini-batch
+        trained[micro.rows] = True
     for version in batch.weight_versions[batch.response_mask].unique().tolist():
         put(policy, sent[version])
         of = batch.response_mask & trained & (batch.weight_versions == version)

@@ -5,8 +5,8 @@ mixed and dynamic sampling keeps the same prompts. Only what main does with them
 rewards, statistics over all ranks, denominators, collectives. Two steps. Kinds:
 
 - "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded.
-- "old": without KL, in NAME-MINI_BATCHES, and once more with a forward for the old log-probs of all rows before the
-  updates, in NAME-MINI_BATCHES-pass. The first has none for the rows of the first mini-batch.
+- "old": without KL, and once more with a forward for the old log-probs of all rows before the updates, in NAME-pass;
+  the first has none for the rows of the first mini-batch. The second token of each response counts as not sampled.
 - "signs": two steps, and once more with the advantage's sign flipped, in NAME-flipped. RUNS_DIR/signs.json says for
   each run how much more likely the right responses became than the wrong ones, in nats a token.
 """
@@ -28,7 +28,7 @@ from common.data import prompts as data
 from common.rewards.grading import Result, gsm8k_reward
 from common.rewards.mixture import Rewards
 from common.rollout import engines, rollout
-from common.run import checkpoint, report
+from common.run import checkpoint, job, report
 from common.trainer import model
 from common.trainer.batching import Compute
 
@@ -51,7 +51,7 @@ started: list["StubEngine"] = []  # the engines of all runs
 
 
 class StubEngine:
-    weight_version, wire_dtype, saved_names = 0, None, False
+    weight_version, wire_dtype, saved_names, holes = 0, None, False, False
 
     def __init__(self, world):
         self.world, self.tokenizer, self.pushed = world, embedded.tokenizer(), []
@@ -66,7 +66,9 @@ class StubEngine:
                 rows.append(ids)
                 responses.append([*self.tokenizer(text)["input_ids"], 1])
         logprobs = [[-1.0] * len(response) for response in responses]
-        return rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, "cpu")
+        batch = rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, "cpu")
+        batch.response_mask[:, 1] &= not self.holes  # as if an environment had written that token
+        return batch
 
     def load_weights(self, named_tensors):
         self.pushed.append({name: tensor.clone() for name, tensor in named_tensors})  # gathering them is a collective
@@ -129,43 +131,62 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
 
 
 def old(model_path: str, runs: Path) -> None:
-    load, frozen_logprobs, loaded, rows = model.load, model.frozen_logprobs, [], []  # rows: of the last such forward
+    load, frozen_logprobs, end_step = model.load, model.frozen_logprobs, job.Run.end_step
+    loaded, forwards, steps = (
+        [],
+        [],
+        [],
+    )  # models; rows of the policy's forwards without gradient; old log-probs of steps
 
     def spied(of, batch, micro_batches, temperature):
         if of is loaded[0]:  # not a reference or a process reward model
-            rows[:] = sorted(row for micro in micro_batches for row in micro.rows.tolist())
+            forwards.append(sorted(row for micro in micro_batches for row in micro.rows.tolist()))
         return frozen_logprobs(of, batch, micro_batches, temperature)
 
+    def recorded(self, step, batch, **named):
+        assert (named["old_logprobs"][~batch.response_mask] == 0).all(), "a log-prob of a token that was not sampled"
+        steps.append(named["old_logprobs"].clone())
+        end_step(self, step, batch, **named)
+
+    def run(module, flags) -> tuple[list, list]:
+        loaded.clear(), forwards.clear(), steps.clear()
+        module.main(module.Args(**flags))
+        return [*forwards], [*steps]
+
     model.load = lambda *given, **named: loaded.append(load(*given, **named)) or loaded[-1]
-    model.frozen_logprobs = spied
-    rows_of_a_step = FLAGS["prompts_per_step"] * FLAGS["group_size"]
-    own = {
-        "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
-        "ppo": {"critic_warmup_steps": 1},
-    }  # fmt: skip
-    for name in OWN:
+    model.frozen_logprobs, job.Run.end_step, StubEngine.holes = spied, recorded, True
+    own = {"dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True}}
+    cases = [(name, name, own.get(name, {})) for name in OWN] + [
+        ("grpo-one", "grpo", {"mini_batches": 1}), ("grpo-epochs", "grpo", {"epochs": 2}),
+        ("ppo-warm-up", "ppo", {"critic_warmup_steps": 1}), ("opd-sampled", "opd", {"full_vocabulary": False}),
+    ]  # fmt: skip
+    for folder, name, changed in cases:
         algorithm = importlib.import_module(f"algos.{name}")
-        source = Path(algorithm.__file__).read_text()
-        late, early = "needed.index_fill(0, mini_batches[0], False)", "needed"
-        if name == "prime":
-            late, early = "everything[len(mini_batches[0]) :]", "everything"
-        its_own = "if update == 0:"
+        source, late, its_own = (
+            Path(algorithm.__file__).read_text(),
+            ".index_fill(0, mini_batches[0], False)",
+            "update == 0",
+        )
         assert source.count(late) == source.count(its_own) == 1, name
         with_a_pass = types.ModuleType(name)
         with_a_pass.__file__ = algorithm.__file__
         sys.modules[name] = with_a_pass  # where dataclasses look
-        exec(source.replace(late, early).replace(its_own, "if False:"), vars(with_a_pass))
-        for mini_batches in (1, 2)[name not in ("grpo", "ppo") :]:
-            flags = {**algorithm.EMBEDDED, **FLAGS, **own.get(name, {}), "model": model_path, "steps": 2}
-            flags["mini_batches"] = mini_batches
-            run_dir = str(runs / f"{name}-{mini_batches}")
-            loaded.clear()
-            with_a_pass.main(with_a_pass.Args(**flags, run_dir=f"{run_dir}-pass"))
-            all_rows = [*rows]
-            loaded.clear()
-            algorithm.main(algorithm.Args(**flags, run_dir=run_dir))
-            first = rows_of_a_step // mini_batches
-            assert all_rows[0] < first and rows == [row for row in all_rows if row >= first], (run_dir, all_rows, rows)
+        exec(source.replace(late, "").replace(its_own, "False"), vars(with_a_pass))
+        flags = {**algorithm.EMBEDDED, **FLAGS, **changed, "model": model_path, "steps": 2}
+        all_rows, expected = run(with_a_pass, flags | {"run_dir": str(runs / f"{folder}-pass")})
+        rows, found = run(algorithm, flags | {"run_dir": str(runs / folder)})
+        first = FLAGS["prompts_per_step"] * FLAGS["group_size"] // flags["mini_batches"]
+        for step, (whole, part) in enumerate(zip(all_rows, rows)):
+            all_early = folder == "opd-sampled" or (folder == "ppo-warm-up" and step == 0)
+            assert whole[0] < first and part == [row for row in whole if all_early or row >= first], (
+                folder,
+                whole,
+                part,
+            )
+        assert len(rows) == len(all_rows) == 2
+        torch.testing.assert_close(
+            found, expected, atol=1e-4, rtol=0, msg=lambda said, folder=folder: f"{folder}: {said}"
+        )
 
 
 def signs(model_path: str, runs: Path) -> None:
