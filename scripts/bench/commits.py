@@ -4,9 +4,10 @@ python scripts/bench/commits.py --commits 82ee0b2 HEAD
 python scripts/bench/commits.py --commits HEAD~1 HEAD --flags="--steps 20 --eval-prompts 0"     # the embedded job
 
 By default the job is 256 short answers of SmolLM2-135M (scripts/smollm2_from_pypi.py makes it) to sums, whose problems
-are written to a file, because older commits do not have the task. Each round starts every commit once, with this
-interpreter and its packages; changes that are not committed do not count. Figures are medians of the steps that count,
-in all rounds. Groups whose rewards are alike skip the update: where their share differs, the rest of a step says less.
+are written to a file, because older commits do not have the task. So that all commits do the same work, the learning
+rate is next to nothing, and the reward differs inside the groups of every other problem. Each round starts every commit
+once, with this interpreter and its packages; changes that are not committed do not count. Figures are medians of the
+steps that count, in all rounds, with the tokens of a response and the share of groups whose rewards are equal.
 """
 
 import dataclasses
@@ -28,16 +29,20 @@ from common.data import tasks
 
 ROOT = Path(__file__).parents[2]
 SUMS = (
-    "--model models/SmolLM2-135M-Instruct --dataset {problems} --dtype float32 --prompts-per-step 16 --group-size 16 "
-    "--mini-batches 2 --steps 4 --learning-rate 3e-5 --warmup-steps 1 --schedule constant --max-response-tokens 24 "
-    "--eval-prompts 0"
+    "--model models/SmolLM2-135M-Instruct --dataset {scratch}/problems.jsonl --reward {scratch}/reward.py:score "
+    "--dtype float32 --prompts-per-step 16 --group-size 16 --mini-batches 2 --steps 4 --learning-rate 1e-12 "
+    "--schedule constant --max-response-tokens 24 --eval-prompts 0"
 )
+REWARD = """
+def score(items, lengths, truncated):
+    return [len(item.response) % 2 if int(item.answer) % 2 else 0.0 for item in items]
+"""
 
 
 @dataclasses.dataclass
 class Args:
     commits: tuple[str, ...] = ("HEAD~1", "HEAD")  # Commits, of which the first is the one to compare with.
-    flags: str = SUMS  # Flags of algos/grpo.py, understood by all of them. {problems}: file with the problems of sums.
+    flags: str = SUMS  # Flags of algos/grpo.py, understood by all of them. {scratch}: folder with problems and reward.
     rounds: int = 2  # How often each commit runs, in the opposite order every other time.
     warmup: int = 1  # First steps of a run, which do not count.
 
@@ -63,7 +68,8 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         problems = Path(scratch) / "problems.jsonl"
         problems.write_text("".join(json.dumps(row) + "\n" for row in tasks.problems("sums", "train")))
-        flags = shlex.split(args.flags.replace("{problems}", str(problems)))
+        (Path(scratch) / "reward.py").write_text(REWARD)
+        flags = shlex.split(args.flags.replace("{scratch}", scratch))
         for place, commit in enumerate(args.commits):
             archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
             if archive.returncode:
