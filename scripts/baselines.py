@@ -175,7 +175,9 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
     untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
     responses = {"sft": 0, "rejection": REJECTED["prompts"] * REJECTED["n"]}[name]
+    ran = json.loads((Path(folder) / "run/run.json").read_text())
     run = {"seed": seed, "argv": commands(task, name, seed), "responses": responses, "evaluation": measured, "args": {}}
+    run |= {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
     keep(task, name, run, [
         {"step": 0, "eval/accuracy": untrained["greedy"]},
         {"step": SFT_STEPS[name], "eval/accuracy": measured["greedy"], "time/step": seconds},
