@@ -320,7 +320,7 @@ def most_frequent_answer(task: str) -> tuple[str, float]:
 
 def draw(task: str) -> None:
     """Draw TASK/curves.svg: accuracy and reward over the responses. Lines are means, bands go from worst to best."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure, shown = Figure(figsize=(11, 4), layout="constrained"), {}  # shown: run -> its line
     for axis, key, title in zip(
         figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
     ):
@@ -338,10 +338,11 @@ def draw(task: str) -> None:
             responses = [
                 statistics.mean(points) for points in zip(*[[x for x, _ in pairs[:length]] for pairs in known])
             ]
-            axis.plot(responses, [statistics.mean(v) for v in values], color=color, linestyle=dashes, label=run)
+            means = [statistics.mean(v) for v in values]
+            (shown[run],) = axis.plot(responses, means, color=color, linestyle=dashes)
             axis.fill_between(responses, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
         axis.set(title=title, xlabel="responses sampled", ylim=(0, 1))
-        axis.legend()
+    figure.legend([shown[run] for run in sorted(shown)], sorted(shown), loc="outside right upper")
     with matplotlib.rc_context({"svg.hashsalt": "0"}):
         figure.savefig(BASELINES / task / "curves.svg", metadata={"Date": None})
 
