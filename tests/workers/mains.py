@@ -132,11 +132,8 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
 
 def old(model_path: str, runs: Path) -> None:
     load, frozen_logprobs, end_step = model.load, model.frozen_logprobs, job.Run.end_step
-    loaded, forwards, steps = (
-        [],
-        [],
-        [],
-    )  # models; rows of the policy's forwards without gradient; old log-probs of steps
+    # Of one run: its models, the rows of the policy's forwards without gradient, and the old log-probs of each step.
+    loaded, forwards, steps = [], [], []
 
     def spied(of, batch, micro_batches, temperature):
         if of is loaded[0]:  # not a reference or a process reward model
@@ -162,11 +159,8 @@ def old(model_path: str, runs: Path) -> None:
     ]  # fmt: skip
     for folder, name, changed in cases:
         algorithm = importlib.import_module(f"algos.{name}")
-        source, late, its_own = (
-            Path(algorithm.__file__).read_text(),
-            ".index_fill(0, mini_batches[0], False)",
-            "update == 0",
-        )
+        source = Path(algorithm.__file__).read_text()
+        late, its_own = ".index_fill(0, mini_batches[0], False)", "update == 0"
         assert source.count(late) == source.count(its_own) == 1, name
         with_a_pass = types.ModuleType(name)
         with_a_pass.__file__ = algorithm.__file__
@@ -178,15 +172,11 @@ def old(model_path: str, runs: Path) -> None:
         first = FLAGS["prompts_per_step"] * FLAGS["group_size"] // flags["mini_batches"]
         for step, (whole, part) in enumerate(zip(all_rows, rows)):
             all_early = folder == "opd-sampled" or (folder == "ppo-warm-up" and step == 0)
-            assert whole[0] < first and part == [row for row in whole if all_early or row >= first], (
-                folder,
-                whole,
-                part,
-            )
+            wanted = [row for row in whole if all_early or row >= first]
+            assert whole[0] < first and part == wanted, (folder, part, wanted)
         assert len(rows) == len(all_rows) == 2
-        torch.testing.assert_close(
-            found, expected, atol=1e-4, rtol=0, msg=lambda said, folder=folder: f"{folder}: {said}"
-        )
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=0, msg=f"{folder}: {(one - other).abs().max()}")
 
 
 def signs(model_path: str, runs: Path) -> None:
