@@ -1,10 +1,12 @@
 """Every command in the README and in the docstrings of algos/ and scripts/ parses; every linked file exists."""
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
 
 import pytest
@@ -87,6 +89,18 @@ def test_a_file_names_the_result_of_its_baseline():
 def test_generated_tables_are_up_to_date(script, page):
     module = load(f"scripts/{script}.py")
     assert f"{module.BEGIN}\n{module.table()}\n{module.END}" in (ROOT / page).read_text()
+
+
+def test_a_baseline_is_a_run_of_code_that_is_here():
+    """Each says its commit, which had no changes beside it and is part of the history, where that is there."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+    for path in sorted(ROOT.glob("baselines/*/*/seed*.json")):
+        run = json.loads(path.read_text())
+        if path.parent.name in ("sft", "rejection", "grpo-off"):
+            continue  # controls that were run before this was asked of them
+        assert run["commit"] and not run["uncommitted_changes"], path
+        assert not whole or git("merge-base", "--is-ancestor", run["commit"], "HEAD").returncode == 0, path
 
 
 @pytest.mark.parametrize("task", sorted(path.parent.name for path in ROOT.glob("baselines/*/curves.svg")))
