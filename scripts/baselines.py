@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -289,7 +290,7 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
             label = "start" if wording == "{}" else f'untrained, "{wording.format("...")}"'
             yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
         answer, share = most_frequent_answer(task)
-        if share > max(2 / 100, highest / 2):  # Otherwise nobody gains by it.
+        if share > max(2 / 100, highest / 2):  # A smaller share would not mislead a reader.
             yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | |"
     for run, seeds in curves(task).items():
         if best and run not in FRONT.get(task, (run,)):
@@ -311,6 +312,7 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         )
 
 
+@cache
 def most_frequent_answer(task: str) -> tuple[str, float]:
     """The answer that most of a task's held-out problems have, and their share."""
     answers = Counter(row["answer"] for row in tasks.problems(task, "test"))

@@ -29,7 +29,7 @@ def remembered(policy, engine) -> None:
 def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
     now, gap = parameters(policy), 0.0
     trained = torch.zeros_like(batch.response_mask)
-    for micro in micro_batches:  # of the rows after the first mini-batch
+    for micro in micro_batches:  # The rows of the first mini-batch are not among them.
         trained[micro.rows] = True
     for version in batch.weight_versions[batch.response_mask].unique().tolist():
         put(policy, sent[version])
