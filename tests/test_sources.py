@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -285,7 +286,7 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
         "sums": lambda x, operator, y: int(x) + int(y) if operator == "+" else int(x) - int(y),
         "gcd": lambda x, word, y: math.gcd(int(x), int(y)),
     }
-    for name, count in (("sums", 9900), ("gcd", 1946)):
+    for name, count in (("sums", 9900), ("gcd", 854)):
         test, train = (tasks.problems(name, split) for split in ("test", "train"))
         assert len(test) == tasks.HELD_OUT and len(test) + len(train) == count
         seen = set()
@@ -298,6 +299,8 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
     reversed_texts = tasks.problems("reverse", "test") + tasks.problems("reverse", "train")
     assert len({row["question"] for row in reversed_texts}) == tasks.DRAWN
     assert all(f'"{row["answer"][::-1]}"' in row["question"] for row in reversed_texts)
+    answers = Counter(row["answer"] for row in tasks.problems("gcd", "test"))
+    assert max(answers.values()) < 0.13 * tasks.HELD_OUT, "a model that always says the same would look able"
     assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
     assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")
 

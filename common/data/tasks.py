@@ -36,15 +36,19 @@ def sums(draw: random.Random) -> Iterator[Row]:
 
 
 def gcd(draw: random.Random) -> Iterator[Row]:
-    """1,946 problems: the greatest common divisor of two numbers from 2 to 99 that have one larger than 1.
+    """854 problems: the greatest common divisor of two different numbers from 2 to 99 that have one larger than 1.
 
-    Of all pairs 60 % have none, so that always saying 1 would look able. Here always saying 2 is right for 39 %.
+    Of all such pairs 41 % have the answer 2, which a model could learn to say always. Here no answer has over 100.
     """
+    pairs: dict[int, list[tuple[int, int]]] = {}  # answer: the pairs that have it
     for a in range(2, 100):
-        for b in range(2, a + 1):
-            x, y = draw.sample((a, b), 2)
+        for b in range(2, a):
             if math.gcd(a, b) > 1:
-                yield row(f"Compute the gcd of {x} and {y}. Reply with the number only.", math.gcd(a, b))
+                pairs.setdefault(math.gcd(a, b), []).append((a, b))
+    for answer, having in pairs.items():
+        for pair in draw.sample(having, min(len(having), 100)):
+            x, y = draw.sample(pair, 2)
+            yield row(f"Compute the gcd of {x} and {y}. Reply with the number only.", answer)
 
 
 def reverse(draw: random.Random) -> Iterator[Row]:
