@@ -7,9 +7,9 @@
     python scripts/baselines.py --task sums --run start             evaluates it untrained, in three wordings
     python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
 
-A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS); some start
-from a model that START_COMMANDS make. Its CSV has the curve. Its JSON is the run.json, without this machine's folders,
-and for the tasks of STARTS what scripts/evaluate.py says of the trained model.
+A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Models that
+it needs and that are too large to commit are made first (MADE). Its CSV has the curve. Its JSON is the run.json,
+without this machine's folders, and for the tasks of STARTS what scripts/evaluate.py says of the trained model.
 """
 
 import csv
@@ -43,7 +43,7 @@ COLUMNS = (
     "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
-MAZE_START, REVERSE_START = "baselines/maze-start", "runs/reverse-start"
+MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-start", "runs/sums-teacher"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
 OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens 24"
 RECIPES = {  # task: flags of all its runs
@@ -66,29 +66,43 @@ RUNS = {
     ("guess", "ppo"): "--steps 60",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
+    ("sums", "reinforce_pp"): "--steps 20",
+    ("sums", "opd"): f"--teacher {SUMS_TEACHER} --steps 20",
     ("sums", "ppo"): "--critic-learning-rate 5e-5 --steps 20",
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3 --steps 20",
 }
-OFFLINE = {"dpo": 4096 * 8}  # run that samples nothing: number of responses from which its pairs were made
-REJECTED = {"prompts": 2560, "n": 4}  # problems, and responses to each, of which the right ones are kept
-SFT_STEPS = {"sft": 100, "rejection": 40}  # of 64 answers: 40 are nine epochs of some 300 right responses
-SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {{}} "
-SFT += "--output {{folder}}/model --run-dir {{folder}}/run"
+ENDED_BY_GUARD = {("calculator", "grpo-off")}  # never gets a reward, and ends as `no-signal` with exit code 3
+REJECTED = {"prompts": 2560, "n": 4}  # problems, and untrained responses to each, from which controls take theirs
+# Runs that sample nothing while they train: number of responses from which their data were taken.
+OFFLINE = {
+    ("arithmetic", "dpo"): 4096 * 8,
+    ("sums", "dpo"): REJECTED["prompts"] * REJECTED["n"],
+    ("sums", "rejection"): REJECTED["prompts"] * REJECTED["n"],
+    ("sums", "sft"): 0,
+}
+SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {{}}"  # of 64 answers each
+TO_FOLDER = "--output {folder}/model --run-dir {folder}/run"
+UNTRAINED = f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --dtype float32 "
+UNTRAINED += f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} --max-response-tokens 24 "
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
-    ("sums", "sft"): [f"{SFT.format(SFT_STEPS['sft'])} --dataset sums"],
+    ("sums", "sft"): [f"{SFT.format(100)} {TO_FOLDER} --dataset sums"],
     ("sums", "rejection"): [
-        f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train --dtype float32 "
-        f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} "
-        "--max-response-tokens 24 --save-right {folder}/right.jsonl",
-        f"{SFT.format(SFT_STEPS['rejection'])} --dataset {{folder}}/right.jsonl",
+        UNTRAINED + "--save-right {folder}/right.jsonl",
+        f"{SFT.format(40)} {TO_FOLDER} --dataset {{folder}}/right.jsonl",  # nine epochs of some 300 right responses
+    ],
+    ("sums", "dpo"): [
+        UNTRAINED + "--save-pairs {folder}/pairs.jsonl",
+        f"algos/dpo.py --model {SMOLLM2} --dtype float32 --learning-rate 1e-5 --warmup-steps 4 --batch-size 32 "
+        f"--steps 24 {TO_FOLDER} --dataset {{folder}}/pairs.jsonl",
     ],
 }
 # Tasks whose models are also sampled from: the model that their runs start from.
 STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "maze": MAZE_START, "reverse": REVERSE_START}
-START_COMMANDS = {  # task: what makes the model that its runs start from, where that is too large to commit
-    "reverse": f"algos/sft.py --model {SMOLLM2} --dtype float32 --dataset reverse --steps 30 --learning-rate 5e-5 "
+MADE = {  # models that are too large to commit: the command that makes each
+    REVERSE_START: f"algos/sft.py --model {SMOLLM2} --dtype float32 --dataset reverse --steps 30 --learning-rate 5e-5 "
     f"--output {REVERSE_START} --run-dir runs/reverse-sft",
+    SUMS_TEACHER: f"{SFT.format(100)} --output {SUMS_TEACHER} --run-dir runs/sums-sft --dataset sums",  # `sums`' sft
 }
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
@@ -117,7 +131,7 @@ class Args:
 def flags(task: str, run: str) -> str:
     """The flags of a baseline, without its seed."""
     own = RUNS.get((task, run), "")
-    return f"{'' if run in OFFLINE or own.startswith('--model') else RECIPES[task]} {own}".strip()
+    return f"{'' if (task, run) in OFFLINE or own.startswith('--model') else RECIPES[task]} {own}".strip()
 
 
 def command(task: str, run: str, seed: int) -> list[str]:
@@ -135,15 +149,18 @@ def train(task: str, run: str, seed: int) -> None:
         if (task, run) in CONTROLS:
             return control(task, run, seed, scratch)
         run_dir = Path(scratch) / "run"
-        words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if run in OFFLINE else [])]
-        subprocess.run([sys.executable, *command(task, run, seed), *words], check=True, cwd=ROOT)
+        words = ["--run-dir", str(run_dir), *(["--output", f"{scratch}/model"] if (task, run) in OFFLINE else [])]
+        ended = subprocess.run([sys.executable, *command(task, run, seed), *words], cwd=ROOT).returncode
+        if ended != (3 if (task, run) in ENDED_BY_GUARD else 0):
+            sys.exit(f"error: {run}, seed {seed}: exit code {ended}")
         add(run_dir, task, run)
 
 
-def prepare(task: str) -> None:
-    """Make the model that a task's runs start from, where START_COMMANDS has one and its files are not there."""
-    if task in START_COMMANDS and not (ROOT / STARTS[task] / "model.safetensors").is_file():
-        subprocess.run([sys.executable, *START_COMMANDS[task].split()], check=True, cwd=ROOT)
+def prepare(task: str, run: str) -> None:
+    """Make the models of MADE that a run names and that are not there."""
+    for folder, words in MADE.items():
+        if folder in flags(task, run).split() and not (ROOT / folder / "model.safetensors").is_file():
+            subprocess.run([sys.executable, *words.split()], check=True, cwd=ROOT)
 
 
 def add(run_dir: Path, task: str, name: str) -> None:
@@ -151,14 +168,14 @@ def add(run_dir: Path, task: str, name: str) -> None:
     run = json.loads((run_dir / "run.json").read_text())
     rows, trained = report.read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
-    if name in OFFLINE:
+    if (task, name) in OFFLINE:
         run["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
-        run["responses"] = OFFLINE[name]
+        run["responses"] = OFFLINE[task, name]
         run["evaluation"] = evaluate(task, trained)
         rows = [{"step": 0, "eval/accuracy": evaluate(task, arithmetic.WARM_START)["greedy"]}, *rows]
         rows[-1]["eval/accuracy"] = run["evaluation"]["greedy"]
     if "teacher" in run["args"]:
-        run["args"]["teacher"] = f"baselines/{arithmetic.TEACHER.name}"
+        run["args"]["teacher"] = (ROOT / run["args"]["teacher"]).relative_to(ROOT).as_posix()
     if task in STARTS:
         run["evaluation"] = evaluate(task, trained)
         run["args"]["model"] = STARTS[task]
@@ -175,13 +192,12 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
     untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
-    responses = {"sft": 0, "rejection": REJECTED["prompts"] * REJECTED["n"]}[name]
     ran = json.loads((Path(folder) / "run/run.json").read_text())
-    run = {"seed": seed, "argv": commands(task, name, seed), "responses": responses, "evaluation": measured, "args": {}}
-    run |= {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
+    run = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
+    run |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
     keep(task, name, run, [
         {"step": 0, "eval/accuracy": untrained["greedy"]},
-        {"step": SFT_STEPS[name], "eval/accuracy": measured["greedy"], "time/step": seconds},
+        {"step": ran["args"]["steps"], "eval/accuracy": measured["greedy"], "time/step": seconds},
     ])  # fmt: skip
 
 
@@ -353,9 +369,8 @@ def main(args: Args) -> None:
     if args.flags:
         print(flags(args.task, args.flags))
         return
-    if args.run:
-        prepare(args.task)
     for run in args.run:
+        prepare(args.task, run)
         if run == "start":
             start(args.task)
         for seed in args.seeds if run != "start" else []:
@@ -363,7 +378,7 @@ def main(args: Args) -> None:
     for folder in args.add:
         run = json.loads((Path(folder) / "run.json").read_text())
         name = args.name or run["algorithm"]
-        add(Path(folder), args.task if name in OFFLINE else run["args"]["dataset"][0], name)
+        add(Path(folder), args.task if (args.task, name) in OFFLINE else run["args"]["dataset"][0], name)
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:
