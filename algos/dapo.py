@@ -1,19 +1,20 @@
 """DAPO -- Decoupled clip and dynamic sampling (arXiv:2503.14476, eq. 8-13).
 
-    R_i   = +1 or -1 for right or wrong, plus overlong_penalty(|o_i|) <= 0
+    R_i   = 2 score_i - 1 + overlong_penalty(|o_i|)      +1 or -1 for a score of 1 or 0; the penalty is <= 0
     A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt
     ratio = exp(logprobs - old_logprobs)
-    L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it,  <= -A_i clip_dual
+    L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
-sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts
-are drawn until --prompts-per-step of them have both right and wrong responses. The filter asks for raw correctness, not
-for the shaped reward: a group of right responses of unequal lengths would teach nothing but length.
+where a token with A_i < 0 adds at most -A_i clip_dual to the sum. sum_it m_it is the number of response tokens in the
+whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts are drawn until --prompts-per-step of them have both
+right and wrong responses. The filter asks for raw correctness, not for the shaped reward: a group of right responses of
+unequal lengths would teach nothing but length.
 
 Differs from grpo.py: clip_high above clip_low; dynamic sampling; a token mean over the mini-batch; overlong shaping; no
 KL term.
 
-Differs from the paper: its formula averages over the tokens of each prompt's group, its code over those of the
-mini-batch, as here; dual clip as in its code. Each rank draws until it has its share, surplus groups are discarded.
+Differs from the paper: the mean is over the tokens of the mini-batch, as in its code, where its formula has one mean
+for each prompt's group; dual clip as in its code. Each rank draws until it has its share; surplus groups are discarded.
 
 Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset train.jsonl --steps 400
@@ -43,7 +44,7 @@ class Args(job.Flags):
     max_gen_batches: int = 10  # Largest number of draws in one step; then the run stops.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 0.28  # The ratio is clipped at 1 + clip_high.

@@ -4,8 +4,8 @@
     L     = - 1/P sum [ (1 - eps) log sigma(r(y_w) - r(y_l)) + eps log sigma(r(y_l) - r(y_w)) ]          over P pairs
 
 y_w is the chosen response to prompt x, and y_l the rejected one. r is the reward for which pi would be the optimum with
-a KL penalty of weight beta. L is the likelihood of the preferences under it (Bradley-Terry), so no reward model is
-trained. eps is the share of pairs that are labelled the wrong way round (label_smoothing; the authors' note on
+a KL penalty of weight beta. L is the negative log-likelihood of the preferences under it (Bradley-Terry), so no reward
+model is trained. eps is the share of pairs that are labelled the wrong way round (label_smoothing; the authors' note on
 conservative DPO).
 
 ref is the policy before its first update. It computes the log-probs of all pairs of the run once, at the start, so that
@@ -63,7 +63,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
 
     # bookkeeping
-    seed: int = 0  # Seed of initial weights and of the order of the data.
+    seed: int = 0  # Seed of the order of the data, and of new adapters.
     output: str = "runs/dpo"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
     run_dir: str = ""  # Folder for metrics, checkpoints and the report. Default: runs/dpo-DATE-TIME.
     saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()

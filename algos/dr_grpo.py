@@ -39,7 +39,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.

@@ -6,8 +6,8 @@
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, also of those with advantage 0.
 
-A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. Such
-means stay near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 nothing would ever be clipped.
+A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. The
+mean s_i stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 nothing would ever be clipped.
 
 The code has the paper's GSPO-token form, whose value and gradient are those of s_i: the ratio of token t is
 sg(s_i) exp(logprobs - sg(logprobs)), where sg stops the gradient. Weights of single tokens (--tis-cap) fit into it.
@@ -40,7 +40,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 3e-4  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 4e-4  # The ratio is clipped at 1 + clip_high.

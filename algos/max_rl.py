@@ -13,7 +13,7 @@ more. With G responses its expectation is the gradient of the first G - 1 terms 
 
 Differs from dr_grpo.py: the division by the group's mean. Nothing else.
 
-Differs from the paper: PPO's ratio and clip, where the paper is on-policy; with --mini-batches 1 the two are the same.
+Differs from the paper: PPO's ratio and clip, where the paper is on-policy; a step's first update is the same.
 Rewards must not be negative, because mean(R) would no longer be a probability; a group whose mean is 0 or less gives 0.
 
 Run:    python algos/max_rl.py                                          (embedded arithmetic, 3 minutes on two cores)
@@ -41,7 +41,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.

@@ -1,6 +1,6 @@
 """OPD -- on-policy distillation: the policy samples, and a teacher says of each token how likely it would have been.
 
-    A_t   = teacher_t - old_t                       log-probs of the sampled token; minus an estimate of the reverse KL
+    A_t   = teacher_t - old_t               log-probs of the sampled token: -A_t estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
@@ -44,7 +44,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
@@ -102,9 +102,12 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
 
 
-def vocabulary_loss(divergences, response_mask, *, denominator: float, weights=1.0) -> torch.Tensor:
-    """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`."""
-    return torch.where(response_mask, weights * divergences, 0.0).sum() / denominator
+def vocabulary_loss(divergences, response_mask, *, denominator: float) -> torch.Tensor:
+    """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`.
+
+    A divergence depends on the tokens before it, and not on which one was sampled: it needs no weight for that.
+    """
+    return torch.where(response_mask, divergences, 0.0).sum() / denominator
 
 
 @torch.no_grad()
@@ -119,6 +122,8 @@ def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if not args.teacher:
         raise errors.BadInput("--teacher: name a model to learn from")
+    if args.full_vocabulary and args.tis_cap:
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
 
 
 def main(args: Args) -> None:
@@ -159,7 +164,7 @@ def main(args: Args) -> None:
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
             # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
-            # Advantages of sampled tokens need them earlier.
+            # Without --full-vocabulary the advantages need old_logprobs earlier.
             later = needed.index_fill(0, mini_batches[0], False) if args.full_vocabulary else needed  # (N,)
             micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -185,7 +190,6 @@ def main(args: Args) -> None:
                         divergences, logprobs, entropy = distillation.divergences(
                             policy, teacher, micro, args.temperature
                         )  # (n, T) each; only the divergences have a gradient
-                        advantages[micro.rows] -= divergences.detach()
                         tracker.add("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
                     else:
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
@@ -200,9 +204,8 @@ def main(args: Args) -> None:
                         )  # fmt: skip
                     clipped = 0
                     if args.full_vocabulary:
-                        loss = vocabulary_loss(
-                            divergences=divergences, response_mask=mask, denominator=denominator, weights=weights
-                        )
+                        loss = vocabulary_loss(divergences=divergences, response_mask=mask, denominator=denominator)
+                        advantages[micro.rows] = torch.where(mask, -divergences.detach(), advantages[micro.rows])
                     else:
                         loss = policy_loss(
                             logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,

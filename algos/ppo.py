@@ -14,8 +14,8 @@ Differs from grpo.py: a critic, with its own weights and optimizer, in place of 
 sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
 Differs from the papers: the critic starts as the policy with a zero head, keeps its own --critic-learning-rate and
-may train alone for --critic-warmup-steps (VC-PPO, arXiv:2503.01491), its targets with lam = 1 then; actor and critic
-may have different lam (ibid.). kl_coef 0 by default.
+may train alone for --critic-warmup-steps, with lam = 1 for its targets; actor and critic may have different lam (both
+VC-PPO, arXiv:2503.01491). kl_coef 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
@@ -43,14 +43,14 @@ class Args(job.Flags):
     prompts_per_step: int = 256  # Prompts of one step, on all ranks together.
     group_size: int = 1  # G, the number of responses to each prompt. The critic needs no group.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip: float = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
-    value_clip: float = 0.2  # Largest change of a value that counts, in units of reward.
+    value_clip: float = 0.2  # A value that has changed by more, in units of reward, has no gradient.
     lam: tuple[float, float] = (1.0, 1.0)
     """lambda of GAE (eq. 16 of the GAE paper): for the advantages, and for the returns that the critic learns."""
-    critic_warmup_steps: int = 0  # Number of steps at the start in which only the critic learns.
+    critic_warmup_steps: int = 0  # Steps at the start in which only the critic learns. --schedule begins after them.
     kl_coef: float = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
@@ -234,7 +234,7 @@ def main(args: Args) -> None:
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
                 kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
-                tracker.add("reward/kl", kl.sum(), len(batch))
+                tracker.add("reward/kl", kl.sum(), needed.sum())
         token_rewards = reward_tokens(
             scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
             response_mask=batch.response_mask, kl_coef=args.kl_coef,
@@ -246,6 +246,7 @@ def main(args: Args) -> None:
         advantages, _ = gae(lam=args.lam[0])  # (N, T)
         _, returns = gae(lam=1.0 if warming_up else args.lam[1])  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
+        learns = world.max(advantages.abs().max()) > 0  # Without a gradient Adam would still move the weights.
         tracker.explained_variance(old_values, returns, batch.response_mask)
 
         with tracker.time("update"):
@@ -295,7 +296,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip, clip_high=args.clip,
                     )  # fmt: skip
                     tracker.update(loss, entropy, mask, clipped)
-                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
+                if micro_batches and learns:  # pack() gives all ranks equally many, or none.
                     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
                     optimizer.step()

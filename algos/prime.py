@@ -1,14 +1,14 @@
 """PRIME -- Process reinforcement through implicit rewards (arXiv:2502.01456, eq. 3-5; implicit PRM arXiv:2412.01981).
 
     r_t   = beta (log phi(y_t) - log ref(y_t))           process reward of a token, from outcome labels alone
-    L_phi = BCE(sigmoid(sum_t r_t), correct)             mean over sequences; phi learns online, before it rewards
+    L_phi = BCE(sigmoid(sum_t r_t), correct)             mean over sequences; phi learns from a batch, then rewards it
     p_t   = r_t - mean over the G - 1 others of their mean r;   o = correct - mean of the others' correct
     A_t   = c_process sum_{s>=t} p_s + c_outcome o,      whitened over all response tokens of the step
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it
 
-phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. r is
-divided by the largest |sum_{s>=t} r_s| of the batch on all ranks; otherwise the outcome drowns it. c_outcome is 1,
+phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. For p_t,
+r is divided by the largest |sum_{s>=t} r_s| of the batch on all ranks; otherwise the outcome drowns it. c_outcome is 1,
 because only the ratio of the two survives the whitening. Prompts are drawn until --prompts-per-step of them have a
 share of right responses within --accuracy-range, counted on raw correctness.
 
@@ -48,7 +48,7 @@ class Args(job.Flags):
     max_gen_batches: int = 10  # Largest number of draws in one step; then the run stops.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip: float = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
@@ -179,11 +179,13 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 def ranked_pairs(scores: torch.Tensor, correct: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(number of pairs that the process reward model ranks right, number of pairs).
 
-    A pair is a right and a wrong response to one prompt; it is ranked right if the right one has the larger score.
+    A pair is a right and a wrong response to one prompt. It is ranked right if the right one has the larger score, and
+    half right if both have the same, as in the first step, when phi is the reference.
     """
     scores, right = scores.view(-1, group_size), correct.view(-1, group_size) > 0.5  # (B, G)
     pairs = right[:, :, None] & ~right[:, None, :]  # (B, G, G)
-    return (pairs & (scores[:, :, None] > scores[:, None, :])).sum(), pairs.sum()
+    ahead, behind = scores[:, :, None], scores[:, None, :]
+    return (pairs * ((ahead > behind) + 0.5 * (ahead == behind))).sum(), pairs.sum()
 
 
 def check_args(args: Args) -> None:

@@ -8,8 +8,8 @@
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. mean and std are those of
 the step, before it is cut into mini-batches, and a long response weighs more in them than a short one. The mean of the
 batch is the only baseline: no critic, no group, so that --group-size 1 with as many more prompts works as well. With
---baseline group the score is first reduced by the mean score of the prompt's responses, the paper's variant for
-reasoning, which no longer favours easy prompts.
+--baseline group the score is first reduced by the mean score of the prompt's responses (the paper's variant for
+reasoning), so that responses to easy prompts are no longer favoured.
 
 Differs from remax.py: no greedy response; the advantages are whitened.
 
@@ -40,7 +40,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     baseline: Literal["none", "group"] = "none"  # group: subtract the mean score of the prompt's responses.
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
@@ -194,7 +194,7 @@ def main(args: Args) -> None:
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
                 kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
-                tracker.add("reward/kl", kl.sum(), len(batch))
+                tracker.add("reward/kl", kl.sum(), needed.sum())
         token_rewards = reward_tokens(
             scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
             response_mask=batch.response_mask, kl_coef=args.kl_coef,
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
             group_size=args.group_size, baseline=args.baseline,
         )  # (N, T)  # fmt: skip
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
-        needed &= (advantages != 0).any(1)  # All rows, unless all rewards of the step are equal.
+        needed &= (advantages != 0).any(1)  # All rows, unless none differs from its baseline.
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0

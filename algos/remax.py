@@ -41,7 +41,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, sampled responses to a prompt, which share its greedy one; 1 in the paper.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
@@ -169,7 +169,7 @@ def main(args: Args) -> None:
     for step, batch in run.steps(sample):
         greedy_scores = batch.baseline.scores.repeat_interleave(args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
-        needed = batch.scores != greedy_scores if ref_policy is None else batch.response_mask.any(1)  # (N,)
+        needed = batch.response_mask.any(1) & ((batch.scores != greedy_scores) | (ref_policy is not None))  # (N,)
         mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
 
         with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
@@ -182,7 +182,7 @@ def main(args: Args) -> None:
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
                 kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
-                tracker.add("reward/kl", kl.sum(), len(batch))
+                tracker.add("reward/kl", kl.sum(), needed.sum())
         token_rewards = reward_tokens(
             scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
             response_mask=batch.response_mask, kl_coef=args.kl_coef,

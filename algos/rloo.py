@@ -6,8 +6,8 @@
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. The mean of the other
-rewards depends on nothing that response i did: an unbiased baseline without a critic. With --mini-batches 1 the ratio
-is 1 and L is REINFORCE; with more, the clip keeps later mini-batches near the policy that sampled.
+rewards depends on nothing that response i did: an unbiased baseline without a critic. In the first mini-batch the
+ratio is 1 and L is REINFORCE; after it the clip keeps the policy near the one that sampled.
 
 Differs from grpo.py: the baseline leaves response i out and there is no std; the KL sits in the reward, not in the
 loss; every token of the mini-batch weighs the same.
@@ -39,7 +39,7 @@ class Args(job.Flags):
     prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
     group_size: int = 8  # G, the number of responses to each prompt.
     max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for every log-prob.
+    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
     clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high.
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
                     old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, response_mask=batch.response_mask
                 )  # (N,)
                 advantages = compute_advantages(rewards=batch.scores - args.kl_coef * kl, group_size=args.group_size)
-                tracker.add("reward/kl", kl.sum(), len(batch))
+                tracker.add("reward/kl", kl.sum(), needed.sum())
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0

@@ -104,23 +104,59 @@ def test_what_was_refused_is_there_to_look_at(faults, name):
     assert len(rows) == 16 and rows[0]["response_ids"] and rows[0]["score"] is not None and rows[0]["advantage"] is None
 
 
+@pytest.mark.parametrize(
+    "error, environment, code, said",
+    [
+        (BadInput("no file"), {"RANK": "8", "LOCAL_RANK": "0"}, 2, "error[bad-input]: no file\n"),
+        (BadInput("no file"), {"RANK": "9", "LOCAL_RANK": "1"}, 2, ""),
+        (RunFailed("no room", code="engine-memory"), {"RANK": "3"}, 3, "error[engine-memory]: no room\n"),
+    ],
+)
+def test_what_one_rank_alone_meets_is_printed(monkeypatch, capsys, error, environment, code, said):
+    """Once for each node before the ranks are joined, and a failure wherever it is."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", none_yet)
+
+    def fails(args):
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        errors.launch(fails, None)
+    assert ended.value.code == code and capsys.readouterr().err == said
+
+
+def none_yet():
+    raise ValueError("Default process group has not been initialized")
+
+
 def row(step: int, **figures) -> dict:
     names = {"reward": "reward/mean", "alike": "group/zero_std_frac", "entropy": "train/entropy"}
-    names |= {"accuracy": "reward/accuracy", "side": "reward/format/contribution", "norm": "train/grad_norm"}
-    return {"step": step, "reward/mean": 0.5, "train/grad_norm": 1.0, **{names[k]: v for k, v in figures.items()}}
+    names |= {"accuracy": "reward/accuracy", "side": "reward/format/contribution", "advantage": "advantage/abs_max"}
+    names |= {"kl": "reward/kl"}
+    return {"step": step, "reward/mean": 0.5, "advantage/abs_max": 1.0, **{names[k]: v for k, v in figures.items()}}
 
 
 def test_a_reward_that_once_taught_something_is_a_warning(capsys):
     trends = Trends()
-    trends.check(row(1, alike=0.5))
+    trends.check(row(1))
     for step in range(2, 2 + 2 * SILENT_STEPS):
-        trends.check(row(step, alike=1.0))
+        trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 2
     trends = Trends()
     with pytest.raises(RunFailed, match=f"for {SILENT_STEPS} steps") as failed:
         for step in range(1, 1 + SILENT_STEPS):
-            trends.check({"step": step, "reward/mean": 0.0})  # ReMax without an update: no groups, no gradient
+            trends.check(row(step, advantage=1e-5, alike=1.0, kl=1e-6))  # the KL in the rewards alone
     assert step == SILENT_STEPS and failed.value.code == "no-signal"
+
+
+def test_groups_that_score_alike_teach_where_something_else_does(capsys):
+    """A teacher (OPD), a critic that warms up, or a mean over other prompts (REINFORCE++) gives advantages as well."""
+    trends = Trends()
+    for step in range(1, 1 + 2 * SILENT_STEPS):
+        trends.check(row(step, alike=1.0))
+    assert not capsys.readouterr().err
 
 
 def test_entropy_that_is_gone_is_said_once(capsys):
@@ -137,7 +173,7 @@ def test_entropy_that_is_gone_is_said_once(capsys):
 def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
     tracker = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 5, 100)
     for step in range(6, 6 + SILENT_STEPS):
-        tracker.trends.check(row(step, alike=1.0))
+        tracker.trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algos.opd import compute_advantages, policy_loss, vocabulary_loss
+from algos.opd import Args, check_args, compute_advantages, policy_loss, vocabulary_loss
+from common.errors import BadInput
 from common.trainer import logits
 from common.trainer.distillation import ChunkedKL
 
@@ -71,8 +72,9 @@ def test_the_chunked_divergence_is_the_dense_one(monkeypatch, rows_in_a_chunk, v
     found, logprobs, entropy = ChunkedKL.apply(hidden, head, targets, shape, their_hidden, their_head, their_shape)
     gradients = torch.autograd.grad(found, (hidden, head), grad)
     assert torch.allclose(found, kl, atol=1e-5) and (found >= -1e-6).all()
-    assert torch.allclose(logprobs, log_p.gather(1, targets[:, None])[:, 0], atol=1e-5)
-    assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(1), atol=1e-5)
+    whole = dense(hidden, head, *shape).log_softmax(1)  # as in every other forward of the policy
+    assert torch.allclose(logprobs, whole.gather(1, targets[:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(entropy, -(whole.exp() * whole).sum(1), atol=1e-5)
     assert not logprobs.requires_grad and not entropy.requires_grad
     for one, other in zip(gradients, expected):
         assert torch.allclose(one, other, atol=1e-5)
@@ -90,5 +92,8 @@ def test_the_vocabulary_loss_is_a_masked_sum():
     divergences = torch.tensor([[1.0, torch.nan], [2.0, 4.0]])
     mask = torch.tensor([[True, False], [True, True]])
     assert vocabulary_loss(divergences, mask, denominator=10.0).item() == pytest.approx(0.7)
-    weights = torch.tensor([[2.0, 1.0], [1.0, 0.5]])
-    assert vocabulary_loss(divergences, mask, denominator=10.0, weights=weights).item() == pytest.approx(0.6)
+
+
+def test_weights_of_sampled_tokens_are_refused_where_the_loss_does_not_depend_on_them():
+    with pytest.raises(BadInput, match="^--tis-cap: not with --full-vocabulary"):
+        check_args(Args(teacher="folder", full_vocabulary=True, tis_cap=2.0))

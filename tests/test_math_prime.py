@@ -136,6 +136,8 @@ def test_ranked_pairs():
     assert (ranked.item(), pairs.item()) == (3, 3)
     ranked, pairs = ranked_pairs(torch.tensor([0.3, 0.1, 0.2, 0.5]), torch.tensor([1.0, 0, 0, 0]), 2)
     assert (ranked.item(), pairs.item()) == (1, 1)
+    ranked, pairs = ranked_pairs(torch.zeros(4), torch.tensor([1.0, 0, 0, 0]), 4)  # phi is the reference at first
+    assert (ranked.item(), pairs.item()) == (1.5, 3)
 
 
 def test_the_token_that_decides_is_singled_out():

@@ -12,11 +12,14 @@ from conftest import ALGORITHMS, ROOT, launch
 
 from algos import dr_grpo, grpo
 from common import rewards
+from common.data import arithmetic
 from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.rollout import rollout
+from common.run import sampling
+from common.run.tracking import Figures
 
 
 def mixture(**parts) -> Rewards:
@@ -45,7 +48,19 @@ def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
     assert [(r.score, r.acc) for r in results] == [(-1.0, 1.0), (-2.0, 0.0)]
     assert results[0].info["parts"] == {"right": 1.0, "style": 4.0}
     assert logged["reward/right/mean"] == 1.0 and logged["reward/style/contribution"] == -4.0
+    assert logged["reward/right/std"] == 0.5 * 2  # a total over two responses, as add() wants it
     assert logged["reward/style/weight"] == -0.5 and logged["time/reward/right"] >= 0
+
+
+def test_responses_that_are_not_trained_on_stay_out_of_the_metrics(world):
+    """ReMax's greedy ones, with several rewards."""
+    reward = mixture(right=(1.0, lambda item: 1.0), style=(1.0, lambda item: 1.0))
+    draw = sampling.Draw(world, Figures(world), None, reward, arithmetic.tokenizer())
+    prompts, _, rows = batch(["", ""], 1)
+    assert draw.grade(prompts, rows, figures=False).scores.tolist() == [2.0, 2.0]
+    assert set(draw.figures.sums) == {"time/reward"}
+    draw.grade(prompts, rows)
+    assert "reward/style/mean" in draw.figures.sums and "reward/mean" in draw.figures.sums
 
 
 def test_a_weight_of_zero_computes_and_counts_for_nothing(world):
@@ -228,7 +243,7 @@ def test_items_carry_ids_and_meta(world):
 @pytest.mark.slow
 def test_every_algorithm_goes_on_without_a_prompt_that_was_not_graded(models, tmp_path):
     launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded", timeout=300)
-    for name in ALGORITHMS:
+    for name in (*ALGORITHMS, "remax-free"):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["reward/ungraded_frac"] > 0 for row in rows] == [False, False, False, True], name
         traces = (tmp_path / name / "rollouts/step_000004.jsonl").read_text().splitlines()

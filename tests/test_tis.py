@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_figures_of_the_gap(world):
     assert total["mismatch/kl"] == pytest.approx(sum(w - 1 - math.log(w) for w in ratios), rel=1e-5)
     assert total["mismatch/weight_over_2_frac"] == 1 and total["mismatch/staleness"] == 2 * 3
     assert total["mismatch/effective_frac"] == pytest.approx(sum(ratios) ** 2 / sum(w * w for w in ratios), rel=1e-5)
+
+
+def test_the_effective_size_is_that_of_all_ranks_together():
+    """100 weights of 1 here and 100 of 2 on the other rank: (100 + 200)^2 / (100 + 400) / 200 = 0.9."""
+    others = iter([200.0, 400.0])
+    figures = Figures(SimpleNamespace(size=2, sum=lambda own: float(own) + next(others)))
+    batch = collate([[1]], [[5] * 100], [[-1.0] * 100], [True], 0, torch.device("cpu"))
+    figures.mismatch(torch.full((1, 100), -1.0), batch, 0)
+    ((own, count),) = figures.sums["mismatch/effective_frac"]
+    assert 2 * own / (2 * int(count)) == pytest.approx(0.9)
 
 
 def test_figures_of_rows_that_were_not_trained_on_are_left_out(world):

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,7 +153,7 @@ class Rewards:
                     error = error or failure
         raise_together(error, world.group)
         if log is not None:
-            self.log(parts, log)
+            self.log(parts, log, world)
         return self.drop_ungraded(self.mix(parts), rollout, group_size, world, step)
 
     def mix(self, parts: dict[str, GradedPart]) -> list[Result]:
@@ -172,8 +171,8 @@ class Rewards:
             mixed.append(dataclasses.replace(row[0], score=score, info=info))
         return mixed
 
-    def log(self, parts: dict[str, GradedPart], log: Callable) -> None:
-        """reward/NAME/{mean, std, weight, contribution}, time/reward/NAME in seconds, reward/accuracy of the first."""
+    def log(self, parts: dict[str, GradedPart], log: Callable, world: World) -> None:
+        """reward/NAME/{mean, std, weight, contribution}, time/reward/NAME, reward/accuracy of the first. Collective."""
         if self.file:
             log("reward/weights_stale", float(bool(self.file.complaint)))
         if len(parts) < 2:
@@ -182,7 +181,9 @@ class Rewards:
             short = re.sub(r"\W+", "-", name).strip("-")
             scores = [result.score for result in results if result.score is not None]
             log(f"reward/{short}/mean", sum(scores), len(scores))
-            log(f"reward/{short}/std", statistics.pstdev(scores or [0.0]) * len(scores), len(scores))
+            count, total, squares = map(world.sum, (len(scores), sum(scores), sum(score**2 for score in scores)))
+            variance = max(0.0, squares / count - (total / count) ** 2) if count else 0.0  # over all ranks
+            log(f"reward/{short}/std", variance**0.5 * len(scores), len(scores))
             log(f"reward/{short}/weight", self.weights[name])
             log(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
             log(f"time/reward/{short}", seconds)

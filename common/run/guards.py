@@ -10,7 +10,7 @@ import torch
 
 from common.errors import RunFailed, warn
 
-SILENT_STEPS = 20  # steps in a row without a single group of unequal rewards
+SILENT_STEPS = 20  # steps in a row in which rewards, or a teacher, favoured no response
 COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
 WINDOW_STEPS = 10  # length of a moving average
 TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
@@ -25,7 +25,7 @@ class Trends:
     """Checks over many steps. Every rank calls check() with the reduced metrics, so that all ranks decide alike."""
 
     def __init__(self, heard: bool = False):
-        """heard: True if the run has had groups of unequal rewards before it was resumed."""
+        """heard: True if the run has had an advantage before it was resumed."""
         self.silent, self.heard, self.cut_off = 0, heard, 0
         self.entropies: list[float] = []  # entropies of the first WINDOW_STEPS steps
         self.rewards, self.accuracies = deque(maxlen=WINDOW_STEPS), deque(maxlen=WINDOW_STEPS)
@@ -41,8 +41,9 @@ class Trends:
             self.check_drift(metrics)
 
     def check_signal(self, metrics: dict[str, float]) -> None:
-        """Warn or stop after SILENT_STEPS steps without a gradient or with equal rewards in every group."""
-        if metrics.get("group/zero_std_frac", 0.0) < 1 and "train/grad_norm" in metrics:
+        """Warn or stop after SILENT_STEPS steps in which all advantages are 0, but for a KL term in the rewards."""
+        kl_alone = metrics.get("group/zero_std_frac") == 1 and "reward/kl" in metrics
+        if metrics["advantage/abs_max"] and not kl_alone:
             self.silent, self.heard = 0, True
             return
         self.silent += 1

@@ -190,7 +190,8 @@ def check_numbers(args: Flags, size: int) -> None:
             f"--prompts-per-step {args.prompts_per_step} is not a multiple of --mini-batches {args.mini_batches} "
             f"x {size} ranks = {share}"
         )
-    if args.layout.max_inflight_batches > 1 and not getattr(args, "tis_cap", True):
+    corrected = getattr(args, "tis_cap", True) or getattr(args, "full_vocabulary", False)
+    if args.layout.max_inflight_batches > 1 and not corrected:
         raise BadInput(
             "--max-inflight-batches 2: its responses are one update old, and nothing corrects for that; add --tis-cap 2"
         )
@@ -263,6 +264,7 @@ class Run:
         args, tracker = self.args, self.tracker
         with self.rescued(step, self.loader.resume_at):
             tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
+            tracker.peak("advantage/abs_max", advantages.abs().max())
             if step % args.rollouts_every == 0 or step in (1, args.steps):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.plan.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):

@@ -83,7 +83,8 @@ class Draw:
         """
         with self.time("reward"):
             texts = texts_of(rollout, self.tokenizer)
-            results = self.reward.score(prompts, texts, rollout, self.world, self.step, self.add, grading)
+            add = self.add if figures else None
+            results = self.reward.score(prompts, texts, rollout, self.world, self.step, add, grading)
         batch = Batch.of(rollout, prompts, texts, results)
         if figures:
             self.figures.rollout(batch.scores, len(texts) // len(prompts), batch)

@@ -70,7 +70,7 @@ class Figures:
         """Log mismatch/ metrics of d = trainer's - engine's log-prob, for the tokens of `rows` (N,) bool; None: all.
 
         KL = mean(e^d - 1 - d). mismatch/staleness is the mean age of all tokens, in pushes of weights to the engine:
-        for tokens of older weights d also contains what was learned since. weight_version: the trainer's.
+        for tokens of older weights d also contains what was learned since. weight_version: the trainer's. Collective.
         """
         mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
         difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
@@ -81,8 +81,9 @@ class Figures:
         self.peak("mismatch/logprob_abs_max", difference.abs().max())
         weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # importance weights without a cap
         self.add("mismatch/weight_over_2_frac", (weights > 2).sum(), mask.sum())
-        size = weights.sum() ** 2 / weights.square().sum().clamp(min=1e-9)  # Kish's effective number of tokens
-        self.add("mismatch/effective_frac", size, mask.sum())
+        total, squares = (self.world.sum(each.sum()) for each in (weights, weights.square()))
+        size = total**2 / max(squares, 1e-9)  # Kish's effective number of tokens, of all ranks
+        self.add("mismatch/effective_frac", size / self.world.size, mask.sum())
 
     def update(self, loss, entropy, response_mask, clipped) -> None:
         """Log loss/policy and train/ metrics of a micro-batch: the loss is a share of the mini-batch's loss."""

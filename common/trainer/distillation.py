@@ -80,11 +80,13 @@ class ChunkedKL(torch.autograd.Function):
     def forward(ctx, hidden, head, targets, shape: Shape, their_hidden, their_head, their_shape: Shape):
         kl, logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
         for rows, z, w in both(hidden, head, their_hidden, their_head):
+            # Log-probs and entropies are those of all other forwards: over the policy's whole head.
+            whole = scaled(z.clone(), *shape).log_softmax(1) if len(head) > len(their_head) else None
             log_p, log_q = log_softmaxes(z, shape, w, their_shape)
-            p = log_p.exp()
-            kl[rows] = (p * (log_p - log_q)).sum(1)
-            entropy[rows] = -(p * log_p).sum(1)
-            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+            kl[rows] = (log_p.exp() * (log_p - log_q)).sum(1)
+            whole = log_p if whole is None else whole
+            entropy[rows] = -(whole.exp() * whole).sum(1)
+            logprobs[rows] = whole.gather(1, targets[rows, None])[:, 0]
         ctx.save_for_backward(hidden, head, their_hidden, their_head, kl)
         ctx.shapes = shape, their_shape
         ctx.mark_non_differentiable(logprobs, entropy)

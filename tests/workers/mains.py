@@ -4,11 +4,13 @@ The stub engine answers a prompt the same on any rank: odd responses are right, 
 mixed and dynamic sampling keeps the same prompts. Only what main does with them is at work: shares of the ranks,
 rewards, statistics over all ranks, denominators, collectives. Two steps. Kinds:
 
-- "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded.
+- "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded. ReMax's greedy
+  ones are all right. In remax-free, without KL, the mini-batch of that response has no other prompt.
 - "old": without KL, and once more with a forward for the old log-probs of all rows before the updates, in NAME-pass;
   the first has none for the rows of the first mini-batch. The second token of each response counts as not sampled.
 - "signs": two steps, and once more with the advantage's sign flipped, in NAME-flipped. RUNS_DIR/signs.json says for
-  each run how much more likely the right responses became than the wrong ones, in nats a token.
+  each run how much more likely the right responses became than the wrong ones, in nats a token. At last PPO with
+  weight decay and without any reward, which must leave the policy as it is.
 """
 
 import importlib
@@ -22,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from algos import prime
+from algos import ppo, prime
 from common import placement, rewards
 from common.data import arithmetic as embedded
 from common.data import prompts as data
@@ -84,8 +86,10 @@ def fails_later(*specs) -> Rewards:
 
     def reward(items, lengths, truncated):
         results = gsm8k_reward(items, lengths, truncated, "flexible")
-        batches.append(len(items) > 8)  # ReMax's greedy responses are fewer
-        return [Result(None, None, None, {"error": "down"}), *results[1:]] if sum(batches) > 3 else results
+        if len(items) <= 8:  # ReMax's greedy responses
+            return [Result(1.0, 1.0)] * len(items)
+        batches.append(items)
+        return [Result(None, None, None, {"error": "down"}), *results[1:]] if len(batches) > 3 else results
 
     return Rewards({"reward": reward}, {"reward": 1.0})
 
@@ -124,8 +128,9 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
         {"old": old, "signs": signs}[kind](model_path, runs)
         return finish(world)
     steps = 4 if kind == "ungraded" else 2
-    for name, flags in OWN.items():
-        algorithm = importlib.import_module(f"algos.{name}")
+    free = {"remax-free": {"kl_coef": 0.0, "mini_batches": 8}} if kind == "ungraded" else {}
+    for name, flags in (OWN | free).items():
+        algorithm = importlib.import_module(f"algos.{name.partition('-')[0]}")
         given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": steps}
         algorithm.main(algorithm.Args(**given, run_dir=str(runs / name)))
     finish(world)
@@ -200,6 +205,11 @@ def signs(model_path: str, runs: Path) -> None:
             pushed = started[-1].pushed
             gains[folder] = preference(pushed[-1], model_path) - preference(pushed[0], model_path)
     (runs / "signs.json").write_text(json.dumps(gains))
+    rewards.load = lambda specs: Rewards({"none": lambda items, *_: [Result(0.0, 0.0)] * len(items)}, {"none": 1.0})
+    given = {**ppo.EMBEDDED, **FLAGS, "model": model_path, "steps": 2, "weight_decay": 0.1}
+    ppo.main(ppo.Args(**given, run_dir=str(runs / "ppo-nothing")))
+    first, *_, last = started[-1].pushed
+    assert all(torch.equal(first[name], last[name]) for name in first), "moved without an advantage"
 
 
 def preference(weights: dict[str, torch.Tensor], model_path: str) -> float:
