@@ -37,12 +37,9 @@ def redacted(text: str) -> str:
 
 def visible(text: str) -> str:
     """The text as it may be printed: redacted, with short lines, and with control characters as escapes."""
-    longest, lines = LONGEST, []
-    for line in text.split("\n"):
-        line = redacted(
-            line[: 2 * longest]
-        )  # a cut at `longest` might fall into a password and hide it from redacted()
-        lines.append(line if len(line) <= longest else line[: longest - 3] + "...")
+    # A cut at LONGEST might fall into a password and hide it from redacted().
+    lines = [redacted(line[: 2 * LONGEST]) for line in text.split("\n")]
+    lines = [line if len(line) <= LONGEST else line[: LONGEST - 3] + "..." for line in lines]
     return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], "\n".join(lines))
 
 
@@ -115,11 +112,14 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
     except KeyboardInterrupt:
         say("\ninterrupted; nothing has been trained since the last checkpoint", file=sys.stderr)
         os._exit(130)  # 128 + SIGINT, as a shell has it; threads and destructors would wait for the other ranks
-    except OneLine as error:
-        say(f"error[{error.code}]: {error}", file=sys.stderr)
-        if dist.is_initialized() and dist.get_rank() and isinstance(error, BadInput):  # in the rows of this rank?
-            print(f"error[{error.code}] on rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, BadInput) else 3)
+    except BadInput as error:
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
+        if dist.is_initialized() or not rank:  # It may be in the rows of one rank, or in the files of one node.
+            print(f"error[{error.code}]{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except RunFailed as error:
+        tell_once(error)
+        sys.exit(3)
     except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
         failure = recognized(error)
         if failure is None:

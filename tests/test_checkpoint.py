@@ -106,6 +106,34 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_sa
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
 
 
+def test_a_new_run_from_a_checkpoint_has_the_settings_of_its_own_flags(models, world, tmp_path):
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    again = start(models, world, tmp_path / "new")
+    optimizer = again.trained["policy"][1]
+    optimizer.param_groups[0] |= {"lr": 0.5, "weight_decay": 0.25}
+    again.load(tmp_path / "checkpoints/step_000001")
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    assert all(state["step"] == 1 for state in optimizer.state.values()), "the state is the checkpoint's"
+
+
+def test_a_run_that_fails_waits_for_the_save_that_is_being_written(models, world, tmp_path):
+    saver = start(models, world, tmp_path, async_save=True)
+    step(*saver.trained["policy"])
+    saver.save(3, {})
+    saver.rescue(3, 0)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+    saver.rescue(4, 2)  # its prompts begin where the caller says, wherever the loader is
+    assert json.loads((tmp_path / "checkpoints/step_000004/state.json").read_text())["position"] == 2
+
+
+def test_a_run_without_git_has_no_commit(world, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert directory.describe(grpo.Args(), "grpo", world)["commit"] is None
+
+
 def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_path):
     saver = start(models, world, tmp_path, critic=True)
     step(*saver.trained["critic"])

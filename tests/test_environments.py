@@ -1,6 +1,7 @@
 """Environments and tools: turns as token ids, calls, workers that hang or die, and runs with episodes."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import shutil
@@ -22,7 +23,8 @@ from algos import grpo
 from common import rewards
 from common.data import arithmetic, tasks
 from common.data.prompts import Prompt, TrainSource, load
-from common.data.suffix import Suffix, demonstrations
+from common.data.suffix import Suffix, chat_text, demonstrations
+from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
@@ -95,6 +97,51 @@ def test_the_loss_has_the_ids_that_were_sampled(chat_model, letters, backend, tp
     gaps = [line.split()[1:] for line in result.stdout.splitlines() if re.match(r"gap [a-z]", line)]
     assert [form for form, _ in gaps] == [form for form in ("plain", "chatml", "llama", "thinking") for _ in range(2)]
     assert max(float(gap) for _, gap in gaps) < 1e-5, gaps
+
+
+def test_servers_grade_no_single_turn_ahead(world, monkeypatch):
+    """An episode is graded as a whole when it has ended, also where the reward takes responses one by one."""
+    given = []
+
+    async def ask_all(requests, version, done, follow):
+        given.append((len(requests), done))
+        raise BadInput("enough")
+
+    monkeypatch.setattr(client, "ask_all", ask_all)
+    engine = object.__new__(servers.ServerEngine)
+    engine.world, engine.stop_token_ids, engine.never, engine.urls, engine.group = world, [1], (), ["http://a"], None
+    engine.weight_version, engine.lock = 0, threading.Lock()
+    with pytest.raises(BadInput, match="enough"):
+        engine.generate([[5], [6]], 4, 1.0, 8, 0, done=lambda *row: None, reply=lambda prompt, turns: None)
+    assert given == [(8, None)]
+
+
+def test_an_observation_that_the_template_refuses_ends_its_episode_alone(chat_model, tmp_path):
+    """Two messages in a row, where the template wants user and assistant to alternate: the other ranks do not wait."""
+    file = tmp_path / "twice.py"
+    said = LETTERS.replace('f"{self.turns - 1}: {len(text)} letters"', '["one", "two"]')
+    file.write_text(said.replace("randint(1, 5)", "randint(2, 5)"))
+    tokenizer = load_tokenizer(chat_model)[0]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    environment = Environments(f"{file}:Letters", tokenizer, [1])
+    environment.facts = dataclasses.replace(environment.facts, role="user")
+    environment.suffix = Suffix(tokenizer, [1], "user")
+    (turns,) = open_turns([[5]], 1, 64)
+    turns.add([7, 1], [0.0, 0.0], False)
+    assert environment.reply(problem_of(Prompt("p:1", "?", [5], ""), 1), turns) is None
+    assert turns.facts["failed"] == "wrong" and "roles must alternate" in environment.first_failure
+
+
+def test_a_model_with_several_chat_templates(chat_model):
+    tokenizer = load_tokenizer(chat_model)[0]
+    plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": "TOOLS " + plain}
+    asked = [{"role": "user", "content": "?"}]
+    assert chat_text(asked, tokenizer) == "<|im_start|>?<|im_end|>"
+    assert chat_text(asked, tokenizer, [{"name": "f"}]).startswith("TOOLS ")
 
 
 def test_a_seed_follows_from_the_prompt_and_the_step_alone():

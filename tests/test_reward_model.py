@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, launch
 from test_readme import load
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig
 
 from common import rewards
 from common.data import arithmetic as embedded
@@ -94,6 +94,11 @@ def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
     ) as error:
         rewards.load_one(f"model-cpu:{tmp_path}")
     assert error.value.code == "pickle-refused"
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertConfig(**small, num_labels=1).save_pretrained(tmp_path / "bert")
+    embedded.tokenizer().save_pretrained(tmp_path / "bert")
+    with pytest.raises(BadInput, match="bert has no head named score .* reward models are decoders"):
+        rewards.load_one(f"model:{tmp_path / 'bert'}")
     model = RewardModel(folder)
     with pytest.raises(BadInput, match="it has 256 positions"):
         score(model, [Item("1+1=", "1" * 300, "2")])

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from common.errors import BadInput
 from common.placement import Layout
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
-from common.run import memory, plan, precision
+from common.run import plan, precision
 from common.trainer import model
 
 
@@ -69,11 +70,11 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(roles, monkeypatch
         roles(["policy"])
 
 
-def test_a_reward_model_counts(roles, models):
+def test_a_reward_model_counts(roles):
     reward = object.__new__(RewardModel)
-    reward.path, reward.sharded = models["untied"], True
+    reward.parameters, reward.sharded = 1000, True
     *_, found = roles(["policy"], rewards={"model:x": reward})
-    assert found.device == memory.count_parameters(models["untied"]) * (2 if torch.cuda.is_available() else 4) / 2
+    assert found.device == 1000 * (2 if torch.cuda.is_available() else 4) / 2
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="its malloc is not glibc's")
@@ -123,6 +124,8 @@ def test_auto_is_the_dtype_that_this_cpu_is_clearly_faster_with(models, monkeypa
     for name in ("bfloat16", "float32"):
         (tmp_path / "run" / "run.json").write_text(f'{{"args": {{"dtype": "{name}"}}}}')
         assert precision.choose("auto", wide, checkpoint) == getattr(torch, name), "a resumed run keeps its dtype"
+    monkeypatch.chdir(checkpoint.parent)
+    assert precision.choose("auto", wide, Path(checkpoint.name)) == torch.float32, "the same by its name alone"
     monkeypatch.setattr(precision, "has_bfloat16", lambda: False)
     assert precision.choose("auto", wide) == torch.float32
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -92,6 +93,14 @@ def test_what_is_missing_is_named(run, tmp_path):
     (tmp_path / "half.jsonl").write_text('{"index": 0}\n{"ind')
     with pytest.raises(errors.BadInput, match=r"half.jsonl:2: invalid JSON .* stopped while writing"):
         traces.read(tmp_path / "half.jsonl")
+
+
+def test_a_file_that_cannot_be_read_ends_no_report(run, tmp_path):
+    """A run that was killed while it wrote one, and that has gone on, writes its report all the same."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 0.5}\n')
+    (tmp_path / "run" / "rollouts" / "step_000009.jsonl").write_text('{"index": 0}\n{"ind')
+    assert "not readable: " in report.write(tmp_path / "run").read_text()
 
 
 def test_text_of_tokens_that_are_parts_of_characters():

@@ -37,6 +37,8 @@ def infinite(item): return Result(float("-inf"), 0)
 def nothing(item): return None
 def text(item): return "1.0"
 def half(item): return Result("good", 1)
+def informed(item): return Result(1, 1, None, ["why"])
+def uninformed(item): return Result(1, 1, None, None)
 def noisy(item): print("noise"); os.system("echo noise"); return float(sys.stdin.read() == "")
 def loop(item):
     while True: pass
@@ -104,14 +106,16 @@ def test_the_worker_is_quiet_and_light(pool):
         ("nothing", "wrong", "expected a number or a Result, got 'None', NoneType"),
         ("text", "wrong", "expected a number or a Result, got '1.0', str"),
         ("half", "wrong", "expected a number or a Result, got"),
+        ("informed", "wrong", "expected a dictionary"),
     ],
 )
 def test_a_bad_item_fails_alone(pool, response, kind, message):
     start = time.monotonic()
-    bad, *good = pool.run(tasks(response, "fine", "fine", "fine"))
+    bad, *good = pool.run(tasks(response, "uninformed", "fine", "fine"))
     assert time.monotonic() - start < 20
     assert isinstance(bad, Failure) and bad.kind == kind and message in bad.message
     assert [result.score for (result,) in good] == [1, 1, 1]
+    assert good[0][0].info == {}
     assert kind != "raised" or ("def boom" in bad.message and "worker_main" not in bad.message)
 
 

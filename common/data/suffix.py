@@ -29,7 +29,8 @@ def chat_text(messages: list[dict], tokenizer: PreTrainedTokenizerBase, tools: l
     """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError."""
     if all(isinstance(message["content"], str) for message in messages):
         roles = tuple(message["role"] for message in messages)
-        messages = as_parts(messages) if takes_parts(tokenizer, tokenizer.chat_template, roles) else messages
+        template = tokenizer.get_chat_template(tools=tools or None)  # some models have several
+        messages = as_parts(messages) if takes_parts(tokenizer, template, roles) else messages
     return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
 
 

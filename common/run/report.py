@@ -13,6 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from common.data import arithmetic
+from common.errors import BadInput
 from common.run import traces
 from common.run.directory import described, read_metrics
 
@@ -36,10 +37,17 @@ text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;p
 
 
 def write(run_dir: Path) -> Path:
-    """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/. Raises BadInput."""
+    """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/. Raises BadInput.
+
+    A file of rollouts/ that cannot be read is named in the report, and ends nothing: a run writes its report as well.
+    """
     run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)
-    rollouts = traces.read(traces.find(run_dir)) if traces.saved(run_dir) else []
+    rollouts, complaint = [], ""
+    try:
+        rollouts = traces.read(traces.find(run_dir)) if traces.saved(run_dir) else []
+    except BadInput as error:
+        complaint = f"<p>not readable: {html.escape(str(error))}</p>"
     parts = [
         f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
         f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style>",
@@ -47,7 +55,7 @@ def write(run_dir: Path) -> Path:
         summary(metrics),
         draw(metrics, committed(run)),
         "<h2>Responses of the last saved step</h2>",
-        responses(rollouts),
+        complaint or responses(rollouts),
         "<h2>Run</h2>",
         f"<pre>{html.escape(json.dumps(run, indent=2))}</pre>",
     ]

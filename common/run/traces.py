@@ -16,6 +16,7 @@ from common.data import json_lines
 from common.data.json_lines import is_count, is_number
 from common.errors import BadInput, refuse_all
 from common.placement import World
+from common.run import folders
 
 # Content security policy of an HTML page that shows rollouts. Responses are escaped already; in addition to that, the
 # browser runs no script and loads nothing.
@@ -94,7 +95,7 @@ def write(path: Path, world: World, batch, advantages=None, old_logprobs=None, n
     dist.gather_object(rows, everyone)
     if world.is_main:
         lines = sorted((row for share in everyone for row in share), key=lambda row: row[0])
-        path.write_text("".join(line + "\n" for _, line in lines), encoding="utf-8")
+        folders.write(path, "".join(line + "\n" for _, line in lines))
 
 
 def advantage(value: torch.Tensor, length: int) -> float | list[float]:

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.data.prompts import Prompt, Source
@@ -69,13 +70,16 @@ class Environments:
             heard = answer["observation"]
             heard = [heard] if isinstance(heard, str) else heard
             heard = [text.encode("utf-8", "replace").decode() for text in heard]
-            with self.tokenizing:
-                suffix = self.suffix.ids(heard)
-            if len(suffix) < turns.room:
-                turns.heard.append("\n".join(heard))
-            else:
+            try:
+                with self.tokenizing:
+                    suffix = self.suffix.ids(heard)
+            except (BadInput, TemplateError) as error:  # several messages, where the template wants turns to alternate
+                answer = Failure("wrong", f"observed what the chat template refuses: {error}")
+            if suffix is not None and len(suffix) >= turns.room:
                 suffix, answer = None, self.pool.ask(turns.number, problem, turns.said, True)
                 turns.truncated = True
+            elif suffix is not None:
+                turns.heard.append("\n".join(heard))
         turns.seconds += time.perf_counter() - began
         if suffix is None:
             self.end(turns, answer)
