@@ -94,9 +94,9 @@ def test_generated_tables_are_up_to_date(script, page):
 def test_a_baseline_is_a_run_of_code_that_is_here():
     """Its run.json names a commit, without changes beside it. The history has that commit, where a clone has it all.
 
-    Three controls ran before this was asked of them.
+    Two controls ran before this was asked of them.
     """
-    older = [ROOT / "baselines" / run for run in ("sums/sft", "sums/rejection", "calculator/grpo-off")]
+    older = [ROOT / "baselines" / run for run in ("sums/sft", "sums/rejection")]
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
     for path in sorted(ROOT.glob("baselines/*/*/seed*.json")):
