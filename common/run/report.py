@@ -39,7 +39,7 @@ text-align:left;vertical-align:top}pre{white-space:pre-wrap;background:#f6f6f6;p
 def write(run_dir: Path) -> Path:
     """Render run_dir/report.html from run.json, metrics.jsonl and the last file of rollouts/. Raises BadInput.
 
-    A file of rollouts/ that cannot be read is named in the report, and ends nothing: a run writes its report as well.
+    A file of rollouts/ that cannot be read is named in the report and raises nothing, because runs call this, too.
     """
     run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)

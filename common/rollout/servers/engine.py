@@ -80,7 +80,8 @@ class ServerEngine:
             bodies = [{"token_ids": ids, "sampling_params": each} for ids, each in zip(prompt_ids, asked)]
         else:
             rows = open_turns(prompt_ids, n, max_tokens)
-            numbers, done = [number * n + sample for number in numbers for sample in range(n)], None
+            done = None  # It takes whole responses, and an episode is whole when its last turn has ended.
+            numbers = [number * n + sample for number in numbers for sample in range(n)]
             bodies, follow = converse(rows, settings, numbers, seed, lambda row: reply(row // n, rows[row]))
         urls = [self.urls[number // (n if rows else 1) % len(self.urls)] for number in numbers]
         try:
