@@ -330,3 +330,5 @@ def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
     for change in ({"model": "other"}, *({"dataset": other} for other in others)):
         assert report.committed({**run, "args": run["args"] | change}) == []
     assert report.committed({"algorithm": 7, "args": {}}) == []
+    control = {"algorithm": "sft", "args": {"dataset": ["sums"], "model": "models/SmolLM2-135M-Instruct"}}
+    assert report.committed(control) == [], "a control is several commands, whose flags are not in its args"

@@ -120,7 +120,7 @@ def committed(run: dict) -> list[list[dict[str, float]]]:
     first = folder / "seed0.json"
     starts = (arithmetic.WARM_START, arithmetic.ENVIRONMENTS_START, arithmetic.IMAGES_START)
     name = "embedded" if model in starts else model.name
-    if not first.is_file() or Path(described(first)["args"]["model"]).name != name:
+    if not first.is_file() or Path(described(first)["args"].get("model", "")).name != name:  # A control has no args.
         return []
     return [read_curve(path) for path in sorted(folder.glob("seed*.csv"))]
 
