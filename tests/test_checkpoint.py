@@ -131,7 +131,8 @@ def test_a_run_that_fails_waits_for_the_save_that_is_being_written(models, world
 
 def test_a_run_without_git_has_no_commit(world, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert directory.describe(grpo.Args(), "grpo", world)["commit"] is None
+    described = directory.describe(grpo.Args(), "grpo", world)
+    assert described["commit"] is None and described["uncommitted_changes"] is None
 
 
 def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_path):

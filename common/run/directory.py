@@ -196,7 +196,7 @@ def describe(args, name: str, world: World) -> dict:
         "args": dataclasses.asdict(args),
         "seed": args.seed,
         "commit": commit,
-        "uncommitted_changes": bool(changed),
+        "uncommitted_changes": bool(changed) if commit else None,
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {
             "ranks": world.size,
