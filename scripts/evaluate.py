@@ -14,13 +14,15 @@ Pairs for algos/dpo.py: a right and a wrong response to each training problem th
     python scripts/evaluate.py --model MODEL --dataset sums --split train --n 8 --save-pairs pairs.jsonl
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1) from n samples with c correct:
-1 - C(n - c, k) / C(n, k). The script prints one JSON object. Quote the reward (the grader) with the number.
+1 - C(n - c, k) / C(n, k). The script prints one JSON object: "greedy" and "sampled" are accuracies, "greedy_reward" and
+"sampled_reward" mean scores, which say more with a reward model. Quote the reward (the grader) with the number.
 """
 
 import base64
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -133,11 +135,19 @@ def main(args: Args) -> None:
         sequences=256, layout=placement.Layout(rollout_memory=0.9),
     )  # fmt: skip
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
-    result["greedy"] = evaluation.greedy_accuracy(engine, prompts, reward, tokenizer, world, args.max_response_tokens)
+
+    def log(how: str, name: str, total: float, count: int) -> None:
+        """Keep eval/reward, the mean score, as greedy_reward or sampled_reward, and eval/turns in the same way."""
+        result[name.replace("eval/", how)] = world.sum(total) / world.sum(count)
+
+    result["greedy"] = evaluation.greedy_accuracy(
+        engine, prompts, reward, tokenizer, world, args.max_response_tokens, partial(log, "greedy_")
+    )
     if args.n:
         graded = evaluation.evaluate(
-            engine, prompts, reward, tokenizer, world, args.max_response_tokens, args.n, args.temperature, args.seed
-        )
+            engine, prompts, reward, tokenizer, world, args.max_response_tokens, args.n, args.temperature, args.seed,
+            partial(log, "sampled_"),
+        )  # fmt: skip
         correct = [int(sum(acc for _, acc in row)) for _, row in graded]  # for each prompt of this rank
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"

@@ -116,6 +116,8 @@ def test_train_smollm2_on_own_data_with_an_own_reward_and_evaluate_it(tmp_path):
     result = launch(ROOT / "scripts/evaluate.py", *flags, cwd=tmp_path)
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["prompts"] == len(ROWS) and found["sampled"] <= found["pass@2"] <= found["pass@4"] <= 1
+    assert 0 < found["sampled_reward"] < 1, "the reward is a share, the accuracy a yes or no"
+    assert 0 < rows[0]["eval/reward"] < 1 and rows[0]["eval/reward"] != rows[0]["eval/accuracy"]
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
     asked = [{"role": "user", "content": ROWS[0]}]
     given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.rollout import rollout
-from common.run import sampling
+from common.run import evaluation, sampling
 from common.run.tracking import Figures
 
 
@@ -81,6 +82,18 @@ def test_an_ungraded_response_leaves_with_its_prompt(world):
     assert [r.score for r in results] == [0, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     assert rows.response_mask.any(1).tolist() == [False] * 2 + [True] * 8
     assert results[0].info["ungraded"] == {"why": "down"}
+
+
+def test_an_evaluation_has_the_mean_reward_of_the_graded_prompts(world, monkeypatch):
+    """Two responses to each of three prompts. The second prompt cannot be graded."""
+    prompts, texts, rows = batch(["yes", "no", "yes", "bad", "yes", "yes"], 2)
+    reward, logged = mixture(r=(0.5, fails_on("bad"))), {}
+    monkeypatch.setattr(evaluation, "texts_of", lambda *_: texts)
+    engine = SimpleNamespace(generate=lambda *_, reply: rows)
+    log = lambda name, total, count: logged.update({name: (total, count)})
+    graded = evaluation.evaluate(engine, prompts, reward, arithmetic.tokenizer(), world, 2, n=2, log=log)
+    assert [[acc for _, acc in row] for _, row in graded] == [[1.0, 0.0], [1.0, 1.0]]
+    assert logged == {"eval/reward": (1.5, 4)}
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_right_samples_become_data_for_sft(tmp_path):
     right = tmp_path / "right.jsonl"
     flags = ["--model", arithmetic.WARM_START, "--split", "train", "--prompts", 32, "--n", 4, "--save-right", right]
     found = json.loads(launch(ROOT / "scripts/evaluate.py", *flags).stdout.splitlines()[-1])
+    assert found["sampled_reward"] == found["sampled"] and found["greedy_reward"] == found["greedy"]
     rows = [json.loads(line) for line in right.read_text().splitlines()]
     assert 0 < len(rows) < 32 * 4 and len(rows) == found["saved"] == round(found["sampled"] * 32 * 4)
     assert all(grade_gsm8k(row["solution"], row["answer"]) == 1 for row in rows)

@@ -17,8 +17,9 @@ def evaluate(
 ) -> list[tuple[Prompt, Graded]]:  # fmt: skip
     """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
-    Prompts that could not be graded are left out. log: Tracker.add, for the turns of episodes. Raises BadInput if there
-    are fewer prompts than ranks, RunFailed if no prompt could be graded. Collective: every rank calls it.
+    Prompts that could not be graded are left out. log: Tracker.add, for eval/reward (the mean score) and, with an
+    environment, eval/turns. Raises BadInput if there are fewer prompts than ranks, RunFailed if no prompt could be
+    graded. Collective: every rank calls it.
     """
     if len(prompts) < world.size:
         raise BadInput(f"{len(prompts)} prompts to evaluate on {world.size} ranks: each needs at least one")
@@ -28,11 +29,13 @@ def evaluate(
     rollout = engine.generate(ids, n, temperature, max_tokens, seed, reply=grading.reply)
     responses = texts_of(rollout, tokenizer)
     results = reward.score(own_prompts, responses, rollout, world)
-    if log is not None and rollout.episodes is not None:
-        log("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
     graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
     if not world.sum(sum(graded)):
         raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
+    if log is not None:
+        log("eval/reward", sum(result.score for i, result in enumerate(results) if graded[i // n]), n * sum(graded))
+        if rollout.episodes is not None:
+            log("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
     pairs = [(text, result.acc) for text, result in zip(responses, results)]
     return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
 

@@ -92,6 +92,7 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
         ("reward (sampled)", ["reward/mean"]),
         ("mean of each reward", sorted(name for name in names if re.fullmatch("reward/[^/]+/mean", name))),
         ("greedy accuracy, held out", ["eval/accuracy"]),
+        ("reward of greedy responses, held out", ["eval/reward"]),
         ("turns of an episode", ["environment/turns", "eval/turns"]),
         ("calls of tools in an episode", ["environment/calls", "environment/errors"]),
         ("share of episodes whose environment failed", ["environment/failed_frac"]),
@@ -156,7 +157,7 @@ def draw(rows: list[dict], behind: list[list[dict]] = ()) -> str:
                 axis.plot(*zip(*known), color="0.8", label=None if seed else "baseline")
             found = [(row["step"], row[name]) for row in rows if name in row]
             own = label(name, names) or "this run"
-            axis.plot(*zip(*found), "o-" if name == "eval/accuracy" else "-", label=own)
+            axis.plot(*zip(*found), "o-" if name.startswith("eval/") else "-", label=own)
             if name.startswith("mismatch/") and all(value > 0 for _, value in found):
                 axis.set_yscale("log")
         if len(names) > 1 or (behind and names[0] in COMPARED):
