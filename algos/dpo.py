@@ -35,7 +35,7 @@ from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.rollout import rollout
-from common.run import checkpoint, checks, job, memory, offline, precision, ranges
+from common.run import checkpoint, checks, job, memory, offline, ranges
 from common.trainer import batching, model
 
 
@@ -122,11 +122,10 @@ def main(args: Args) -> None:
     total_tokens(args.model, prompts, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    resume = offline.find(args)
+    resume, dtype = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
     world = placement.init(args.seed, sharding=args.compute)
-    dtype = precision.choose(args.dtype, args.model, resume)
     args.compute = memory.plan(args.compute, args.model, dtype, world.size, engine="elsewhere")
     policy = model.load(args.model, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
@@ -165,9 +164,9 @@ def main(args: Args) -> None:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
+        run.end_step(step)
         if step == args.steps:
             checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
-        run.end_step(step)
     run.close()
 
 

@@ -24,7 +24,7 @@ from common.data.prompts import PromptLoader, Source, load
 from common.data.suffix import demonstrations
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, memory, offline, precision, ranges
+from common.run import checkpoint, checks, memory, offline, ranges
 from common.trainer import batching, model
 
 
@@ -79,12 +79,11 @@ def main(args: Args) -> None:
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    resume = offline.find(args)
+    resume, dtype = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
-    dtype = precision.choose(args.dtype, start, resume)
     args.compute = memory.plan(args.compute, start, dtype, world.size, engine="elsewhere")
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
@@ -113,9 +112,9 @@ def main(args: Args) -> None:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
+        run.end_step(step)
         if step == args.steps:
             checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
-        run.end_step(step)
     run.close()
 
 

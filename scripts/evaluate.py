@@ -69,31 +69,34 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 Graded = list[tuple[str, float]]  # responses to a prompt, and whether each is right
 
 
-def question(prompt: Prompt) -> dict[str, Any]:
-    """The part of a row of data that all responses to the prompt share."""
+def question(prompt: Prompt, template: str = "") -> dict[str, Any]:
+    """The part of a row of data that all responses to the prompt share. template: --template, which goes without the
+    instruction of gsm8k and math.
+    """
     content = prompt.meta["prompt"]
-    if isinstance(content, str):
+    if isinstance(content, str) and not template:
         content += INSTRUCTIONS.get(kind(prompt.dataset), "")
-    row = {"prompt": content, "answer": prompt.answer}
+    row = {"prompt": content} | ({} if prompt.answer is None else {"answer": prompt.answer})
     if hasattr(prompt.ids, "images"):
         row["images"] = [f"data:image;base64,{base64.b64encode(image).decode()}" for image in prompt.ids.images]
     return row
 
 
-def right(prompt: Prompt, graded: Graded) -> list[dict[str, Any]]:
+def ended(graded: Graded, tokenizer, max_response_tokens: int) -> Graded:
+    """The responses that were not cut off: with an end token after it, half a sentence would teach something else."""
+    length = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return [(text, acc) for text, acc in graded if length(text) + 1 < max_response_tokens]
+
+
+def right(prompt: Prompt, graded: Graded, template: str = "") -> list[dict[str, Any]]:
     """Rows for algos/sft.py: each right response as a solution."""
-    return [{**question(prompt), "solution": text} for text, acc in graded if acc > 0]
+    return [{**question(prompt, template), "solution": text} for text, acc in graded if acc > 0]
 
 
-def pair(prompt: Prompt, graded: Graded, tokenizer, max_response_tokens: int) -> list[dict[str, Any]]:
-    """A row for algos/dpo.py: the first right response and the first wrong one, if there are both.
-
-    A response that was cut off is neither: with an end token after it, it would teach something else.
-    """
-    ended = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 < max_response_tokens
-    graded = [(text, acc) for text, acc in graded if ended(text)]
+def pair(prompt: Prompt, graded: Graded, template: str = "") -> list[dict[str, Any]]:
+    """A row for algos/dpo.py: the first right response and the first wrong one, if there are both."""
     good, bad = ([text for text, acc in graded if (acc > 0) == wanted] for wanted in (True, False))
-    return [{**question(prompt), "chosen": good[0], "rejected": bad[0]}] if good and bad else []
+    return [{**question(prompt, template), "chosen": good[0], "rejected": bad[0]}] if good and bad else []
 
 
 def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> int:
@@ -109,7 +112,10 @@ def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> i
 def main(args: Args) -> None:
     if (args.save_right or args.save_pairs) and not args.n:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
-    checks.check_world(args.rollout_tp)
+    for file in filter(None, (args.save_right, args.save_pairs)):
+        if not Path(file).parent.is_dir():  # A run would find out after it has sampled everything.
+            raise errors.BadInput(f"{file}: there is no folder {Path(file).parent}")
+    size = checks.check_world(args.rollout_tp)
     ranges.check(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)
@@ -121,11 +127,14 @@ def main(args: Args) -> None:
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = load(args.dataset, source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
+    evaluation.check_prompts(prompts, size)
     reward.check_answers(prompts)
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:
         reward.environment.try_out(prompts[0])
     checks.check_model(args.model, tokenizer, prompts)
+    engines.check_family(args.rollout_backend, args.model)
+    checks.check_engine_heads(args.model, args.rollout_tp)
     checks.check_images(prompts, Compute(), args.environment)
     max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
 
@@ -152,14 +161,11 @@ def main(args: Args) -> None:
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"
             result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / world.sum(len(correct))
-        if args.save_right:
-            result["saved"] = save(args.save_right, [row for given in graded for row in right(*given)], world)
-        if args.save_pairs:
-            result["pairs"] = save(
-                args.save_pairs,
-                [row for given in graded for row in pair(*given, tokenizer, args.max_response_tokens)],
-                world,
-            )
+        whole = [(prompt, ended(given, tokenizer, args.max_response_tokens)) for prompt, given in graded]
+        for kept, file, rows_of in (("saved", args.save_right, right), ("pairs", args.save_pairs, pair)):
+            if file:
+                rows = [row for given in whole for row in rows_of(*given, args.source.template)]
+                result[kept] = save(file, rows, world)
     if world.is_main:
         print(json.dumps(result))
     placement.finish(world, engine)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from common import errors
-from common.data.tokenizer import causal_class
+from common.data.tokenizer import causal_class, load_tokenizer, resolve_model
 from common.errors import BadInput
 
 
@@ -37,7 +37,8 @@ def main(args: Args) -> None:
     if args.output.exists():
         raise BadInput(f"{args.output}: exists already")
     config = json.loads((args.adapters / "adapter_config.json").read_text())
-    base = args.base or config["base_model_name_or_path"]
+    base = resolve_model(args.base or config["base_model_name_or_path"])
+    load_tokenizer(base, "--base")  # refuses what is not there
     model = causal_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     tensors = load_file(args.adapters / "adapter_model.safetensors")
     for name in (name for name in tensors if name.endswith(".lora_A.weight")):

@@ -93,9 +93,9 @@ def load_model(path: str, flag: str = "--model") -> Decoder:
     """Sizes from config.json. Raises BadInput."""
     try:
         AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        return memory.decoder(path)
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: no decoder with the sizes of Llama's
         raise BadInput(f"{flag} {path}: {str(error).splitlines()[0]}") from error
-    return memory.decoder(path)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from selftest_file import shard, squares
 
 from common import errors, placement, rewards, weight_sync
 from common.data import arithmetic, prompts
-from common.data.tokenizer import load_tokenizer, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
@@ -202,8 +202,10 @@ def main(args: Args) -> None:
     began = time.perf_counter()
     ranges.check(args)
     size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
-    path = arithmetic.warm_start() if args.model == "embedded" else args.model
+    path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(path)
+    engines.check_family(args.rollout_backend, path)
+    checks.check_engine_heads(path, args.rollout_tp)
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     max_model_len = total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)

@@ -6,8 +6,9 @@
     python scripts/train_reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl --learning-rate 1e-5
     python algos/ppo.py --reward model:runs/reward-model              # trains a policy on its scores
 
-A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected". The last --held-out pairs are
-not trained on. The accuracy that is printed is the share of held-out pairs in which the chosen response scores higher.
+A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected", as algos/dpo.py reads them. The
+last --held-out pairs are not trained on. The accuracy that is printed is the share of held-out pairs in which the
+chosen response scores higher.
 The model has the policy's architecture, with a head of one output in place of the vocabulary. It is saved as a Hugging
 Face sequence classifier.
 
@@ -34,6 +35,8 @@ from transformers import AutoModelForSequenceClassification
 
 from common import errors, placement
 from common.data import arithmetic, sources
+from common.data.pairs import split_response
+from common.data.templates import is_chat
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -64,15 +67,21 @@ def pair_loss(chosen: torch.Tensor, rejected: torch.Tensor, denominator: float) 
 
 
 def load_pairs(dataset: str) -> list[dict]:
-    """Rows with "prompt", "chosen" and "rejected". Raises BadInput that names the bad lines."""
+    """Rows with "prompt", "chosen" and "rejected", from a file as algos/dpo.py reads it. Raises BadInput that names the
+    bad lines.
+    """
     if dataset == "arithmetic":
         return arithmetic_pairs()
 
     def check(where: str, row: dict) -> dict:
-        for key in ("prompt", "chosen", "rejected"):
-            if not row.get(key):
+        (before, chosen), (_, rejected) = split_response(row.get("chosen")), split_response(row.get("rejected"))
+        taken = {"prompt": row.get("prompt") or before, "chosen": chosen, "rejected": rejected}
+        for key, value in taken.items():
+            if not value:
                 raise errors.BadInput(f'{where}: missing key "{key}" (found: {", ".join(row) or "nothing"})')
-        return row
+            if not isinstance(value, str) and (key != "prompt" or not is_chat(value)):
+                raise errors.BadInput(f'{where}: "{key}" must be a text or messages, got {json.dumps(row[key])[:80]}')
+        return taken
 
     return sources.collect(sources.read_file(Path(dataset)), check)
 

@@ -68,7 +68,7 @@ def numbers(row: dict, color: str) -> list[float] | None:
     """The number that colours each token; None if the row has no such numbers."""
     if color == "advantage":
         given = row["advantage"]
-        return given if isinstance(given, list) else [given] * len(row["response_ids"])
+        return [given] * len(row["response_ids"]) if isinstance(given, int | float) else given
     if color == "value":
         return row.get("values")
     if row["old_logprobs"] is None:  # the row was not trained on
@@ -94,7 +94,7 @@ def headline(row: dict) -> str:
     shown = {
         "score": "could not be graded" if row["score"] is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
-        "advantage": f"{mean(given) if isinstance(given, list) else given:+.3g}",
+        "advantage": "none" if given is None else f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{sum(own)} ({row['finish_reason']})",
         **({"turns": sum(now > before for before, now in zip([0, *own], own))} if "sampled" in row else {}),
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",

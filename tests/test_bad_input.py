@@ -22,6 +22,7 @@ from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, rei
 from common import errors, placement
 from common.data import arithmetic
 from common.data import prompts as data
+from common.run import evaluation
 from common.run.checkpoint import Saving
 from common.trainer import model
 from common.trainer.batching import Compute
@@ -69,6 +70,7 @@ JSONL = [  # content of rows.jsonl -> all of the message
     ),
     (lines(GOOD, {**GOOD, "question": None}), 'rows.jsonl:2: "question" must be a non-empty string, got null'),
     (lines(GOOD, {**GOOD, "question": ""}), 'rows.jsonl:2: "question" must be a non-empty string, got ""'),
+    (lines({**GOOD, "question": "ABC"}), "rows.jsonl:1: the prompt has no token that the tokenizer knows"),
     (lines(GOOD, {**GOOD, "answer": [2]}), 'rows.jsonl:2: "answer" must be a string or a number, got [2]'),
     (lines(GOOD, {**GOOD, "answer": "about five"}), 'rows.jsonl:2: gold answer "about five" is not a number'),
     (lines({**GOOD, "id": "a12"}, b"", {**GOOD, "id": "a12"}), 'rows.jsonl:3: duplicate id "a12" (first at line 1)'),
@@ -362,6 +364,30 @@ def test_a_run_directory_that_cannot_be_written_is_refused(run_dir, message, dry
     (tmp_path / "file").touch()
     said = refused(grpo, run_dir=run_dir, saving=Saving(dry_run=dry_run))
     assert said.startswith(f"--run-dir {run_dir}: ") and message in said
+
+
+def test_an_output_that_would_be_lost_or_mixed_is_refused(tmp_path, models, refused):
+    """Before, sft.py met a file in its last step, and had no checkpoint yet."""
+    (tmp_path / "file").touch()
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/adapter_config.json").write_text("{}")
+    start, lora = models["untied"], {"compute": Compute(lora_rank=2)}
+    whole = shutil.copytree(start, tmp_path / "whole")
+    for output, more, said in (
+        ("file/deep", {}, "file is a file"),
+        (start, {}, "is --model, which would be overwritten"),
+        ("adapters", {}, "holds adapters, and this run writes a whole model"),
+        (str(whole), lora, "holds a whole model, and this run writes adapters"),
+    ):
+        assert refused(sft, model=start, output=output, **more).startswith(f"--output {output}: ")
+        assert said in refused(sft, model=start, output=output, **more)
+
+
+def test_fewer_held_out_prompts_than_ranks_are_refused_before_anything_is_loaded():
+    evaluation.check_prompts([], 2)
+    evaluation.check_prompts(["a", "b"], 2)
+    with pytest.raises(errors.BadInput, match="1 prompts to evaluate on 2 ranks"):
+        evaluation.check_prompts(["a"], 2)
 
 
 @pytest.mark.parametrize("layout", ["plain", "chat"])

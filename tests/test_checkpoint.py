@@ -84,6 +84,17 @@ def test_export_is_the_policy(models, world, tmp_path, kind):
     assert load_tokenizer(str(tmp_path / "model"))[1] == [1]
 
 
+def test_an_export_keeps_the_end_tokens_of_generation_config(models, world, tmp_path):
+    """Phi-3's <|end|>, at which its responses stop, is named in no other file."""
+    start = shutil.copytree(models["untied"], tmp_path / "start")
+    (start / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
+    assert load_tokenizer(str(start))[1] == [1, 9]
+    policy = model.load(str(start), world, torch.float32)
+    for folder in (tmp_path / "model", start):  # the second is the folder that it was read from
+        checkpoint.export(policy, arithmetic.tokenizer(), folder, torch.float32, world)
+        assert load_tokenizer(str(folder))[1] == [1, 9] or folder == start
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_save):
     saver = start(models, world, tmp_path, async_save=async_save)

@@ -231,13 +231,23 @@ def test_a_copy_has_the_name_of_its_file(tmp_path):
     assert json.loads((tmp_path / "run/run.json").read_text())["algorithm"] == "mine"
 
 
-def test_a_response_that_was_cut_off_is_in_no_pair():
+def test_a_response_that_was_cut_off_is_not_kept():
     evaluate = load_script("scripts/evaluate.py")
     prompt = Prompt("a:1", "1+1=", [1], "2", meta={"prompt": "1+1="})
     graded = [("222222", 1.0), ("2", 1.0), ("333333", 0.0), ("3", 0.0)]
-    (row,) = evaluate.pair(prompt, graded, arithmetic.tokenizer(), 4)
-    assert (row["chosen"], row["rejected"]) == ("2", "3")
-    assert evaluate.pair(prompt, graded[:3], arithmetic.tokenizer(), 4) == []
+    ended = evaluate.ended(graded, arithmetic.tokenizer(), 4)
+    assert ended == [("2", 1.0), ("3", 0.0)]
+    assert evaluate.pair(prompt, ended) == [{"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}]
+    assert evaluate.right(prompt, ended) == [{"prompt": "1+1=", "answer": "2", "solution": "2"}]
+    assert evaluate.pair(prompt, ended[:1]) == []
+
+
+def test_kept_rows_have_the_prompt_that_was_answered_and_an_answer_only_if_there_is_one():
+    evaluate = load_script("scripts/evaluate.py")
+    prompt = Prompt("a:1", "", [1], None, meta={"prompt": "2 apples?"}, dataset="gsm8k")
+    (asked,), (with_template,) = (evaluate.right(prompt, [("2", 1.0)], template) for template in ("", "{prompt}"))
+    assert asked["prompt"].startswith("2 apples?") and len(asked["prompt"]) > len("2 apples?")
+    assert with_template == {"prompt": "2 apples?", "solution": "2"}
 
 
 def test_a_dry_run_checks_the_data_and_loads_nothing(tmp_path):

@@ -333,6 +333,14 @@ def test_the_schemas_are_those_of_transformers():
     assert {tool["function"]["name"] for tool in tools.schemas(Shop)} == {"price", "lookup"}
     with pytest.raises(TypeError, match='tool guess: parameter "x" has no type'):
         tools.schemas(type("Untyped", (tools.Tools,), {"guess": lambda self, x: x}))
+    with pytest.raises(TypeError, match="tool add: is a staticmethod; give it self"):
+        tools.schemas(type("Static", (tools.Tools,), {"add": staticmethod(lambda a, b: a + b)}))
+
+
+def test_a_tools_value_that_is_no_json_is_an_error_that_the_model_reads():
+    kind = type("Odd", (tools.Tools,), {"odd": lambda self: {(1, 2): 3}})
+    said, failed = kind().call("odd", [], {})
+    assert failed and said.startswith("error: TypeError")
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_what_was_refused_is_there_to_look_at(faults, name):
     (path,) = (faults / name / "run/rollouts").glob("refused_000001.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 16 and rows[0]["response_ids"] and rows[0]["score"] is not None and rows[0]["advantage"] is None
+    assert "| advantage none |" in launch(ROOT / "scripts/view_rollouts.py", path, "--limit", 1).stdout
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
                 value = getattr(spans, name)
                 setattr(spans, name, None if value is None else value.to("meta"))
             counted = kept_bytes(policy, tokens, spans) / tokens
-            sizes = memory.Decoder(hidden, wide, 3, 0, 0, 0, 0, 0)
+            sizes = memory.Decoder(hidden, wide, 3, 0, 0, 0, 0, 0, (1, 1))
             assert 0.9 <= sizes.activation_bytes(torch.bfloat16, False) / counted <= 1.1, (hidden, groups, counted)
 
 

@@ -83,7 +83,7 @@ def test_responses_that_are_kept_as_data_keep_their_images(tmp_path):
     tokenizer = load_tokenizer(folder)[0]
     (prompt,) = load(("squares",), TrainSource(), "test", tokenizer, 400)[:1]
     graded = [("3", 1.0), ("4", 0.0)]
-    rows = evaluate.right(prompt, graded) + evaluate.pair(prompt, graded, tokenizer, 8)
+    rows = evaluate.right(prompt, graded) + evaluate.pair(prompt, graded)
     (tmp_path / "kept.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     solved, compared = load((str(tmp_path / "kept.jsonl"),), TrainSource(), "train", tokenizer, 400)
     assert solved.ids.key == compared.ids.key == prompt.ids.key

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import families
@@ -17,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from common import errors
 from common.placement import Layout
 from common.rollout import engines, rollout
-from common.run import memory
+from common.run import checks, memory
 from common.run import plan as run_plan
 from common.run.memory import GPU
 from common.trainer import batching, model
@@ -43,8 +44,10 @@ KNOWN = [  # config, parameters as published, bytes of KV cache a token in bfloa
     ),
     (SEVEN_B, 7_615_616_512, 57_344),
 ]  # fmt: skip
-SEVEN = memory.Decoder(3584, 18944, 28, 3584, 512, 3584 * 152064, 7_615_616_512 - 2 * 3584 * 152064, 7_615_616_512)
-SMALL = memory.Decoder(64, 256, 2, 64, 32, 6400, 1000, 13_800)
+SEVEN = memory.Decoder(
+    3584, 18944, 28, 3584, 512, 3584 * 152064, 7_615_616_512 - 2 * 3584 * 152064, 7_615_616_512, (28, 4)
+)
+SMALL = memory.Decoder(64, 256, 2, 64, 32, 6400, 1000, 13_800, (8, 4))
 JOB = plan.Job(64, 8, 100, 50, 80, mini_batches=2, token_budget=4096)
 H100 = plan.Hardware()
 
@@ -181,6 +184,20 @@ def test_more_gpus_never_make_the_update_slower(link):
     counts = (1, 2, 4, 8, 16, 64, 512)[link < 100e9 :]
     spent = [step(job=job, hardware=hardware, train=gpus, rollout=gpus).seconds({})["update"] for gpus in counts]
     assert spent == sorted(spent, reverse=True) and spent[-1] < spent[0]
+
+
+@pytest.mark.parametrize(
+    "heads, ranks, fits", [((28, 4), 4, True), ((28, 4), 8, False), ((32, 4), 8, True), ((24, 6), 4, False)]
+)
+def test_an_engine_is_refused_whose_heads_its_ranks_cannot_share(heads, ranks, fits, tmp_path):
+    """vLLM shares query heads evenly, and repeats key and value heads where there are fewer of them than ranks."""
+    refusal = "" if fits else f"--rollout-tp {ranks} does not divide the {heads[0]} query heads and {heads[1]} key"
+    assert step(dataclasses.replace(SEVEN, heads=heads), tp=ranks).refusal().startswith(refusal or "\0") != fits
+    config = Qwen2Config(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    config.save_pretrained(tmp_path)
+    assert memory.heads_of(config) == heads
+    with nullcontext() if fits else pytest.raises(errors.BadInput, match=f"{refusal}.* of --model "):
+        checks.check_engine_heads(str(tmp_path), ranks)
 
 
 def test_what_does_not_fit_is_refused():

@@ -113,6 +113,17 @@ def test_pairs_are_right_against_wrong():
     assert sum(rewards.grade_gsm8k(row["rejected"], str(eval(row["prompt"][:-1]))) for row in rows) / len(rows) < 0.25
 
 
+def test_pairs_may_be_conversations(tmp_path):
+    """As algos/dpo.py reads them: the messages before the response are the prompt."""
+    load_pairs, file = load("scripts/train_reward_model.py").load_pairs, tmp_path / "pairs.jsonl"
+    asked, said = {"role": "user", "content": "1+1="}, lambda text: {"role": "assistant", "content": text}
+    file.write_text(json.dumps({"chosen": [asked, said("2")], "rejected": [asked, said("3")]}))
+    assert load_pairs(str(file)) == [{"prompt": [asked], "chosen": "2", "rejected": "3"}]
+    file.write_text(json.dumps({"prompt": "1+1=", "chosen": {"text": "2"}, "rejected": "3"}))
+    with pytest.raises(BadInput, match='pairs.jsonl:1: "chosen" must be a text or messages, got {"text": "2"}'):
+        load_pairs(str(file))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_ranks_pairs(models, tmp_path, ranks):

@@ -317,6 +317,15 @@ def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
     assert report.draw(rows).count("<svg") == 1 and report.draw([]).count("<svg") == 1
 
 
+def test_the_report_of_training_without_sampling_gives_no_advice_about_sampling():
+    rows = [{"step": step, "train/loss": 1.0, "time/step": 2.0, "reward/accuracy": 0.5} for step in (1, 2)]
+    assert report.summary(rows) == "<p></p>"
+    title = lambda more: report.panels([row | more for row in rows])[1][0]
+    assert title({"reward/chosen": 1.0, "reward/rejected": 0.0}).startswith("implicit rewards")
+    assert "share right by the first reward" in dict(report.panels(rows))
+    assert "share of pairs ranked right" in dict(report.panels([row | {"reward/chosen": 1.0} for row in rows]))
+
+
 def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
     run = {"algorithm": "grpo", "args": {"dataset": ["arithmetic"], "model": str(embedded.WARM_START)}}
     behind = report.committed(run)

@@ -105,7 +105,7 @@ def load_one(
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     sources.refuse_repeated_ids(rows, columns.get("id", "id"))
-    overlong, images_of = [], None
+    images_of = None
     has_images = any(sources.lookup(row, columns.get("images", "images")) for _, row in rows)
     has_marks = any("image" in token for token in tokenizer.get_added_vocab())  # one may be in a text
     if has_images or (has_marks and hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config")):
@@ -118,15 +118,15 @@ def load_one(
         content, answer, solution = templates.fields(where, row, columns)
         question = content + instruction if isinstance(content, str) else content
         text, ids = templates.render(where, question, tokenizer, template, source.tools, seen)
-        if len(ids) > limit:
-            overlong.append(where)
+        if not ids:
+            raise BadInput(f"{where}: the prompt has no token that the tokenizer knows")
         return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)
 
     prompts = sources.collect(rows, make)
     kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
     if not kept:
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {limit}")
-    if overlong:
+    if overlong := [prompt.id for prompt in prompts if len(prompt.ids) > limit]:
         names = ", ".join(overlong[:5]) + (" ..." if len(overlong) > 5 else "")
         say(f"{spec}: dropped {len(overlong)} of {len(prompts)} prompts over {limit} tokens: {names}")
     return kept

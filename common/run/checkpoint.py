@@ -265,14 +265,16 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
     else:
         policy.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    wanted = [] if adapters_of(policy) else ["generation_config.json"]  # It may name end tokens that no other file has.
     if image_tokens(policy.config):
-        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-            # From a folder or from the cache of the Hub: the run has read these files at its start.
-            file = cached_file(
-                policy.config._name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
-            )
-            if file:
-                shutil.copy(file, folder)
+        wanted += ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
+    for name in wanted:
+        # From a folder or from the cache of the Hub: the run has read these files at its start.
+        file = cached_file(
+            policy.config._name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        if file and not folder.samefile(Path(file).parent):
+            shutil.copy(file, folder)
 
 
 def adapters_of(model: nn.Module) -> dict | None:

@@ -197,11 +197,30 @@ def check_weights(folder: str) -> None:
     )
 
 
+def heads_of(config) -> tuple[int, int]:
+    """Numbers of query heads, and of key and value heads, in a layer."""
+    config = config.get_text_config()
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def engine_heads_refusal(heads: tuple[int, int], ranks: int) -> str:
+    """Why vLLM cannot deal these heads to so many ranks, or "". It repeats key and value heads that are too few."""
+    queries, keys = heads
+    if queries % ranks or (keys % ranks and ranks % keys):
+        return f"--rollout-tp {ranks} does not divide the {queries} query heads and {keys} key and value heads"
+    return ""
+
+
+def check_engine_heads(model_path: str, ranks: int) -> None:
+    """Refuse a model whose heads cannot be dealt to the ranks of an engine. Raises BadInput."""
+    if refusal := engine_heads_refusal(heads_of(AutoConfig.from_pretrained(model_path)), ranks):
+        raise BadInput(f"{refusal} of --model {model_path}")
+
+
 def check_heads(config, ranks: int, model_path: str) -> None:
     """Refuse a model whose attention cannot be dealt to so many ranks. Raises BadInput."""
+    queries, keys = heads_of(config)
     config = config.get_text_config()
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
     if ranks < 1 or queries % ranks or keys % ranks:
         raise BadInput(
             f"--sequence-parallel {ranks} does not divide the {queries} query heads and {keys} key and value heads of "

@@ -72,17 +72,17 @@ def check_directory(run_dir: str, resume: str, track: str) -> Path | None:
     return found
 
 
-def check_writable(run_dir: str) -> None:
-    """Refuse a run directory that is a file or below one, or in which no file can be made. Raises BadInput."""
-    folder = Path(run_dir or "runs").absolute()
+def check_writable(named: str, flag: str = "--run-dir") -> None:
+    """Refuse a folder that is a file or below one, or in which no file can be made. Raises BadInput."""
+    folder = Path(named or "runs").absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        raise BadInput(f"--run-dir {run_dir}: {existing} is a file")
+        raise BadInput(f"{flag} {named}: {existing} is a file")
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise BadInput(f"--run-dir {run_dir or 'runs'}: {existing} cannot be written to: {error.strerror}") from None
+        raise BadInput(f"{flag} {named or 'runs'}: {existing} cannot be written to: {error.strerror}") from None
 
 
 def leave_if_done(args, resume: Path | None) -> None:
@@ -99,7 +99,7 @@ def leave_if_done(args, resume: Path | None) -> None:
         from common.run import report  # imports matplotlib, which takes a second
 
         report.write(Path(args.run_dir))
-    say(f"{args.run_dir} is done: step {done} of {args.steps}, {resume}; a larger --steps goes on")
+    say(f"{args.run_dir} is done: step {done} of {args.steps}, its model is {resume}/model; a larger --steps goes on")
     sys.exit(0)
 
 

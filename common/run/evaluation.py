@@ -11,6 +11,12 @@ from common.run.sampling import texts_of
 Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
 
 
+def check_prompts(prompts: list[Prompt], size: int) -> None:
+    """Refuse prompts that are fewer than the ranks, whose engines all have to sample. Raises BadInput."""
+    if 0 < len(prompts) < size:
+        raise BadInput(f"{len(prompts)} prompts to evaluate on {size} ranks: each needs at least one")
+
+
 def evaluate(
     engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
     n: int = 1, temperature: float = 0.0, seed: int = 0, log: Callable | None = None,
@@ -18,11 +24,8 @@ def evaluate(
     """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
     Prompts that could not be graded are left out. log: Tracker.add, for eval/reward (the mean score) and, with an
-    environment, eval/turns. Raises BadInput if there are fewer prompts than ranks, RunFailed if no prompt could be
-    graded. Collective: every rank calls it.
+    environment, eval/turns. Raises RunFailed if no prompt could be graded. Collective: every rank calls it.
     """
-    if len(prompts) < world.size:
-        raise BadInput(f"{len(prompts)} prompts to evaluate on {world.size} ranks: each needs at least one")
     own_prompts = prompts[world.rank :: world.size]
     grading = reward.ahead(own_prompts, tokenizer)
     ids = [prompt.ids for prompt in own_prompts]

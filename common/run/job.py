@@ -153,6 +153,7 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = data.load(args.dataset, source, "train", tokenizer, args.max_prompt_tokens)
     held_out = data.load_eval(args.dataset, source, tokenizer, args.max_prompt_tokens)
+    evaluation.check_prompts(held_out, size)
     checks.check_images(prompts + held_out, args.compute, args.environment, args.layout)
     reward.check_answers(prompts + held_out)
     checks.try_rewards(reward, prompts, tokenizer)
@@ -161,6 +162,7 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
+    checks.check_engine_heads(args.model, args.rollout_tp)
     others = {flag: tokenizers.resolve_model(path) for flag, path in (others or {}).items()}
     for flag, path in others.items():
         checks.check_companion(

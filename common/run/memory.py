@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from common.data.tokenizer import causal_class
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
-from common.run.checks import check_heads
+from common.run.checks import check_heads, engine_heads_refusal, heads_of
 from common.trainer.batching import Compute
 from common.trainer.kernels import check_kernels
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
@@ -45,6 +45,7 @@ class Decoder:
     embedding: int  # parameters of the embedding, or of the head
     inner: int  # parameters of all layers together and of the last norm
     parameters: int  # all of them, tied ones counted once
+    heads: tuple[int, int]  # numbers of query heads, and of key and value heads, in a layer
     written_out: bool = False  # attention keeps its weights, as for caps of scores and sinks
     idle: int = 0  # parameters of `inner` that a token does not visit: of the experts that are not chosen for it
 
@@ -123,7 +124,7 @@ def decoder(model_path: str) -> Decoder:
     return Decoder(
         config.hidden_size, width, config.num_hidden_layers, heads * head_dim,
         config.num_key_value_heads * head_dim, embedding,
-        count - embedding * (1 if config.tie_word_embeddings else 2), count,
+        count - embedding * (1 if config.tie_word_embeddings else 2), count, heads_of(config),
         getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss",
         count_experts(model_path) * (among - experts) // among if experts else 0,
     )  # fmt: skip
@@ -218,7 +219,9 @@ class GPU:
         return min(math.ceil(100 * needs), math.floor(100 * room)) / 100
 
     def engine_refusal(self, tp: int, longest: float, share: float) -> str:
-        """Why an engine over tp GPUs cannot take this share of the memory, or ""."""
+        """Why there cannot be an engine over tp GPUs that takes this share of the memory, or ""."""
+        if refusal := engine_heads_refusal(self.model.heads, tp):
+            return refusal
         needs, takes, room = self.engine_needs(tp, longest), share * self.memory, self.engine_room()
         if needs > takes:
             return (

@@ -14,7 +14,7 @@ COLUMNS = {
     "greedy accuracy": "eval/accuracy",
     "response length": "response/length_mean",
     "training loss": "train/loss",
-    "share of pairs ranked right": "reward/accuracy",
+    "share right": "reward/accuracy",
     "gradient norm": "train/grad_norm",
     "entropy": "train/entropy",
 }
@@ -29,6 +29,7 @@ def text(run_dir: Path, step: int) -> str:
     about = ["library_name: transformers", "pipeline_tag: text-generation"]
     about += [f"base_model: {json.dumps(base)}"] * (base == args["model"])  # a hub knows only names of its own
     short = lambda word: Path(word).name if Path(word).is_absolute() else word
+    file = short(run.get("file", f"algos/{algorithm}.py"))
     rewarded = f", reward: `{' '.join(args['reward'])}`" if "reward" in args else ""
     about += ["tags:", *["- reinforcement-learning"] * bool(rewarded), f"- {algorithm}"]
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
@@ -39,7 +40,7 @@ def text(run_dir: Path, step: int) -> str:
             f"# {base}, trained with {algorithm}",
             "",
             f"- base model: `{base}`",
-            f"- algorithm: `algos/{algorithm}.py` at commit `{run['commit'] or 'unknown'}`",
+            f"- algorithm: `{file}` at commit `{run['commit'] or 'unknown'}`",
             f"- data: `{' '.join(map(short, args['dataset']))}`" + rewarded,
             f"- steps: {step} of {args['steps']}, seed {args['seed']}, {hardware}",
             f"- versions: {versions}",

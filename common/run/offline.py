@@ -1,12 +1,12 @@
 """The frame around training on a fixed data set, without an engine: resuming, metrics, checkpoints, the report.
 
-    resume = find(args)                     refuses a run directory that does not fit; ends a run that is done already
+    resume, dtype = find(args)              refuses folders that do not fit; ends a run that is done already
     run = Run(args, resume, ...)            loads the checkpoint and opens the run directory
     for step in run.steps():                the file trains
         run.end_step(step)                  writes metrics, saves
     run.close()
 
-args: the file's flags, among them `run_dir`, `saving`, `track`, `steps` and `seed`.
+args: the file's flags, among them `model`, `output`, `dtype`, `run_dir`, `saving`, `track`, `steps` and `seed`.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,36 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from common import placement
+from common.data import arithmetic
 from common.data.prompts import PromptLoader
+from common.errors import BadInput
 from common.placement import World
-from common.run import checkpoint, directory
+from common.run import checkpoint, directory, precision
 from common.run.tracking import Tracker
 
 
-def find(args) -> Path | None:
-    """The checkpoint to resume, or None. Raises BadInput."""
+def find(args) -> tuple[Path | None, torch.dtype]:
+    """The checkpoint to resume, or None, and the dtype, which replaces "auto" in args.dtype. Raises BadInput."""
+    check_output(args)
     resume = directory.check_directory(args.run_dir, args.saving.resume, args.track)
+    dtype = precision.choose(args.dtype, args.model or str(arithmetic.WARM_START), resume)
+    args.dtype = str(dtype).removeprefix("torch.")
     directory.check_configuration(args, directory.name_of(args))
     directory.leave_if_done(args, resume)
-    return resume
+    return resume, dtype
+
+
+def check_output(args) -> None:
+    """Refuse an --output that cannot be written, that is the start itself, or whose files would mix with the new ones:
+    a folder with adapters and whole weights is read as either. Raises BadInput.
+    """
+    directory.check_writable(args.output, "--output")
+    folder, adapts = Path(args.output), args.compute.lora_rank > 0
+    if folder.is_dir() and Path(args.model or "/").is_dir() and folder.samefile(args.model or "/"):
+        raise BadInput(f"--output {folder}: is --model, which would be overwritten; name another folder")
+    if (folder / ("config.json" if adapts else "adapter_config.json")).is_file():
+        there, new = ("a whole model", "adapters") if adapts else ("adapters", "a whole model")
+        raise BadInput(f"--output {folder}: holds {there}, and this run writes {new}; name another folder")
 
 
 class Run:

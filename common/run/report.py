@@ -74,7 +74,7 @@ def summary(metrics: list[dict]) -> str:
         lines.append(f"Greedy accuracy {before:.1%} at step {first}, <b>{after:.1%}</b> at step {last}.")
     totals = {phase: sum(row.get(f"time/{phase}", 0.0) for row in metrics) for phase in PHASES}
     whole = sum(row.get("time/step", 0.0) for row in metrics)
-    if whole:
+    if whole and any(totals.values()):  # SFT and DPO have a single phase.
         shares = ", ".join(f"{phase} {seconds / whole:.0%}" for phase, seconds in totals.items() if seconds)
         slowest = max(totals, key=totals.get)
         lines.append(f"{whole:.0f} s in {sum('time/step' in row for row in metrics)} steps: {shares}.")
@@ -88,7 +88,10 @@ def panels(rows: list[dict]) -> list[tuple[str, list[str]]]:
     wanted = [
         ("training loss", ["train/loss"]),
         ("implicit rewards of the pairs", ["reward/chosen", "reward/rejected"]),
-        ("share of pairs ranked right", ["reward/accuracy"]),
+        (
+            f"share {'of pairs ranked right' if 'reward/chosen' in names else 'right by the first reward'}",
+            ["reward/accuracy"],
+        ),
         ("reward (sampled)", ["reward/mean"]),
         ("mean of each reward", sorted(name for name in names if re.fullmatch("reward/[^/]+/mean", name))),
         ("greedy accuracy, held out", ["eval/accuracy"]),
@@ -196,7 +199,7 @@ def responses(rollouts: list[dict]) -> str:
         for place, row in enumerate(group):
             mark = "right" if row["acc"] else "wrong"
             score = "could not be graded" if row["score"] is None else f"{row['score']:g}"
-            each = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"]]
+            each = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"] or 0.0]
             prompt = f"<td rowspan={len(group)}><pre>{html.escape(row['prompt'])}</pre>" if place == 0 else ""
             lines.append(
                 f"<tr>{prompt}<td><pre>{html.escape(row['response'])}</pre><td>{shown(row['extracted'])}"

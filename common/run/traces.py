@@ -41,7 +41,10 @@ FIELDS = {  # key of a row -> (function that is True for a valid value, the same
     **dict.fromkeys(("sampled", "baseline_sampled"), (every(lambda value: value in (0, 1)), "a list of 0 and 1")),
     **dict.fromkeys(("score", "acc"), (lambda value: value is None or is_number(value), "a number, or null")),
     **dict.fromkeys(("extracted", "info"), (lambda value: True, "anything")),  # a grader chooses them
-    "advantage": (lambda value: is_number(value) or every(is_number)(value), "a number, or one for each token"),
+    "advantage": (  # null in a step that failed before there were advantages
+        lambda value: value is None or is_number(value) or every(is_number)(value),
+        "a number, one for each token, or null",
+    ),
     "dropped": (lambda value: isinstance(value, bool), "true or false"),
     "baseline_finish_reason": (is_text, "a string"),
 }

@@ -61,9 +61,9 @@ class Tools(Environment):
             for key, value in list(bound.arguments.items())[1:]:
                 bound.arguments[key] = fit(key, value, typing.get_type_hints(method).get(key, Any))
             value = method(*bound.args, **bound.kwargs)
+            return value if isinstance(value, str) else json.dumps(value, default=str), False
         except Exception as error:  # whatever a tool raises is said to the model, which may try again
             return self.error(f"{type(error).__name__}: {error}"), True
-        return value if isinstance(value, str) else json.dumps(value, default=str), False
 
     def error(self, said: str) -> str:
         """An error as the model reads it."""
@@ -71,8 +71,10 @@ class Tools(Environment):
 
 
 def tools_of(kind: type) -> dict[str, typing.Callable]:
-    """Name -> method, for the public methods that the class adds to those of Tools."""
+    """Name -> method, for the public methods that the class adds to those of Tools. TypeError for a static one."""
     named = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_") and not hasattr(Tools, name)}
+    if static := [name for name in named if isinstance(inspect.getattr_static(kind, name), staticmethod)]:
+        raise TypeError(f"tool {static[0]}: is a staticmethod; give it self")
     return {name: method for name, method in named.items() if inspect.isfunction(method)}
 
 
