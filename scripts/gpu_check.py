@@ -587,7 +587,9 @@ def main(args: Args) -> int:
     print(WITHOUT, end="\n" * bool(WITHOUT))
     minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)
     with tempfile.TemporaryDirectory() as scratch:
-        results = run_checks(args.only or tuple(CHECKS), args.models or scratch, time.monotonic() + 60 * minutes)
+        results = run_checks(
+            args.only or tuple(CHECKS), str(Path(args.models or scratch).resolve()), time.monotonic() + 60 * minutes
+        )
     failed = [name for name, found in results.items() if not found.get("passed", True)]
     missed = [name for name, found in results.items() if "not reached" in found]
     ending = [f"failed: {', '.join(failed)}"] * bool(failed)

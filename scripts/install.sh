@@ -20,6 +20,11 @@ check_driver() {  # on each call: a driver can be too old, or become so, long af
   echo "error: torch sees none of the GPUs that nvidia-smi lists: CUDA 13 needs an NVIDIA driver of version 580 or newer" >&2
   exit 2
 }
+minor() { "$1" -c 'import sys; print(*sys.version_info[:2], sep=".")'; }
+if [ -n "${PYTHON:-}" ] && [ -x .venv/bin/python ] && [ "$(minor "$PYTHON")" != "$(minor .venv/bin/python)" ]; then
+  echo "error: .venv has Python $(minor .venv/bin/python), PYTHON=$PYTHON is $(minor "$PYTHON"): remove .venv first" >&2
+  exit 2
+fi
 if [ -e "$stamp" ]; then check_driver; exit 0; fi
 
 python=${PYTHON:-}
@@ -34,7 +39,7 @@ echo "installing the $machine requirements into .venv ($("$python" --version)); 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
 # The locks name every package, so nothing is left to resolve: --no-deps. pip asks for one package after the other and
-# compiles on one core; eight askers, and compiling at the end, take half of its time.
+# compiles on one core. Eight pips that ask, and compiling at the end on all cores, take half as long.
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 grep -v '^#' "$lock" | split --number=r/8 - "$wheels/part-"

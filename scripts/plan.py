@@ -296,7 +296,10 @@ def measured_ratios(run_dir: Path, job: Job, hardware: Hardware) -> dict[str, fl
     run, steps = described(run_dir / "run.json"), [row for row in read_metrics(run_dir) if "time/step" in row]
     median = lambda name: statistics.median(row.get(name, 0.0) for row in steps)
     flags, ranks = flat(run["args"]), run["hardware"]["ranks"]
-    own = {name: flags[name] for name in {*vars(job)} & {*flags} - {"dtype", "rollout_memory"}}
+    if not steps or "rollout_tp" not in flags:
+        raise BadInput(f"--run {run_dir}: has no finished step of an algorithm that samples")
+    own = {name: flags[name] for name in {*vars(job)} & {*flags} - {"rollout_memory"}}
+    own["reference"] = flags.get("kl_coef", 0) > 0
     job = dataclasses.replace(job, **own, response_mean=median("response/length_mean"))
     computed = Step(load_model(flags["model"]), job, hardware, ranks, ranks, flags["rollout_tp"], False).seconds({})
     for name in PHASES:

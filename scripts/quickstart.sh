@@ -16,4 +16,4 @@ if [ "${1:-}" = smollm2 ]; then
 fi
 # shellcheck disable=SC2086  # flags are words
 (set -x && .venv/bin/python algos/grpo.py $flags --run-dir "runs/$name" --resume auto "$@")
-echo "done after $((SECONDS - began)) s; open $PWD/runs/$name/report.html"
+echo "done after $((SECONDS - began)) s; open the report named above"

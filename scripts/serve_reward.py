@@ -137,8 +137,9 @@ def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:
 def main(args: Args) -> None:
     if args.threads < 1 or not 0 < args.port < 65536:
         raise errors.BadInput(f"--threads {args.threads} must be >= 1 and --port {args.port} in 1 ... 65535")
-    if args.reward == "repetition":
-        raise errors.BadInput("--reward repetition reads token ids, which stay in the trainer: use it there")
+    here = {"repetition": "reads token ids", "environment": "plays with the policy", "model-sharded": "needs all ranks"}
+    if reason := here.get(args.reward.partition(":")[0]):
+        raise errors.BadInput(f"--reward {args.reward}: it {reason}, so that it can only be used in the trainer")
     reward, token = rewards.load_one(args.reward), os.environ.get("REWARD_TOKEN", "").strip()
     if not token and args.host not in ("127.0.0.1", "localhost", "::1"):
         errors.say(f"warning: --host {args.host} without REWARD_TOKEN: whoever reaches this port can use the grader")

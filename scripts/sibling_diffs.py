@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import re
+import sys
 from pathlib import Path
 
 import tyro
@@ -68,6 +69,8 @@ def with_lengths(page: str) -> str:
 
 
 def main(args: Args) -> None:
+    if args.show and args.show not in SIBLINGS:
+        sys.exit(f"error: --show {args.show}: expected {', '.join(SIBLINGS)}")
     if args.show:
         print("\n".join(changes(args.show)))
         return

@@ -2,13 +2,14 @@
 # Run a training command until it is done. After a crash start it again with --resume auto:
 #   bash scripts/supervise.sh python algos/grpo.py --run-dir runs/night --save-every 10
 #   bash scripts/supervise.sh torchrun --nproc-per-node 8 algos/grpo.py --run-dir runs/night --save-every 10
-# It stops when the command is done (exit code 0), when its input is wrong (2), when it is asked to stop (Ctrl-C or
-# SIGTERM: the step is ended and saved), and after RESTARTS crashes in a row (default 5). It waits DELAY seconds (10)
+# It stops when the command is done (exit code 0), when its input is wrong (2; torchrun makes 1 of every exit code, so
+# that wrong input counts as a crash there: try --dry-run first), when it is asked to stop (Ctrl-C or SIGTERM: the step
+# is ended and saved), and after RESTARTS crashes in a row (default 5). It waits DELAY seconds (10)
 # before the first restart, and twice as long before each further one. A run of HOUR seconds (3600) resets the count.
 # torchrun restarts crashed ranks by itself, and sooner: --max-restarts 5 --shutdown-timeout 600, and --resume auto.
 set -uo pipefail
 restarts=${RESTARTS:-5} delay=${DELAY:-10} hour=${HOUR:-3600}
-case " $* " in *" --run-dir "* | *" --run-dir="*) ;; *)
+case " ${*//_/-} " in *" --run-dir "* | *" --run-dir="*) ;; *)
   echo "error: supervise.sh: the command needs --run-dir, the run to go on with" >&2
   exit 2
   ;;

@@ -75,6 +75,8 @@ def main(args: Args) -> None:
         raise errors.BadInput(f'"{args.name}" is no variant; known: {", ".join(known)}')
     if not args.file or Path(args.file).exists():
         raise errors.BadInput(f'"{args.file}": name a file that does not exist yet, for example algos/mine.py')
+    if args.base and not Path(args.base).is_file():
+        raise errors.BadInput(f"{args.base}: no such file")
     diff = known[args.name]
     Path(args.file).write_text(source(args.name, args.base))
     lines = sum(line.startswith("+") for line in diff.splitlines())

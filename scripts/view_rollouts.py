@@ -176,6 +176,8 @@ def to_html(row: dict, marked: list, with_prompt: bool) -> str:
 
 
 def main(args: Args) -> None:
+    if args.html and not Path(args.html).parent.is_dir():
+        raise errors.BadInput(f"--html {args.html}: there is no folder {Path(args.html).parent}")
     path = traces.find(args.path, args.step) if args.path.is_dir() else args.path
     everything = traces.read(path)
     rows = choose(everything, args)

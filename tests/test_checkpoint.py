@@ -379,13 +379,14 @@ def test_flags_that_may_differ_are_flags():
 
 
 RANKS = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8"}
+NODES = "NNODES=2 NODE_RANK=... MASTER_ADDR=... NPROC_PER_NODE=4 bash scripts/launch/torchrun.sh"
 
 
 @pytest.mark.parametrize("given, environment, said", [
     ("--steps 9", {}, "python -u algos/grpo.py --steps 9"),
     ("--run_dir=x --resume auto --template t --run-dir y", {}, "python -u algos/grpo.py --template t"),
     ("", {**RANKS, "LOCAL_WORLD_SIZE": "8"}, "torchrun --nproc-per-node 8 algos/grpo.py"),
-    ("", {**RANKS, "LOCAL_WORLD_SIZE": "4"}, "torchrun --nnodes 2 --nproc-per-node 4 algos/grpo.py"),
+    ("", {**RANKS, "LOCAL_WORLD_SIZE": "4"}, NODES + " algos/grpo.py"),
 ])  # fmt: skip
 def test_the_command_that_goes_on(monkeypatch, given, environment, said):
     monkeypatch.setattr(sys, "argv", ["algos/grpo.py", *given.split()])

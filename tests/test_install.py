@@ -51,6 +51,15 @@ def test_the_machine_decides_which_packages_are_installed_and_machine_overrides_
     assert install() == (2, "error: MACHINE=tpu is neither gpu nor cpu\n")
 
 
+def test_another_python_than_that_of_the_venv_is_refused(install, tmp_path):
+    """Packages would be installed for the old one, whatever PYTHON says."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    executable(tmp_path / ".venv/bin/python", "#!/bin/sh\necho 3.11\n")
+    executable(tmp_path / "python", "#!/bin/sh\necho 3.12\n")
+    code, said = install()
+    assert code == 2 and ".venv has Python 3.11, PYTHON=" in said and "is 3.12: remove .venv first" in said
+
+
 def test_a_driver_that_is_too_old_is_said_on_every_call(install, tmp_path, monkeypatch):
     """Also when the packages are already there. The stub stands for a .venv where everything works but torch."""
     executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")

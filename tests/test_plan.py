@@ -407,6 +407,17 @@ def test_a_run_corrects_the_estimate(capsys, models, tmp_path):
     assert "computed" in capsys.readouterr().out
     run("--model", models["untied"], "--gpus", 1, "--run", tmp_path, "--prompt-mean", 65)
     assert ": update " in capsys.readouterr().out
+    with_reference = {**flags, "kl_coef": 0.1, "dtype": "float32"}
+    (tmp_path / "run.json").write_text(json.dumps({"args": with_reference, "hardware": {"ranks": 1}}))
+    ratios = plan.measured_ratios(tmp_path, plan.Job(prompt_mean=65), H100)
+    job = dataclasses.replace(job, reference=True, dtype="float32")
+    again = step(plan.load_model(models["untied"]), job, train=1, rollout=1).seconds({})
+    assert (
+        ratios["logprobs"] == pytest.approx(2 * computed["logprobs"] / again["logprobs"]) and ratios["logprobs"] < 1.5
+    )
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics[0]) + "\n")
+    with pytest.raises(errors.BadInput, match="has no finished step of an algorithm that samples"):
+        plan.measured_ratios(tmp_path, plan.Job(), H100)
 
 
 @pytest.mark.parametrize(

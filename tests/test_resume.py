@@ -89,6 +89,12 @@ def test_supervise_restarts_after_crashes(tmp_path, codes, runs, left):
     assert (tmp_path / "said").read_text() == "--run-dir runs/x --resume auto\n" * runs
 
 
+@pytest.mark.parametrize("flag, left", [("--run_dir=x", 0), ("--run-dir=x", 0), ("--runs=x", 2)])
+def test_supervise_needs_the_run_to_go_on_with(flag, left):
+    command = ["bash", ROOT / "scripts/supervise.sh", "true", "--track=none", flag]
+    assert subprocess.run(command, capture_output=True).returncode == left
+
+
 def test_supervise_passes_a_signal_on_and_stops(tmp_path):
     script = 'trap "echo asked; sleep 0.3; echo saved; exit 1" TERM\necho ready\nwhile :; do sleep 0.05; done\n'
     process = supervise(f"exec > said\n{script}", tmp_path)

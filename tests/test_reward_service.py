@@ -561,6 +561,7 @@ def test_bodies_the_server_refuses(serve):
 
 @pytest.mark.parametrize("flags, says", [
     ({"reward": "gsm9k"}, "gsm8k"), ({"threads": 0}, "--threads 0"), ({"reward": "repetition"}, "token ids"),
+    ({"reward": "environment"}, "plays with the policy"), ({"reward": "model-sharded:x"}, "needs all ranks"),
 ])  # fmt: skip
 def test_bad_flags_of_the_server(flags, says):
     with pytest.raises(BadInput, match=says):

@@ -65,5 +65,8 @@ def command(run_dir: Path) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // local
-        launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(local)]
+        launcher = ["torchrun", "--nproc-per-node", str(local)]
+        if nodes > 1:  # Neither the number of this node nor the address where they met is known here.
+            each = f"NNODES={nodes} NODE_RANK=... MASTER_ADDR=... NPROC_PER_NODE={local}"
+            launcher = [*each.split(), "bash", "scripts/launch/torchrun.sh"]
     return shlex.join([*launcher, sys.argv[0], *flags, "--run-dir", str(run_dir), "--resume", "auto"])

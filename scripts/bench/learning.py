@@ -1,6 +1,6 @@
 """Does the embedded job learn as well with each switch for speed or memory, and one batch behind? One run a row.
 
-python scripts/bench/learning.py --runs switches              # eight runs, one on each core: eight minutes on two
+python scripts/bench/learning.py --runs switches              # seven runs, one on each core: eight minutes on two
 python scripts/bench/learning.py --runs behind                # three runs of three seeds: 16 minutes on two cores
 python scripts/bench/learning.py --runs behind --seeds 3 4 --steps 80
 
