@@ -8,7 +8,7 @@ Of the model only config.json is read: a folder with nothing else in it will do.
 times are a data sheet's figures divided by assumed shares of them, which are printed and are flags. With --run the time
 of each phase is multiplied by what it took in that run divided by what is computed for it.
 
-P and L: mean tokens of a prompt and of a response. docs/planning.md lists what is left out.
+docs/planning.md lists what is left out.
 """
 
 import dataclasses
@@ -155,7 +155,8 @@ class Step:
         """FLOPs of a rank's forward, (layers, logits): 2 for each parameter and token, 4 for each width and pair."""
         model, length, prompt = self.model, self.job.response_mean, self.job.prompt_mean
         prompts, group = self.job.prompts_per_step / self.train, self.job.group_size
-        # A pair is a token and one that it attends to: P^2/2 in a prompt, L P + L^2/2 in a response.
+        # A pair is a token and one that it attends to: with a prompt of P tokens and a response of L, P^2/2 in the
+        # prompt, and L P + L^2/2 in the response.
         pairs = prompts * (self.prompt_copies * prompt**2 / 2 + group * (length * prompt + length**2 / 2))
         layers = (
             2 * model.visited * self.trained_tokens(prompts) + 4 * model.query_width * model.num_hidden_layers * pairs
@@ -179,7 +180,7 @@ class Step:
         return self.job.rollout_memory or self.gpu.engine_share(self.tp, most)
 
     def running_responses(self) -> float:
-        """Responses an engine works on at once, each with P + L tokens of KV cache. 0: the longest does not fit."""
+        """Responses an engine works on at once, each with its prompt's keys and values. 0: the longest does not fit."""
         each, kv_bytes = self.engine_share * self.hardware.memory, self.model.kv_bytes(self.dtype)
         if each < self.gpu.engine_needs(self.tp, self.job.prompt_mean + self.job.max_response_tokens):
             return 0.0

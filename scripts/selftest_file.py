@@ -39,7 +39,7 @@ from common.run.directory import import_algorithm
 from common.trainer import batching
 
 BOUND = 1e-4  # of the relative difference of a gradient in float32
-ROWS_IN_MICRO_BATCHES = (3, 1, 2)  # repeated; unequal, because a mean of equal micro-batches may be right by chance
+ROWS_IN_MICRO_BATCHES = (3, 1, 2)  # repeated; unequal: a wrong mean over equal micro-batches is right
 ROWS_PER_UPDATE = 24  # responses of an optimizer step on one rank, at least; and at least two prompts
 MOST_STEPS = 10  # steps after which a model that was not updated fails
 Update = tuple[int, list[torch.Tensor]]  # (number of micro-batches, gradients) of an optimizer step

@@ -17,7 +17,7 @@ if nvidia-smi -L > /dev/null 2>&1; then
   export VLLM_ALLREDUCE_USE_FLASHINFER=${VLLM_ALLREDUCE_USE_FLASHINFER:-0}
   own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}')
 else
-  # As well: one process for an engine and its worker, and no compiling, which gains nothing there.
+  # As common/rollout/engines.py, too: one process for an engine and its worker, and no compiling, which gains nothing there.
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
   export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0} TORCHDYNAMO_DISABLE=1
   own=(--weight-transfer-config '{"backend": "shared_memory"}' --enforce-eager --no-enable-chunked-prefill)

@@ -4,7 +4,8 @@ python scripts/bench/ladder.py
 
 SmolLM2-135M on GSM8K, 8 responses of up to 192 tokens to each of `--prompts` prompts, one optimizer step a rollout.
 Each engine generates a rollout; the last one is then trained on in each way, in turns. A step is rollout plus update.
-No group is skipped, except in the last row, which skips those whose real rewards are equal. Times are medians.
+All responses are trained on. Only the last way skips the groups whose responses the grader scores alike. Times are
+medians.
 """
 
 import dataclasses

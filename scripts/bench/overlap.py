@@ -31,7 +31,8 @@ class Args:
 def run(folder: Path, steps: int, inflight: int, epochs: int, sleep: float) -> list[dict]:
     """Metrics of the steps that count."""
     reward = folder.parent / "reward.py"
-    sleep *= len(os.sched_getaffinity(0)) / 64  # it is called for each of 64 prompts, on as many workers as cores
+    # `sleep` is for a whole step, whose 64 prompts are graded in 64 calls, as many at a time as there are cores.
+    sleep *= len(os.sched_getaffinity(0)) / 64
     reward.write_text(
         "import time\nfrom common.rewards.grading import grade_gsm8k\n\n\ndef score(items, lengths, truncated):\n"
         f"    time.sleep({sleep})\n    return [grade_gsm8k(item.response, item.answer) for item in items]\n"
