@@ -21,7 +21,7 @@ import tyro
 from common import errors, placement
 from common.data import arithmetic
 from common.data.prompts import PromptLoader, Source, load
-from common.data.suffix import demonstrations
+from common.data.suffix import demonstrations, that_fit
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
 from common.run import checkpoint, checks, memory, offline, ranges
@@ -35,6 +35,7 @@ class Args:
     dataset: tuple[str, ...] = ("arithmetic",)  # Data with solutions: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
     max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
+    max_tokens: int = 4096  # Longest prompt and solution together, in tokens. Longer rows are left out.
 
     # optimization
     steps: int = 260  # Optimizer steps.
@@ -76,6 +77,7 @@ def main(args: Args) -> None:
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
+    prompts = that_fit(prompts, tokenizer, args.max_tokens, args.model or arithmetic.WARM_START)
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)

@@ -139,6 +139,7 @@ def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
     """Save after an optimizer step, change everything, load. Is everything back, and is the export the same model?"""
     (policy, optimizer), saved = saver.trained["policy"], folder / "checkpoints/step_000001"
     saver.run_dir = folder
+    saver.engine.sleep()  # there is no room for gradients beside it
     for parameter in filter(lambda parameter: parameter.requires_grad, policy.parameters()):
         parameter.grad = parameter.detach().clone()  # any gradient will do: the optimizer needs a state
     optimizer.step()

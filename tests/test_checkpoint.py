@@ -32,6 +32,10 @@ class Engine:
     """What a checkpoint knows of an engine."""
 
     weight_version = 7
+    asleep = False
+
+    def sleep(self) -> None:
+        self.asleep = True
 
 
 def step(policy, optimizer) -> None:
@@ -93,6 +97,26 @@ def test_an_export_keeps_the_end_tokens_of_generation_config(models, world, tmp_
     for folder in (tmp_path / "model", start):  # the second is the folder that it was read from
         checkpoint.export(policy, arithmetic.tokenizer(), folder, torch.float32, world)
         assert load_tokenizer(str(folder))[1] == [1, 9] or folder == start
+
+
+def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path, monkeypatch):
+    """Loading makes gradients and moments of all parameters, for which the plan has no room beside an awake one."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    again, states = start(models, world, tmp_path), checkpoint.states
+    monkeypatch.setattr(checkpoint, "states", lambda *of: states(*of) if again.engine.asleep else pytest.fail("awake"))
+    again.load(tmp_path / "checkpoints/step_000001")
+
+
+def test_a_checkpoint_of_another_kind_of_device_goes_on_without_its_random_states(models, world, tmp_path, capsys):
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    file = tmp_path / "checkpoints/step_000001/state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "device": "cuda"}))
+    start(models, world, tmp_path).load(file.parent)
+    assert "saved by 1 ranks (cuda), now 1 (cpu): it goes on, but not bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -150,6 +150,16 @@ def test_the_order_of_a_single_data_set_is_pinned():
     assert places[-2:] == [2807, 1791]  # the last prompt of epoch 0 and the first of epoch 1
 
 
+def test_a_data_set_is_shuffled_once_an_epoch(monkeypatch):
+    """A million rows take a second, and dynamic sampling draws several times in a step."""
+    loader, calls = PromptLoader(load("arithmetic"), seed=0), []
+    order = loader.order
+    monkeypatch.setattr(loader, "order", lambda *of: calls.append(of) or order(*of))
+    for _ in range(3):
+        loader.take(3000)
+    assert calls == [(0, 0), (0, 1)]
+
+
 def mixture(rows, weights: dict[str, str], size: int = 10) -> list[Prompt]:
     """Prompts "a0" ... "a9", "b0" ... of as many files as there are weights."""
     files = {name: rows(*(f'{{"prompt": "{name}{i}", "answer": 1}}' for i in range(size)), name=f"{name}.jsonl")

@@ -119,7 +119,7 @@ BAD_TABLES = [  # content of rows.csv -> the whole message
     ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV in UTF-8: unexpected end of data"),
     ("prompt,answer\n,2\n", 'rows.csv:row 1: "prompt" must be a non-empty string, got ""'),
     (f"prompt,answer\n{'1' * 200_000},2\n",
-     "rows.csv: cannot be read as CSV in UTF-8: field larger than field limit (131072)"),
+     "rows.csv: all 1 prompts are longer than --max-prompt-tokens 999"),
     ("id,prompt\n1,a\n1,b\n", 'rows.csv:row 2: duplicate id "1" (first at row 1)'),
 ]  # fmt: skip
 
@@ -156,7 +156,6 @@ BAD_ARRAYS = [  # content of rows.json -> the whole message
     ("", "rows.json: contains no rows"),
     ("[]", "rows.json: contains no rows"),
     ("[1, {}]", "rows.json:row 1: expected an object, got int"),
-    ('[{"prompt": "1+1=", "answer": null}]', 'rows.json:row 1: "answer" must be a string or a number, got null'),
     ('[{"prompt": "1+1="},\n]',
      "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Expecting value"),
     ('["\\ud800"]', "rows.json: cannot be read as JSON: 'utf-8' codec can't encode character '\\ud800' in position 2: "

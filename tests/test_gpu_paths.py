@@ -432,7 +432,7 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams,
     sender.source = source
     sender.send_weights()
     assert [info["rank_offset"] for info in control.infos] == [1, 3] and joined[0].world_size == 5
-    assert {info["packed_buffer_size_bytes"] for info in control.infos} == {50 * 8 * 2}
+    assert {info["packed_buffer_size_bytes"] for info in control.infos} == {500}
     assert calls[-2] == "/finish_weight_update" and list(received) == [name for name, _ in policy.named_parameters()]
     assert all(torch.equal(received[name], p.detach().bfloat16()) for name, p in policy.named_parameters())
 

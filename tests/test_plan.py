@@ -200,6 +200,12 @@ def test_an_engine_is_refused_whose_heads_its_ranks_cannot_share(heads, ranks, f
         checks.check_engine_heads(str(tmp_path), ranks)
 
 
+def test_an_engine_keeps_a_head_on_each_gpu_where_there_are_more_gpus_than_heads():
+    gpu = dataclasses.replace(step().gpu, model=dataclasses.replace(SEVEN, heads=(28, 2)))
+    cache = lambda tp: gpu.engine_needs(tp, 100_000) - gpu.engine_needs(tp, 0)
+    assert cache(1) == 2 * cache(2) == 2 * cache(4) > 0
+
+
 def test_what_does_not_fit_is_refused():
     """Beside an engine 12 bytes a parameter are 85 GiB of 75 on 1 GPU, 11 GiB on 8, and 14 with a reference."""
     states = lambda **of: (step(**of, rollout_memory=0.4).peak_bytes()["rollout"] - 0.4 * 80e9) / plan.GIB

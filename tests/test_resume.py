@@ -60,7 +60,7 @@ def test_a_crashed_rank_is_restarted_and_a_signal_to_one_rank_stops_both(tmp_pat
     assert f"stopped after step 5 of 6; to go on: torchrun --nproc-per-node 2 {WORKERS}/crash.py" in result.stdout
     assert [path.name for path in folders.complete(tmp_path / "run")] == ["step_000002", "step_000004", "step_000005"]
     result = launch(WORKERS / "crash.py", *flags)
-    assert "saved by 2 ranks, now 1: it goes on, but not bit for bit" in result.stdout
+    assert "saved by 2 ranks (cpu), now 1 (cpu): it goes on, but not bit for bit" in result.stdout
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 

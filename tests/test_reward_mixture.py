@@ -112,6 +112,11 @@ def test_when_ungraded_responses_stop_the_run(world, step, bad, message):
         reward.score(*batch(["bad"] * bad + ["no"] * (10 - bad), 2), world, step)
 
 
+def test_an_evaluation_is_called_one(world, capsys):
+    mixture(r=(1.0, fails_on("bad"))).score(*batch(["bad", "no"], 1), world)
+    assert "evaluation: 1 of 2 responses could not be graded" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("algorithm", [grpo, dr_grpo])
 def test_the_loss_does_not_know_of_a_dropped_prompt(world, algorithm):
     """The same loss as if the prompt had never been drawn, denominator included."""

@@ -17,6 +17,7 @@ from common.rewards.math_grading import grade_by_string
 from common.rewards.text import (
     dapo_lenient_reward,
     dapo_reward,
+    format_boxed_reward,
     format_reward,
     missing_eos_reward,
     overlong_reward,
@@ -237,6 +238,7 @@ HOSTILE = [
     r"\frac" * 100_000, "1/" * 100_000, "1 " * 100_000, "-" * 100_000, "1," * 100_000, r"\text{" * 100_000,
     "$" * 100_000, "1e" * 100_000, "\0" * 100_000, "\ud800" * 100_000, "Answer:" * 100_000, "Answer: " + "$" * 100_000,
     "<think>" * 100_000, "<think>" + " " * 1_000_000, "<think></think>" + "\n" * 1_000_000 + "<answer></answer>.",
+    r"1\frac{" + " " * 5000, r"\frac{1}{" + " " * 5000, r"<think></think>\boxed{" * 10_000,
 ]  # fmt: skip
 GRADERS = {
     "gsm8k": partial(gsm8k_reward, mode="flexible"),
@@ -244,11 +246,20 @@ GRADERS = {
     "dapo": dapo_reward,
     "dapo-lenient": dapo_lenient_reward,
     "format": format_reward,
+    "format-boxed": format_boxed_reward,
     "math": lambda items, *_: [grade_by_string(items[0].response, items[0].answer, "boxed") or Result(0, 0)],
     "math-flexible": lambda items, *_: [
         grade_by_string(items[0].response, items[0].answer, "flexible") or Result(0, 0)
     ],
 }
+
+
+def test_a_first_tag_that_the_template_wrote_counts():
+    for reward, rest in ((format_boxed_reward, r"a</think> \boxed{5}"), (format_reward, "a</think><answer>5</answer>")):
+        score = lambda prompt, text, reward=reward: reward([Item(prompt, text, "5")], [9], [False])[0].score
+        assert score("2+3?<think>\n", rest) == score("2+3?", f"<think>{rest}") == 1
+        assert score("2+3?", rest) == 0
+    assert format_boxed_reward([Item("p", r"<think>\boxed{5}</think>", "5")], [9], [False])[0].score == 0
 
 
 @pytest.mark.parametrize("name", GRADERS)

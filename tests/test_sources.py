@@ -33,7 +33,6 @@ BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py h
     (b'{"prompt": [], "answer": 2}', '"prompt" must be messages with role and content, got []'),
     (b'{"prompt": [{"text": "x"}], "answer": 2}',
      '"prompt" must be messages with role and content, got [{"text": "x"}]'),
-    (b'{"question": "x", "answer": null}', '"answer" must be a string or a number, got null'),
     (b'{"question": "x", "answer": true}', '"answer" must be a string or a number, got true'),
     (b'{"question": "x", "answer": NaN}', '"answer" must be a string or a number, got NaN'),
     (b'{"question": "x", "answer": -1e999}', '"answer" must be a string or a number, got -Infinity'),
@@ -57,8 +56,8 @@ def test_bad_rows_are_refused_in_these_words(tmp_path, monkeypatch, content, mes
 
 def test_bom_crlf_blank_lines_and_unusual_separators_are_accepted(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + '{"id": null, "prompt": "a\u2028b\x85", "answer": 3}\n'.encode()
-    path.write_bytes(lines + b'{"id": null, "prompt": "\\ud83d\\ude00", "answer": 4.5}')
+    lines = b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + '{"id": null, "prompt": "1\u2028+1\x85", "answer": 3}\n'.encode()
+    path.write_bytes(lines + b'{"id": null, "prompt": "1 \\ud83d\\ude00", "answer": 4.5}')
     prompts = load(str(path))
     assert [p.id.rpartition(":")[2] for p in prompts] == ["1", "3", "4"]
     assert [p.answer for p in prompts] == ["2", "3", "4.5"]
@@ -94,13 +93,26 @@ def test_parquet(tmp_path):
 def test_bad_parquet_is_named_by_row(tmp_path):
     good = {"question": "1+1=", "answer": 2}
     for rows, message in (
-        ([good, {"question": "x", "answer": None}], 'row 2: "answer" must be a string or a number, got null'),
+        ([good, {"question": None, "answer": 2}], 'row 2: "question" must be a non-empty string, got null'),
         ([good | {"id": 7}] * 2, 'row 2: duplicate id "7" (first at row 1)'),
     ):
         path = write(tmp_path / "rows.parquet", rows)
         with pytest.raises(BadInput) as error:
             load(path)
         assert str(error.value) == f"{path}:{message}"
+
+
+def test_null_stands_for_a_column_that_a_row_of_a_table_lacks(tmp_path):
+    """A table has all columns, and all keys of a message, in every row; with nulls its whole numbers are floats."""
+    asked = [{"role": "user", "content": "1+1=", "name": None}, {"role": "assistant", "content": "2", "name": "x"}]
+    rows = [{"prompt": None, "question": "1+1=", "answer": 34.0}, {"prompt": "2+2=", "question": None, "answer": None}]
+    first, second = load(write(tmp_path / "rows.parquet", rows))
+    assert (first.meta["prompt"], first.answer) == ("1+1=", "34") and (second.meta["prompt"], second.answer) == (
+        "2+2=",
+        None,
+    )
+    (chat,) = load(write(tmp_path / "chat.parquet", [{"messages": asked}]))
+    assert chat.meta["prompt"] == [{"role": "user", "content": "1+1="}] and chat.solution == "2"
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path):
@@ -189,7 +201,7 @@ def hub(monkeypatch):
 
 def test_gsm8k_from_the_hub(hub):
     (prompt,) = load("gsm8k")
-    assert (prompt.id, prompt.answer, prompt.solution) == ("openai/gsm8k/train:row 1", "2", "2\n#### 2")
+    assert (prompt.id, prompt.answer, prompt.solution) == ("openai/gsm8k:main/train:row 1", "2", "2\n#### 2")
     assert prompt.text == "1+1?" + INSTRUCTIONS["gsm8k"]
 
 
@@ -212,7 +224,7 @@ def test_dapo_from_the_hub(hub, capsys):
 
 def test_any_name_on_the_hub(hub):
     (prompt,) = load("someone/sums:small@train[:1]", "test")
-    assert (prompt.id, prompt.answer) == ("someone/sums/train[:1]:row 1", "2")
+    assert (prompt.id, prompt.answer) == ("someone/sums:small/train[:1]:row 1", "2")
     with pytest.raises(BadInput, match="^--dataset someone/sums: cannot be loaded from the Hub: Unknown split train"):
         load("someone/sums:small")
     with pytest.raises(BadInput, match="^--dataset someone/nothing: contains no rows$"):
@@ -255,9 +267,9 @@ def test_data_sets_from_modelscope(modelscope):
         write(folder / f"{split}-00000-of-00001.parquet", [{"question": "1+1?", "answer": f"#### {answer}"}])
     for name in ("modelscope:gsm8k", "modelscope:AI-ModelScope/gsm8k:main=2"):
         (prompt,) = load(name)
-        assert prompt.id == "AI-ModelScope/gsm8k/train:row 1" and prompt.answer.endswith("2")
+        assert prompt.id == "AI-ModelScope/gsm8k:main/train:row 1" and prompt.answer.endswith("2")
     (prompt,) = load_eval("modelscope:gsm8k", TrainSource(), TOKENIZER, 999)
-    assert (prompt.id, prompt.answer) == ("AI-ModelScope/gsm8k/test:row 1", "3")
+    assert (prompt.id, prompt.answer) == ("AI-ModelScope/gsm8k:main/test:row 1", "3")
     assert prompt.text == "1+1?" + INSTRUCTIONS["gsm8k"]
 
 

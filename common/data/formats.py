@@ -44,7 +44,7 @@ def read(path: Path, split: str) -> list[Row]:
         raise BadInput(f"{path}: is not read as it is; {command.replace('FOLDER', str(path.parent))}")
     try:
         if path.suffix == ".parquet":
-            values = parquet.ParquetFile(path).read().to_pylist()
+            values = list(map(without_nulls, parquet.ParquetFile(path).read().to_pylist()))
         elif path.suffix in (".csv", ".tsv"):
             values = read_table(path)
         else:
@@ -62,6 +62,12 @@ def read(path: Path, split: str) -> list[Row]:
     if not rows:
         raise BadInput(f"{path}: contains no rows")
     return rows
+
+
+def without_nulls(row: dict) -> dict:
+    """The row without null keys of its messages: in a table each has all keys that any has, such as "tool_calls"."""
+    there = lambda item: {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
+    return {name: [*map(there, value)] if isinstance(value, list) else value for name, value in row.items()}
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
@@ -91,6 +97,7 @@ def read_array(path: Path) -> list | None:
 
 def read_table(path: Path) -> list[dict]:
     """Rows of texts. The header shows what separates columns: comma, tab or semicolon. Raises ValueError, csv.Error."""
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 131,072 characters
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max(",\t;", key=file.readline().count)
         file.seek(0)

@@ -101,11 +101,10 @@ def load_one(
 ) -> list[Prompt]:  # fmt: skip
     """Prompts of one data set, none over `limit` tokens. flag: the flag that named the data set. Raises BadInput."""
     columns = sources.columns(spec, source.columns)
-    template = templates.read_template(source.template, tokenizer)
+    template, images_of = templates.read_template(source.template, tokenizer), None
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     sources.refuse_repeated_ids(rows, columns.get("id", "id"))
-    images_of = None
     has_images = any(sources.lookup(row, columns.get("images", "images")) for _, row in rows)
     has_marks = any("image" in token for token in tokenizer.get_added_vocab())  # one may be in a text
     if has_images or (has_marks and hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config")):
@@ -148,6 +147,7 @@ class PromptLoader:
             by_name.setdefault(prompt.dataset, []).append(prompt)
         self.datasets = list(by_name.values())
         self.turns = turns([dataset[0].weight for dataset in self.datasets])
+        self.orders: dict[int, tuple[int, list[int]]] = {}  # data set -> an epoch, and the order of its prompts in it
 
     @property
     def resume_at(self) -> int:
@@ -162,16 +162,15 @@ class PromptLoader:
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""
-        orders: dict[tuple[int, int], list[int]] = {}
         taken = []
         for position in range(self.position, self.position + count):
             rounds, turn = divmod(position, len(self.turns))
             which = self.turns[turn]
             before = rounds * self.turns.count(which) + self.turns[:turn].count(which)  # draws from this data set
             epoch, place = divmod(before, len(self.datasets[which]))
-            if (which, epoch) not in orders:
-                orders[which, epoch] = self.order(which, epoch)
-            taken.append(self.datasets[which][orders[which, epoch][place]])
+            if which not in self.orders or self.orders[which][0] != epoch:
+                self.orders[which] = epoch, self.order(which, epoch)
+            taken.append(self.datasets[which][self.orders[which][1][place]])
         self.position += count
         return taken
 

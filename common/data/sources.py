@@ -177,7 +177,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
     formats.keep_files(table.info.features)
     rows = (dict(zip(batch, values)) for batch in table.iter(1000) for values in zip(*batch.values()))
     for number, row in enumerate(rows, start=1):  # read in batches, which is sixty times as fast as row by row
-        yield f"{':'.join(filter(None, (name, config)))}/{split}:row {number}", row
+        yield f"{':'.join(filter(None, (name, config)))}/{split}:row {number}", formats.without_nulls(row)
 
 
 def download(spec: str, what: str, flag: str) -> str:

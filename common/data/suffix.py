@@ -9,7 +9,7 @@ earlier turns, and the same text can have other tokens.
 from functools import cache, lru_cache, partial
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.errors import BadInput, say
 
@@ -107,6 +107,21 @@ class Suffix:
             return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]
         return ids[1:] if ids[0] in self.stop_token_ids else ids  # the policy has sampled an end token itself
+
+
+def that_fit(prompts: list, tokenizer: PreTrainedTokenizerBase, limit: int, model_path: str) -> list:
+    """The prompts that have at most `limit` tokens together with their solution, and no more than the model has
+    positions. The others are counted. Raises BadInput if none is left.
+    """
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    limit = min(limit, getattr(config, "max_position_embeddings", limit))
+    solutions, _ = demonstrations(prompts, tokenizer)
+    kept = [prompt for prompt, ids in zip(prompts, solutions) if len(prompt.ids) + len(ids) <= limit]
+    if not kept:
+        raise BadInput(f"all {len(prompts)} rows have more than {limit} tokens with their solution")
+    if len(kept) < len(prompts):
+        say(f"left out {len(prompts) - len(kept)} of {len(prompts)} rows with more than {limit} tokens")
+    return kept
 
 
 def demonstrations(prompts: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[bool]]]:

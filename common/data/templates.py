@@ -20,12 +20,12 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     """Prompt, answer and solution of a row. `columns` names columns that are not the usual ones. Raises BadInput.
 
     Usual are "prompt" or "question", a string or a list of chat messages; "answer"; and "solution" or "response", a
-    worked solution. Answer and solution are None where a row has none: most rewards need an answer, some do not.
+    worked solution. Answer and solution are None where a row has none, or null: some rewards do without an answer.
     "messages", "conversations" or "chosen" stand for both a prompt and, if their last is the assistant's, its solution.
     """
     conversations = (*CONVERSATIONS, columns.get("chosen", "chosen"))
     usual = {
-        "prompt": next((name for name in ("prompt", "question", *conversations) if name in row), "prompt"),
+        "prompt": max(("prompt", "question", *conversations), key=lambda k: (row.get(k) is not None, k in row)),
         "answer": "answer",
         "solution": "solution" if "solution" in row else "response",
     }
@@ -36,7 +36,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
             from common.data.formats import missing
 
             raise missing(where, row, column, is_usual=name not in columns)
-    content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"], absent)
+    content, answer = lookup(row, names["prompt"]), lookup(row, names["answer"])
     is_text = names["prompt"] not in conversations
     if not is_text:
         from common.data.formats import split_conversation
@@ -47,13 +47,14 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     for name, valid, expected in (
         ("prompt", is_filled or not is_text, "a non-empty string"),
         ("prompt", is_chat(content) or (is_text and isinstance(content, str)), "messages with role and content"),
-        ("answer", answer is absent or isinstance(answer, str) or is_number, "a string or a number"),
+        ("answer", answer is None or isinstance(answer, str) or is_number, "a string or a number"),
         ("solution", isinstance(solution, str | None) or is_dialogue(solution), "a string, or turns"),
     ):
         if not valid:
             value = json.dumps(lookup(row, names[name]), default=str)[:80]
             raise BadInput(f'{where}: "{names[name]}" must be {expected}, got {value}')
-    return content, None if answer is absent else str(answer), solution
+    answer = int(answer) if is_number and int(answer) == answer else answer  # A table with nulls has only floats: 34.0
+    return content, None if answer is None else str(answer), solution
 
 
 def is_dialogue(solution: Any) -> bool:

@@ -124,10 +124,10 @@ def _clean(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("**", "")
     text = re.sub(r"\\[,!()]", "", text).replace(r"\$", "$")
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1", text)
-    fraction = r"\\[dt]?frac\s*(?:\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}|([0-9])\s*([0-9]))"
-    mixed = re.compile(r"([0-9])\s*" + fraction)
-    text = mixed.sub(lambda m: f"{m[1]} {m[2] or m[4]}/{m[3] or m[5]}", text)
-    return re.sub(fraction, lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", text)
+    fraction = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
+    part = lambda *groups: next(filter(None, groups), "").strip()
+    text = re.sub(r"([0-9])\s*" + fraction, lambda m: f"{m[1]} {part(m[2], m[4])}/{part(m[3], m[5])}", text)
+    return re.sub(fraction, lambda m: f"{part(m[1], m[3])}/{part(m[2], m[4])}", text)
 
 
 def _is_negative(text: str, start: int) -> bool:

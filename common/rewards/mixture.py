@@ -106,10 +106,9 @@ class Rewards:
         if name in NUMERIC_REWARDS:
             unreadable = {answer for answer in answers if parse_gold(answer) is None}
         elif name.startswith("math"):
-            from common.rewards.math_grading import parse_math_gold
+            from common.rewards.math_grading import unreadable_golds
 
-            fault = "cannot be parsed as LaTeX"
-            unreadable = {answer for answer in answers if not parse_math_gold(answer)}
+            unreadable, fault = unreadable_golds(answers), "cannot be parsed as LaTeX"
         refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 
     def ahead(self, prompts: list, tokenizer, step: int = 0) -> Ahead:
@@ -186,7 +185,7 @@ class Rewards:
             log(f"reward/{short}/std", variance**0.5 * len(scores), len(scores))
             log(f"reward/{short}/weight", self.weights[name])
             log(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
-            log(f"time/reward/{short}", seconds)
+            log(f"time/reward/{short}", seconds / world.size, 0)  # a sum over the draws of a step, as time/reward
         accs = [result.acc for result in next(iter(parts.values()))[0] if result.acc is not None]
         log("reward/accuracy", sum(accs), len(accs))
 
@@ -197,7 +196,8 @@ class Rewards:
         if not total:
             return results
         reason = f": {results[missing[0]].info['ungraded']}" if missing else ""
-        message = f"step {step}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
+        message = f"{total:.0f} of {count:.0f} responses could not be graded{reason}"
+        message = f"{'evaluation' if step is None else f'step {step}'}: {message}"
         if step is not None and (step - self.first_step < SETUP_STEPS or total > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
             raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")

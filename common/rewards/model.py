@@ -7,6 +7,7 @@ model sharded over all ranks by FSDP2, `model-cpu:FOLDER` in a worker process on
 
 import torch
 import torch.distributed as dist
+from jinja2 import TemplateError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -29,7 +30,11 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         messages.append({"role": "assistant", "content": response})
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:  # many refuse a system prompt, or two messages of one role in a row
+            roles = ", ".join(message["role"] for message in messages)
+            raise BadInput(f"the reward model's chat template refuses messages of {roles}: {error}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written the BOS
     text = content if isinstance(content, str) else "\n".join(message["content"] for message in content) + "\n"
     return tokenizer(text + response)["input_ids"] + ([tokenizer.eos_token_id] if ended else [])

@@ -16,7 +16,6 @@ _WORDS = re.compile(
     r"|\^\\circ|\^\{\\circ\}|\\text\{[ms.]?\}(?:\^[23])?|\\mathrm\{th\}|\\l?dots|\\;|,\\!|\{,\}|\""
 )
 _INTEGER = re.compile(r"([+-]?[0-9]{1,300})(?:\.0*)?")
-_BOXED = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
@@ -67,18 +66,27 @@ def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) 
     """1 if the whole response is `<think>...</think> <answer>...</answer>`, each tag once, otherwise 0."""
     results = []
     for item in items:
-        opened = item.prompt.rstrip().endswith("<think>")  # the chat template wrote the first tag
-        text = "<think>" + item.response if opened else item.response
+        text = with_think(item)
         once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
         score = float(once and _FORMAT.fullmatch(text) is not None)
         results.append(Result(score, score))
     return results
 
 
+def with_think(item: Item) -> str:
+    """The response, with its first tag where the chat template wrote that at the end of the prompt."""
+    return "<think>" * item.prompt.rstrip().endswith("<think>") + item.response
+
+
 def format_boxed_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
     """1 if the whole response is `<think>...</think> ... \\boxed{...} ...`, otherwise 0: verl's for geo3k."""
-    scores = [float(_BOXED.fullmatch(item.response) is not None) for item in items]
-    return [Result(score, score) for score in scores]
+    results = []
+    for text in map(with_think, items):
+        place = 0 if text.startswith("<think>") else -1
+        for mark in ("</think>", "\\boxed{", "}"):  # one after the other; a regular expression could take minutes
+            place = text.find(mark, place) if place >= 0 else -1
+        results.append(Result(float(place >= 0), float(place >= 0)))
+    return results
 
 
 def overlong_reward(

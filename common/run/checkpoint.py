@@ -85,8 +85,10 @@ class Saver:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
 
     def load(self, folder: Path | None) -> int:
-        """Restore all that was saved and return the number of steps done, 0 without a folder. The caller then pushes
-        the weights to the engine. Collective: every rank calls it. Raises BadInput or RunFailed on all ranks.
+        """Restore all that was saved and return the number of steps done, 0 without a folder.
+
+        The engine then sleeps until the caller pushes the weights to it. Collective: every rank calls it. Raises
+        BadInput or RunFailed on all ranks.
         """
         saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
         self.done = self.saved = saved["step"]
@@ -103,11 +105,15 @@ class Saver:
         then, now = saved.get("lora"), adapters_of(self.trained["policy"][0])
         if then != now:
             raise BadInput(f"--resume {folder}: was saved with {said_of(then)}, and this run has {said_of(now)}")
-        state = states(self.trained, saved["fresh"])
-        if saved["ranks"] == self.world.size:
+        if self.engine:
+            self.engine.sleep()  # states() makes gradients and moments, which have no room beside an awake engine
+        state, kind = states(self.trained, saved["fresh"]), self.world.device.type
+        then, now = ((saved["ranks"], saved.get("device", kind)), (self.world.size, kind))
+        if then == now:
             state["random"] = random_states(self.world)
         else:
-            say(f"--resume: saved by {saved['ranks']} ranks, now {self.world.size}: it goes on, but not bit for bit")
+            said = "saved by {} ranks ({}), now {} ({})".format(*then, *now)
+            say(f"--resume: {said}: it goes on, but not bit for bit")
         read_states(state, folder / "trainer")
         for name, (model, optimizer) in self.trained.items():
             restore(model, optimizer, state[name])
@@ -170,13 +176,16 @@ class Saver:
             "fresh": new,
             "lora": adapters_of(self.trained["policy"][0]),
             "ranks": self.world.size,
+            "device": self.world.device.type,
             "weight_version": self.engine.weight_version if self.engine else 0,
             "reward": self.reward.state() if self.reward else {"weights": {}},  # a run that does not sample has none
             "eval/accuracy": metrics.get("eval/accuracy"),
         }
         trainer = folder.with_suffix(".unfinished") / "trainer"
         if self.saving.async_save:
-            written = dcp.async_save(state, checkpoint_id=trainer, process_group=self.group)
+            # With one thread the writer would use streams of GPU 0 in every rank, though all is in host memory.
+            writer = dcp.FileSystemWriter(trainer, thread_count=2)
+            written = dcp.async_save(state, storage_writer=writer, process_group=self.group)
             self.writing = self.thread.submit(lambda: (written.result(), self.complete(folder, weights, facts)))
         else:
             dcp.save(state, checkpoint_id=trainer)

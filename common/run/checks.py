@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -161,12 +162,15 @@ def check_companion(
 
 
 def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Call each function of a user with two responses to each of the first two prompts. Raises BadInput if one fails.
+    """Call each function of a user with two responses to each of the first two prompts of each data set.
 
-    The responses are the row's own solution or answer, and a wrong one.
+    The responses are the row's own solution or answer, and a wrong one. Raises BadInput if a call fails.
     """
-    items = []
-    for prompt in prompts[:2]:
+    items, of_set = [], Counter()
+    for prompt in prompts:
+        of_set[prompt.dataset] += 1
+        if of_set[prompt.dataset] > 2:
+            continue
         solution = prompt.solution[-1] if isinstance(prompt.solution, list) else prompt.solution
         for response in (solution or prompt.answer or "", "I do not know."):
             ids = tokenizer.encode(response, add_special_tokens=False)

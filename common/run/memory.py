@@ -209,9 +209,12 @@ class GPU:
         return self.usable - (0 if self.engine == "elsewhere" else self.states)
 
     def engine_needs(self, tp: int, tokens: float) -> float:
-        """Bytes of an engine over tp GPUs, on each of them, with a KV cache for that many tokens."""
-        weights = self.model.parameters * self.dtype.itemsize
-        return (weights + tokens * self.model.kv_bytes(self.dtype)) / tp + ENGINE_WORKSPACE
+        """Bytes of an engine over tp GPUs, on each of them, with a KV cache for that many tokens.
+
+        Where there are more GPUs than key and value heads, some GPUs keep the same head.
+        """
+        weights, cache = self.model.parameters * self.dtype.itemsize / tp, self.model.kv_bytes(self.dtype) * tokens
+        return weights + cache / min(tp, self.model.heads[1]) + ENGINE_WORKSPACE
 
     def engine_share(self, tp: int, tokens: float) -> float:
         """Share of the GPU's memory for an engine, in hundredths: as much as that many tokens need, or what is left."""

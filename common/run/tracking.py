@@ -1,6 +1,7 @@
 """The files and lines that a run writes: metrics.jsonl, rollouts/, report.html, the console, and a tracker."""
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -105,26 +106,39 @@ class Figures:
             self.peaks.setdefault(name, []).extend(entries)
 
 
+def new_folder(path: str) -> str:
+    """Make a folder and return its path, to which -2, -3 ... is added if another run has just made it."""
+    for number in itertools.count(1):
+        folder = Path(path if number == 1 else f"{path}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return str(folder)
+
+
 class Tracker(Figures):
     """Collects the metrics of each step on every rank; rank 0 writes them."""
 
     def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
         """run_dir: "" is runs/<name>-DATE-TIME. start: number of steps that a resumed run has done. Collective."""
         super().__init__(world)
-        chosen = [run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"]
+        chosen = [run_dir or (new_folder(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}") if world.is_main else "")]
         dist.broadcast_object_list(chosen, src=0)  # clocks of ranks may differ
         self.run_dir = Path(chosen[0])
         self.step_began, self.step_seconds = time.perf_counter(), 0.0
-        self.reported = time.perf_counter()  # when report.html was written
+        self.reported, self.report_seconds = time.perf_counter(), 0.0  # when report.html was written, and in how long
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
         if not world.is_main:
             return
         (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl") if start else []:
+            # A resumed run repeats the steps after its checkpoint.
+            if int(file.stem.rpartition("_")[2]) > start:
+                file.unlink()
         folders.write(self.run_dir / "run.json", redacted(json.dumps(describe(args, name, world), indent=2)) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        # A resumed run repeats the steps after its checkpoint: their rows go. The last row may be incomplete.
+        # The rows of those steps go, too. The last row may be incomplete.
         kept = read_metrics(self.run_dir) if start and self.metrics_file.is_file() else []
         folders.write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept if row["step"] <= start))
         # A log file gets the line of each step, and no bar.
@@ -202,15 +216,18 @@ class Tracker(Figures):
         return f"; its responses are in {path}"
 
     def refresh_report(self) -> None:
-        """Write report.html, at most once in REPORT_SECONDS."""
-        if self.world.is_main and time.perf_counter() - self.reported > REPORT_SECONDS:
+        """Write report.html, at most once in REPORT_SECONDS, and in a twentieth of the time at most."""
+        pause = max(REPORT_SECONDS, 20 * self.report_seconds)
+        if self.world.is_main and time.perf_counter() - self.reported > pause:
             self.write_report()
 
     def write_report(self) -> Path:
         """Write report.html as it is now, and return its path."""
         from common.run import report  # imports matplotlib, which takes a second
 
+        began = time.perf_counter()
         path, self.reported = report.write(self.run_dir), time.perf_counter()
+        self.report_seconds = self.reported - began  # Long responses make large files of rollouts.
         return path
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """How rank 0 sends weights to vLLM's servers. common/rollout/vllm_weights.py receives them there."""
 
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -65,9 +64,9 @@ def nccl_sender(source: SingleIteration, control: Control):
     from vllm.utils.network_utils import get_ip, get_open_port
 
     address = "127.0.0.1" if all(map(is_local, control.urls)) else get_ip()  # get_ip() obeys VLLM_HOST_IP
-    ranks, parameters = 1 + sum(control.workers), source.metadata()
+    ranks = 1 + sum(control.workers)
     info = NCCLTrainerInitInfo(
         master_address=address, master_port=get_open_port(), world_size=ranks, rank=0,
-        packed_buffer_size_bytes=max(NCCL_BUFFER_BYTES, *(math.prod(p.shape) * p.dtype.itemsize for p in parameters)),
+        packed_buffer_size_bytes=NCCL_BUFFER_BYTES,  # a larger tensor goes alone, with a warning of vLLM's
     )  # fmt: skip
     return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
