@@ -394,6 +394,18 @@ def test_flags_of_older_versions_are_ignored(world, tmp_path):
     assert flags.isdisjoint(directory.REMOVED)
 
 
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
+    assert [Path(tracking.new_folder(f"{tmp_path}/runs/x")).name for _ in range(3)] == ["x", "x-2", "x-3"]
+
+
+def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_000001", "step_000002", "step_000003", "refused_000004"):
+        (tmp_path / f"rollouts/{name}.jsonl").touch()
+    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 2, 5).bar.close()
+    assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_000001", "step_000002"]
+
+
 def test_flags_that_may_differ_are_flags():
     flags = [set(directory.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
     assert set(directory.MAY_DIFFER) <= set.intersection(*flags)

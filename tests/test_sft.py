@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from algos.sft import sft_loss
 from common.data import arithmetic
-from common.data.prompts import Source, load
+from common.data.prompts import Prompt, Source, load
+from common.data.suffix import that_fit
 from common.data.tokenizer import load_tokenizer
+from common.errors import BadInput
 from common.rewards import grade_gsm8k
 
 
@@ -62,3 +64,16 @@ def test_right_samples_become_data_for_sft(tmp_path):
     assert all(known[row["prompt"]] == row["answer"] for row in rows)
     prompts = load((str(right),), Source(), "train", arithmetic.tokenizer(), 64)
     assert [prompt.solution for prompt in prompts] == [row["solution"] for row in rows]
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(capsys):
+    """The embedded model has 256 positions. One row longer than memory allows would end every attempt to resume."""
+    tokenizer = arithmetic.tokenizer()
+    rows = [Prompt(f"a:{n}", "1+1=", [2] * 4, "2", solution="2" * n) for n in (10, 200, 300)]  # and an end token
+    fit = lambda limit: [prompt.id for prompt in that_fit(rows, tokenizer, limit, str(arithmetic.WARM_START))]
+    assert (
+        fit(4096) == ["a:10", "a:200"] and "left out 1 of 3 rows with more than 256 tokens" in capsys.readouterr().out
+    )
+    assert fit(15) == ["a:10"]
+    with pytest.raises(BadInput, match="all 3 rows have more than 14 tokens with their solution"):
+        fit(14)

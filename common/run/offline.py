@@ -43,7 +43,7 @@ def check_output(args) -> None:
     """
     directory.check_writable(args.output, "--output")
     folder, adapts = Path(args.output), args.compute.lora_rank > 0
-    if folder.is_dir() and Path(args.model or "/").is_dir() and folder.samefile(args.model or "/"):
+    if args.model and Path(args.model).is_dir() and folder.is_dir() and folder.samefile(args.model):
         raise BadInput(f"--output {folder}: is --model, which would be overwritten; name another folder")
     if (folder / ("config.json" if adapts else "adapter_config.json")).is_file():
         there, new = ("a whole model", "adapters") if adapts else ("adapters", "a whole model")

@@ -18,6 +18,7 @@ RANGES = {
     "gen_prompts": "[0, inf)",
     "max_gen_batches": "[1, inf)",
     "max_prompt_tokens": "[1, inf)",
+    "max_tokens": "[1, inf)",
     "max_response_tokens": "[1, inf)",
     "temperature": "[0.01, inf)",  # vLLM samples at 0.01 where less is asked
     "overlong_cache": "[0, inf)",
