@@ -40,7 +40,7 @@ BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table betw
 COLUMNS = (
     "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
     "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss",
-    "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns",
+    "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns", "eval/reward",
 )  # fmt: skip
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-start", "runs/sums-teacher"
@@ -259,7 +259,10 @@ def described(task: str, run: str) -> list[dict]:
 
 
 def sampled(task: str, run: str, seed: int, rows: list[dict]) -> list[int]:
-    """How many responses had been sampled at each row, those to dropped prompts included. seed: 0 is the first."""
+    """How many responses had been sampled at each row, those to dropped prompts included.
+
+    seed: place of the run among the committed ones, from 0.
+    """
     about = described(task, run)[seed]
     if "responses" in about:
         return [about["responses"] * (row["step"] > 0) for row in rows]
@@ -281,7 +284,8 @@ def block(task: str, page: Path) -> str:
 def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
-    best: for the README, which has the best wording of an untrained model, the runs of FRONT, no minutes of short runs.
+    best: the shorter table of the README, with one wording of an untrained model, its best, with the runs of FRONT
+    alone, and without minutes where runs take few of them.
     """
     return "\n".join(table_lines(task, best))
 
@@ -296,7 +300,8 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         + timed * " minutes |"
     )
     yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too or plays)
-    samples = lambda found: f" {found['sampled']:.1%} | {found[f'pass@{SAMPLES}']:.1%} |"
+    measured = ("sampled", f"pass@{SAMPLES}")
+    samples = lambda found: "".join(f" {found[name]:.1%} |" for name in measured)
     if sampled_too:
         untrained = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in untrained.values())
@@ -317,7 +322,7 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         responses = statistics.mean(sampled(task, run, seed, rows)[-1] for seed, rows in enumerate(seeds))
         if sampled_too:
             known = [each["evaluation"] for each in described(task, run)]
-            more = samples({key: statistics.mean(each[key] for each in known) for key in known[0]})
+            more = samples({key: statistics.mean(each[key] for each in known) for key in measured})
         if plays:
             turns = [[row["eval/turns"] for row in rows if "eval/turns" in row] or [1.0] for rows in seeds]
             more = f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
@@ -369,16 +374,18 @@ def main(args: Args) -> None:
     if args.flags:
         print(flags(args.task, args.flags))
         return
+    if "start" in args.run and args.task not in STARTS:
+        sys.exit(f"error: --run start: is for {', '.join(STARTS)}; --task {args.task} starts from a committed model")
     for run in args.run:
         prepare(args.task, run)
         if run == "start":
             start(args.task)
         for seed in args.seeds if run != "start" else []:
             train(args.task, run, seed)
-    for folder in args.add:
-        run = json.loads((Path(folder) / "run.json").read_text())
+    for folder in map(Path.resolve, map(Path, args.add)):  # other scripts run in ROOT
+        run = json.loads((folder / "run.json").read_text())
         name = args.name or run["algorithm"]
-        add(Path(folder), args.task if (args.task, name) in OFFLINE else run["args"]["dataset"][0], name)
+        add(folder, args.task if (args.task, name) in OFFLINE else run["args"]["dataset"][0], name)
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:
