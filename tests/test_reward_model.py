@@ -67,6 +67,13 @@ def test_the_raw_prompt_goes_through_the_reward_models_own_template(folder):
     assert score(model, [asked]) == score(model, [Item("1+1=", "2", "2")])
 
 
+def test_a_template_that_refuses_a_conversation_is_an_error_in_one_line(folder):
+    model = RewardModel(folder)
+    model.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(BadInput, match="refuses messages of system, assistant: System role not supported"):
+        conversation(model.tokenizer, [{"role": "system", "content": "1+1="}], "2", ended=True)
+
+
 def test_correctness_is_the_graders(folder):
     model = RewardModel(folder)
     right, wrong = ITEMS[0], Item("11+22=", "#### 34", "33")

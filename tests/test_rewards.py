@@ -6,12 +6,15 @@ import runpy
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 
 from algos.dapo import overlong_penalty
+from common.data import arithmetic
+from common.data.prompts import Prompt
 from common.rewards.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
 from common.rewards.math_grading import grade_by_string
 from common.rewards.text import (
@@ -23,6 +26,7 @@ from common.rewards.text import (
     overlong_reward,
     repetition_reward,
 )
+from common.run import checks
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -252,6 +256,14 @@ GRADERS = {
         grade_by_string(items[0].response, items[0].answer, "flexible") or Result(0, 0)
     ],
 }
+
+
+def test_a_users_function_is_tried_with_rows_of_each_data_set():
+    tried = []
+    function = SimpleNamespace(try_out=lambda items, *_: tried.extend(items) or [Result(0.0, 0.0)] * len(items))
+    prompts = [Prompt(f"{name}:{i}", f"{name}{i}", [3], "1", dataset=name) for name in "ab" for i in range(5)]
+    checks.try_rewards(SimpleNamespace(rewards={"mine": function}), prompts, arithmetic.tokenizer())
+    assert [item.prompt for item in tried] == ["a0", "a0", "a1", "a1", "b0", "b0", "b1", "b1"]
 
 
 def test_a_first_tag_that_the_template_wrote_counts():
