@@ -66,7 +66,8 @@ def read(path: Path, split: str) -> list[Row]:
 
 def without_nulls(row: dict) -> dict:
     """The row without null keys of its messages: in a table each has all keys that any has, such as "tool_calls"."""
-    there = lambda item: {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
+    is_message = lambda item: isinstance(item, dict) and "role" in item
+    there = lambda item: {k: v for k, v in item.items() if v is not None} if is_message(item) else item
     return {name: [*map(there, value)] if isinstance(value, list) else value for name, value in row.items()}
 
 
