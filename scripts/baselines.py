@@ -80,6 +80,7 @@ OFFLINE = {
     ("sums", "dpo"): REJECTED["prompts"] * REJECTED["n"],
     ("sums", "rejection"): REJECTED["prompts"] * REJECTED["n"],
     ("sums", "sft"): 0,
+    ("gcd", "sft"): 0,
 }
 SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {{}}"  # of 64 answers each
 TO_FOLDER = "--output {folder}/model --run-dir {folder}/run"
@@ -87,6 +88,7 @@ UNTRAINED = f"scripts/evaluate.py --model {SMOLLM2} --dataset sums --split train
 UNTRAINED += f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} --max-response-tokens 24 "
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ("sums", "sft"): [f"{SFT.format(100)} {TO_FOLDER} --dataset sums"],
+    ("gcd", "sft"): [f"{SFT.format(40)} {TO_FOLDER} --dataset gcd"],
     ("sums", "rejection"): [
         UNTRAINED + "--save-right {folder}/right.jsonl",
         f"{SFT.format(40)} {TO_FOLDER} --dataset {{folder}}/right.jsonl",  # nine epochs of some 300 right responses
