@@ -104,9 +104,10 @@ def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path,
     saver = start(models, world, tmp_path)
     step(*saver.trained["policy"])
     saver.save(1, {})
-    again, states = start(models, world, tmp_path), checkpoint.states
-    monkeypatch.setattr(checkpoint, "states", lambda *of: states(*of) if again.engine.asleep else pytest.fail("awake"))
+    again, states, asleep = start(models, world, tmp_path), checkpoint.states, []
+    monkeypatch.setattr(checkpoint, "states", lambda *of: asleep.append(again.engine.asleep) or states(*of))
     again.load(tmp_path / "checkpoints/step_000001")
+    assert asleep == [True]
 
 
 def test_a_checkpoint_of_another_kind_of_device_goes_on_without_its_random_states(models, world, tmp_path, capsys):
