@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from algos import grpo
 from common import rewards
 from common.data import arithmetic, tasks
-from common.data.prompts import Prompt, TrainSource, load
+from common.data.prompts import Prompt, PromptLoader, TrainSource, load
 from common.data.suffix import Suffix, chat_text, demonstrations
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
@@ -39,6 +39,7 @@ from common.rollout.rollout import collate
 from common.rollout.servers import client
 from common.rollout.servers import engine as servers
 from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
+from common.run import sampling
 from common.trainer import batching, model
 
 TURNS = ROOT / "tests" / "workers" / "turns.py"
@@ -144,11 +145,22 @@ def test_a_model_with_several_chat_templates(chat_model):
     assert chat_text(asked, tokenizer, [{"name": "f"}]).startswith("TOOLS ")
 
 
-def test_a_seed_follows_from_the_prompt_and_the_step_alone():
-    """Whatever process asks, and whenever: a resumed run and a replay play the same episodes."""
+def test_a_seed_follows_from_the_prompt_the_step_and_the_seed_of_the_run():
+    """Whatever process asks, and whenever: a resumed run and a replay play the same episodes. Other seeds play others."""
     prompt = Prompt("words.jsonl:3", "?", [5], "noon", None, {"prompt": "?"})
     expected = {"prompt": "?", "answer": "noon", "meta": {"prompt": "?"}, "seed": 3156606954}
     assert problem_of(prompt, 7) == expected != problem_of(prompt, 8)
+    assert problem_of(prompt, 7, seed=1)["seed"] not in (expected["seed"], problem_of(prompt, 7, seed=2)["seed"])
+
+
+def test_draws_of_a_step_hand_the_seed_of_the_run_to_the_environment():
+    class Recorder:
+        def ahead(self, *given):
+            return given
+
+    draw = sampling.Draw(None, SimpleNamespace(time=None, add=None), PromptLoader([], 5), Recorder(), "tokenizer")
+    draw.step = 3
+    assert draw.grade_early(["prompt"]) == (["prompt"], "tokenizer", 3, 5)
 
 
 # Suffixes

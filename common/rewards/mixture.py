@@ -111,9 +111,9 @@ class Rewards:
             unreadable, fault = unreadable_golds(answers), "cannot be parsed as LaTeX"
         refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 
-    def ahead(self, prompts: list, tokenizer, step: int = 0) -> Ahead:
+    def ahead(self, prompts: list, tokenizer, step: int = 0, seed: int = 0) -> Ahead:
         """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(begun=...)."""
-        reply = self.environment and self.environment.replies(prompts, step)
+        reply = self.environment and self.environment.replies(prompts, step, seed)
         return Ahead(self.waiting, prompts, tokenizer, reply)
 
     def score(

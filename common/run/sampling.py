@@ -73,7 +73,7 @@ class Draw:
 
         Its attribute `reply` is what an environment answers, for engine.generate(reply=...); None without one.
         """
-        return self.reward.ahead(prompts, self.tokenizer, self.step)
+        return self.reward.ahead(prompts, self.tokenizer, self.step, self.loader.seed)
 
     def grade(self, prompts: list[Prompt], rollout: Rollout, grading=None, *, figures: bool = True) -> Batch:
         """Grade all responses. Collective: every rank calls it. Raises RunFailed.

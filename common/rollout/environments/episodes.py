@@ -48,9 +48,9 @@ class Environments:
         self.reported: set[str] = set()  # kinds of failures that were reported
         self.first_failure = ""
 
-    def replies(self, prompts: list[Prompt], step: int) -> Reply:
-        """The `reply` of engine.generate() for these prompts."""
-        problems = [problem_of(prompt, step) for prompt in prompts]
+    def replies(self, prompts: list[Prompt], step: int, seed: int = 0) -> Reply:
+        """The `reply` of engine.generate() for these prompts. seed: of the run."""
+        problems = [problem_of(prompt, step, seed) for prompt in prompts]
         return lambda index, turns: self.reply(problems[index], turns)
 
     def reply(self, problem: dict, turns: Turns) -> list[int] | None:
@@ -139,7 +139,7 @@ def attach(spec: str, reward: Rewards, source: Source, tokenizer, stop_token_ids
     return dataclasses.replace(source, tools=facts.tools)
 
 
-def problem_of(prompt: Prompt, step: int) -> dict:
-    """The fields of Problem. The seed is the same for all responses to a prompt in a step."""
-    seed = zlib.crc32(f"{prompt.id}/{step}".encode())
-    return {"prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta, "seed": seed}
+def problem_of(prompt: Prompt, step: int, seed: int = 0) -> dict:
+    """The fields of Problem. Its seed is the same for all responses to a prompt in a step of a run with this seed."""
+    drawn = zlib.crc32(f"{prompt.id}/{step}".encode(), seed)
+    return {"prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta, "seed": drawn}
