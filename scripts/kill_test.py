@@ -112,6 +112,8 @@ def durations(run_dir: Path) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
+    if args.steps < 2:
+        sys.exit(f"error: --steps {args.steps}: the last step is left to the run that goes on; use >= 2")
     arithmetic.warm_start()
     draw, equal = random.Random(args.seed), 0
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,14 @@ def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path,
     monkeypatch.setattr(checkpoint, "states", lambda *of: asleep.append(again.engine.asleep) or states(*of))
     again.load(tmp_path / "checkpoints/step_000001")
     assert asleep == [True]
+
+
+def test_ranks_that_measured_different_dtypes_are_refused(models, world, tmp_path):
+    saver = start(models, world, tmp_path)
+    one, other = torch.bfloat16.itemsize, torch.float32.itemsize
+    saver.world = SimpleNamespace(min=lambda value: min(value, one), max=lambda value: max(value, other))
+    with pytest.raises(BadInput, match="--dtype auto: one rank is faster in float32 and another in bfloat16"):
+        saver.load(None)
 
 
 def test_a_checkpoint_of_another_kind_of_device_goes_on_without_its_random_states(models, world, tmp_path, capsys):

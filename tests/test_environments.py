@@ -146,7 +146,7 @@ def test_a_model_with_several_chat_templates(chat_model):
 
 
 def test_a_seed_follows_from_the_prompt_the_step_and_the_seed_of_the_run():
-    """Whatever process asks, and whenever: a resumed run and a replay play the same episodes. Other seeds play others."""
+    """Whatever process asks, and whenever: a resumed run and a replay play the same episodes."""
     prompt = Prompt("words.jsonl:3", "?", [5], "noon", None, {"prompt": "?"})
     expected = {"prompt": "?", "answer": "noon", "meta": {"prompt": "?"}, "seed": 3156606954}
     assert problem_of(prompt, 7) == expected != problem_of(prompt, 8)

@@ -69,6 +69,12 @@ def test_killed_in_a_save_it_goes_on_as_if_nothing_had_happened():
     assert "2 of 2 killed runs ended as the uninterrupted one" in result.stdout
 
 
+@pytest.mark.parametrize("script, steps", [("kill_test.py", 1), ("bench/soak.py", 51)])
+def test_too_few_steps_are_refused_before_anything_runs(script, steps):
+    result = launch(ROOT / "scripts" / script, "--steps", steps, check=False, engine=False)
+    assert result.returncode == 1 and f"error: --steps {steps}: " in result.stderr
+
+
 def supervise(script: str, tmp_path, **settings) -> subprocess.Popen:
     (tmp_path / "command.sh").write_text(script)
     command = ["bash", ROOT / "scripts/supervise.sh", "bash", tmp_path / "command.sh", "--run-dir", "runs/x"]

@@ -92,6 +92,8 @@ class Saver:
         """
         saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
         self.done = self.saved = saved["step"]
+        if self.world.min(self.dtype.itemsize) != self.world.max(self.dtype.itemsize):
+            raise BadInput("--dtype auto: one rank is faster in float32 and another in bfloat16; name one of them")
         if self.world.min(self.done) != self.world.max(self.done):
             said = f"--resume: this rank finds step {self.done}, other ranks another one; they need one file system"
             raise RunFailed(said, code="not-shared")

@@ -6,6 +6,7 @@ Growth is the slope of a straight line through all steps after the first fifty.
 """
 
 import statistics
+import sys
 import tempfile
 
 import psutil
@@ -19,6 +20,8 @@ WARM_UP = 50  # steps
 
 
 def main(args: grpo.Args) -> None:
+    if args.steps < WARM_UP + 2:
+        sys.exit(f"error: --steps {args.steps}: growth is measured after step {WARM_UP}; use >= {WARM_UP + 2}")
     write, me, rows = tracking.Tracker.write, psutil.Process(), []
 
     def write_and_look(tracker, step: int):
