@@ -85,6 +85,19 @@ def test_a_file_has_everything(run):
     assert "baseline_response_ids" not in second
 
 
+def test_responses_are_gathered_a_prompt_at_a_time(world, monkeypatch):
+    """All tokens of all ranks at once would be gigabytes on rank 0."""
+    gathered = []
+
+    def gather(lines, everyone):
+        gathered.append(lines)
+        everyone[:] = [lines]
+
+    monkeypatch.setattr(traces.dist, "gather_object", gather)
+    found = traces.gathered(iter([["a", "b"], ["c"]]), world)
+    assert [next(found), len(gathered), *found] == ["a", 1, "b", "c"] and len(gathered) == 2
+
+
 def test_what_is_missing_is_named(run, tmp_path):
     with pytest.raises(errors.BadInput, match=r"--step 3: .* has the steps 7; --rollouts-every 1 saves all"):
         traces.find(run, 3)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.data.json_lines import is_count, is_number, read_object
@@ -126,10 +127,14 @@ def size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file in one moment: a process that is killed here leaves the old text or the new text."""
+def write(path: Path, text: str | Iterable[str]) -> None:
+    """Replace a file in one moment: a process that is killed here leaves the old text or the new text.
+
+    text: or its lines, which need not fit into memory together.
+    """
     scratch = path.with_name(path.name + ".new")
-    scratch.write_text(text, encoding="utf-8")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.writelines([text] if isinstance(text, str) else text)
     flush(scratch)
     scratch.replace(path)
 

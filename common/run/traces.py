@@ -5,7 +5,7 @@ People look at them with scripts/view_rollouts.py; scripts/replay.py computes th
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,53 +52,73 @@ OPTIONAL = ("values", "sampled", "baseline_response_ids", "baseline_sampled", "b
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "weight_versions", "sampled", "values", "advantage")
 
 
-def write(path: Path, world: World, batch, advantages=None, old_logprobs=None, needed=None, *, values=None) -> None:
+def write(path: Path, world: World, *given, **optional) -> None:
     """Write one JSON object for each response of all ranks, in the order of the step's prompts.
+
+    given, optional: the arguments of rows(). Collective: every rank calls it, with the same number of prompts.
+    """
+    lines = gathered(rows(world, *given, **optional), world)
+    if world.is_main:
+        folders.write(path, lines)
+    else:
+        for _ in lines:  # nothing comes, but the gathering runs
+            pass
+
+
+def gathered(groups: Iterator[list[str]], world: World) -> Iterator[str]:
+    """The lines of all ranks on rank 0, and nothing on others. One prompt of each rank at a time: a step of long
+    responses has gigabytes. Collective: every rank reads it to its end.
+    """
+    for group in groups:
+        everyone = [None] * world.size if world.is_main else None
+        dist.gather_object(group, everyone)
+        for share in everyone or []:
+            yield from share
+
+
+def rows(world: World, batch, advantages=None, old_logprobs=None, needed=None, *, values=None) -> Iterator[list[str]]:
+    """For each of this rank's prompts the lines of its responses.
 
     batch: a sampling.Batch. advantages: (N,) or (N, T). old_logprobs: (N, T). Both are None for a step that failed
     before they were computed. needed: (N,) bool, True for rows that have old_logprobs; None: all rows have them.
-    values: (N, T), the critic's values. Collective: every rank calls it.
+    values: (N, T), the critic's values.
     """
-    prompts, responses, results, baseline = batch.prompts, batch.responses, batch.results, batch.baseline
-    group_size = len(responses) // len(prompts)
-    has_old = [old_logprobs is not None and (needed is None or bool(needed[i])) for i in range(len(responses))]
-    rows = []
-    for i, (response, result) in enumerate(zip(responses, results)):
-        prompt, length = prompts[i // group_size], len(batch.response_ids[i])
-        row = {
-            "index": i // group_size * world.size + world.rank,  # rank r has prompts r, r + size, ...
-            "id": prompt.id,
-            "prompt": prompt.text,
-            "response": response,
-            "answer": prompt.answer,
-            "prompt_ids": batch.prompt_ids[i],
-            "response_ids": batch.response_ids[i],
-            "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
-            "old_logprobs": old_logprobs[i, :length].tolist() if has_old[i] else None,
-            "score": result.score,
-            "acc": result.acc,
-            "extracted": result.extracted,
-            "info": result.info,
-            "advantage": None if advantages is None else advantage(advantages[i], length),
-            "dropped": not batch.response_mask[i].any().item(),  # not trained on; info says why
-            "finish_reason": "length" if batch.truncated[i] else "stop",
-            "weight_versions": batch.weight_versions[i, :length].tolist(),
-        }
-        if batch.episodes is not None:
-            row["sampled"] = [int(sampled) for sampled in batch.episodes[i].sampled]  # 0 on an environment's tokens
-        if values is not None:
-            row["values"] = values[i, :length].tolist()
-        if baseline is not None and i % group_size == 0:
-            row["baseline_response_ids"] = baseline.response_ids[i // group_size]
-            if baseline.episodes is not None:
-                row["baseline_sampled"] = [int(sampled) for sampled in baseline.episodes[i // group_size].sampled]
-            row["baseline_finish_reason"] = "length" if baseline.truncated[i // group_size] else "stop"
-        rows.append((row["index"], json.dumps(row, default=str)))  # info may hold objects that JSON lacks
-    everyone = [None] * world.size if world.is_main else None
-    dist.gather_object(rows, everyone)
-    if world.is_main:
-        lines = sorted((row for share in everyone for row in share), key=lambda row: row[0])
-        folders.write(path, "".join(line + "\n" for _, line in lines))
+    baseline, group_size = batch.baseline, len(batch.responses) // len(batch.prompts)
+    for place, prompt in enumerate(batch.prompts):
+        lines = []
+        for i in range(place * group_size, (place + 1) * group_size):
+            result, length = batch.results[i], len(batch.response_ids[i])
+            has_old = old_logprobs is not None and (needed is None or bool(needed[i]))
+            row = {
+                "index": place * world.size + world.rank,  # rank r has prompts r, r + size, ...
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "response": batch.responses[i],
+                "answer": prompt.answer,
+                "prompt_ids": batch.prompt_ids[i],
+                "response_ids": batch.response_ids[i],
+                "rollout_logprobs": batch.rollout_logprobs[i, :length].tolist(),
+                "old_logprobs": old_logprobs[i, :length].tolist() if has_old else None,
+                "score": result.score,
+                "acc": result.acc,
+                "extracted": result.extracted,
+                "info": result.info,
+                "advantage": None if advantages is None else advantage(advantages[i], length),
+                "dropped": not batch.response_mask[i].any().item(),  # not trained on; info says why
+                "finish_reason": "length" if batch.truncated[i] else "stop",
+                "weight_versions": batch.weight_versions[i, :length].tolist(),
+            }
+            if batch.episodes is not None:
+                row["sampled"] = [int(sampled) for sampled in batch.episodes[i].sampled]  # 0 on an environment's tokens
+            if values is not None:
+                row["values"] = values[i, :length].tolist()
+            if baseline is not None and not lines:
+                row["baseline_response_ids"] = baseline.response_ids[place]
+                if baseline.episodes is not None:
+                    row["baseline_sampled"] = [int(sampled) for sampled in baseline.episodes[place].sampled]
+                row["baseline_finish_reason"] = "length" if baseline.truncated[place] else "stop"
+            lines.append(json.dumps(row, default=str) + "\n")  # info may hold objects that JSON lacks
+        yield lines
 
 
 def advantage(value: torch.Tensor, length: int) -> float | list[float]:
