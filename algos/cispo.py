@@ -1,10 +1,10 @@
-"""CISPO -- Clipped Importance Sampling Policy Optimization (MiniMax-M1, arXiv:2506.13585, section 3).
+"""CISPO -- Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv:2506.13585, section 3).
 
     A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
     w     = sg(clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high))      sg stops the gradient
     L     = - 1/M sum_i sum_t w A_i logprobs
 
-M is the number of response tokens in the whole optimizer mini-batch, on all ranks, also of responses of advantage 0.
+M is the number of response tokens in the whole optimizer mini-batch, on all ranks, those of advantage 0 included.
 
 GRPO's clip takes the gradient away from tokens whose ratio has left the interval, and with it from rare tokens, such as
 "however" and "wait", which move most. Here the clip bounds the weight of a token, and every token keeps its gradient.
@@ -12,7 +12,8 @@ GRPO's clip takes the gradient away from tokens whose ratio has left the interva
 Differs from grpo.py: the weight in the place of the clipped ratio; a token mean. Nothing else.
 
 Differs from the paper: it bounds weights from above only and does not say where. Here they are at most 5, and clip_low,
-which is 1, bounds nothing. The KL term (--kl-coef, k3 in the loss) exists and is off, as in the paper.
+which is 1, bounds nothing. M counts the tokens of the mini-batch, and its formula those of each prompt's group.
+Its dynamic sampling and length penalty are in dapo.py alone. The KL term (--kl-coef, k3 in the loss) exists and is off.
 
 Run:    python algos/cispo.py                                           (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/cispo.py --model Qwen/Qwen2.5-0.5B-Instruct

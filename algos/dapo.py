@@ -149,6 +149,8 @@ def check_args(args: Args) -> None:
         raise errors.BadInput(
             f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens {args.max_response_tokens}]"
         )
+    if {"dapo", "dapo-lenient"} & {*args.reward}:
+        raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
 
 
 def main(args: Args) -> None:

@@ -4,13 +4,14 @@
     s_i   = exp(1/|o_i| sum_t (logprobs - old_logprobs))  one ratio for a response, the geometric mean of its tokens'
     L     = 1/S sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
-S is the number of graded responses in the whole optimizer mini-batch, on all ranks, also of those with advantage 0.
+S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included.
 
 A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. The
-mean s_i stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 nothing would ever be clipped.
+mean s_i stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 hardly anything would be clipped.
 
 The code has the paper's GSPO-token form, whose value and gradient are those of s_i: the ratio of token t is
-sg(s_i) exp(logprobs - sg(logprobs)), where sg stops the gradient. Weights of single tokens (--tis-cap) fit into it.
+sg(s_i) exp(logprobs - sg(logprobs)), where sg stops the gradient. Weights of single tokens (--tis-cap) fit into it, but
+then it is no longer GSPO; docs/variants.md has one weight for a response.
 
 Differs from grpo.py: the ratio and its bounds. Nothing else.
 

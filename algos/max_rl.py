@@ -11,10 +11,10 @@ With rewards of 0 and 1, mean(R) estimates the probability p of a right response
 follows, is divided by p and becomes that of log p, the likelihood of being right: prompts that are seldom solved weigh
 more. With G responses its expectation is the gradient of the first G - 1 terms of log p = - sum_k (1 - p)^k / k.
 
-Differs from dr_grpo.py: the division by the group's mean. Nothing else.
+Differs from dr_grpo.py: the division by the group's mean, for which rewards must not be negative.
 
 Differs from the paper: PPO's ratio and clip, where the paper is on-policy; a step's first update is the same.
-Rewards must not be negative, because mean(R) would no longer be a probability; a group whose mean is 0 or less gives 0.
+Negative rewards are refused, because mean(R) would no longer be a probability.
 
 Run:    python algos/max_rl.py                                          (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/max_rl.py --model Qwen/Qwen2.5-Math-1.5B --dataset math --reward math
@@ -165,6 +165,9 @@ def main(args: Args) -> None:
         return draw.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
+        lowest = world.min(batch.scores.min())
+        if lowest < 0:
+            raise errors.BadInput(f"--reward: a score of {lowest:.3g}; MaxRL divides by mean(R), so use scores >= 0")
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
         needed = advantages != 0 if ref_policy is None else batch.response_mask.any(1)  # (N,)

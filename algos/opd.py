@@ -83,7 +83,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """

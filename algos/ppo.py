@@ -14,8 +14,8 @@ Differs from grpo.py: a critic, with its own weights and optimizer, in place of 
 sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
 Differs from the papers: the critic starts as the policy with a zero head, keeps its own --critic-learning-rate and
-may train alone for --critic-warmup-steps, with lam = 1 for its targets; actor and critic may have different lam (both
-VC-PPO, arXiv:2503.01491). kl_coef 0 by default.
+may train alone for --critic-warmup-steps, with lam = 1 for its targets; actor and critic may have different lam (the
+warm-up and the two lam are VC-PPO's, arXiv:2503.01491). kl_coef 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
@@ -47,7 +47,7 @@ class Args(job.Flags):
     # algorithm
     clip: float = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
-    value_clip: float = 0.2  # A value that has changed by more, in units of reward, has no gradient.
+    value_clip: float = 0.2  # A value that has moved towards its return by more has no gradient.
     lam: tuple[float, float] = (1.0, 1.0)
     """lambda of GAE (eq. 16 of the GAE paper): for the advantages, and for the returns that the critic learns."""
     critic_warmup_steps: int = 0  # Steps at the start in which only the critic learns. --schedule begins after them.
@@ -133,7 +133,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """

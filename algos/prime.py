@@ -148,7 +148,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """
@@ -200,6 +200,9 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     plan = job.prepare(args, models=["policy", "prm", "reference"])
+    unused = [name for name, weight in plan.reward.weights.items() if weight][1:]
+    if unused:
+        raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME learns from the first reward's right or wrong alone")
     if args.saving.dry_run:
         return
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)

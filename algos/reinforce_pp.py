@@ -83,7 +83,8 @@ def compute_advantages(token_rewards, scores, response_mask, group_size: int, ba
     rewards = torch.where(response_mask, token_rewards, 0.0)
     to_come = rewards.flip(1).cumsum(1).flip(1)
     if baseline == "group":
-        to_come = to_come - scores.view(-1, group_size).mean(1).repeat_interleave(group_size)[:, None]
+        groups = scores.view(-1, group_size)  # (B, G); a mean of equal scores is clamped to be exact
+        to_come = to_come - groups.mean(1).clamp(groups.amin(1), groups.amax(1)).repeat_interleave(group_size)[:, None]
     return torch.where(response_mask, to_come, 0.0)
 
 
@@ -113,7 +114,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """
@@ -204,7 +205,7 @@ def main(args: Args) -> None:
             group_size=args.group_size, baseline=args.baseline,
         )  # (N, T)  # fmt: skip
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
-        needed &= (advantages != 0).any(1)  # All rows, unless none differs from its baseline.
+        needed &= (advantages != 0).any(1)  # All rows, unless all advantages are equal.
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0

@@ -97,7 +97,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T). Values outside the mask, NaN included, change nothing.
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     weights: (n, T), from rollout_weights().
     """
@@ -159,11 +159,11 @@ def main(args: Args) -> None:
             )
             engine.sleep()
         baseline = draw.grade(prompts, greedy, figures=False)
-        batch = draw.grade(prompts, rollout, grading)
-        batch.baseline = baseline
         graded = baseline.response_mask.any(1)  # (B,)
         draw.add("reward/greedy_mean", baseline.scores.sum(), graded.sum())
-        batch.response_mask &= graded.repeat_interleave(args.group_size)[:, None]
+        rollout.response_mask &= graded.repeat_interleave(args.group_size)[:, None]
+        batch = draw.grade(prompts, rollout, grading)
+        batch.baseline = baseline
         return batch
 
     for step, batch in run.steps(sample):

@@ -134,6 +134,8 @@ OWN_CASES = [  # algorithm, its own flags -> what the message must say
     (dapo, {"group_size": 1}, "--group-size 1: a group of one"),
     (dapo, {"overlong_cache": 49}, "--overlong-cache 49 must be in [0, --max-response-tokens 48]"),
     (dapo, {"clip_dual": 1.1}, "--clip-dual 1.1 must be above 1 + --clip-high 0.28"),
+    (dapo, {"reward": ("dapo",)}, "--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5"),
+    (prime, {"reward": ("gsm8k", "dapo=0.5")}, "--reward dapo: PRIME learns from the first reward's right or wrong"),
     (ppo, {"critic_warmup_steps": 50}, "--critic-warmup-steps 50 leaves nothing of --steps 50"),
     (prime, {"group_size": 1}, "--group-size 1: a group of one"),
     (prime, {"accuracy_range": (0.9, 0.1)}, "--accuracy-range 0.9 0.1: the first is larger than the second"),

@@ -74,6 +74,13 @@ def test_a_fault_ends_the_run_with_its_own_code(faults, name):
         assert json.loads(rows[-1])["step"] <= last
 
 
+def test_max_rl_refuses_scores_whose_mean_is_no_probability():
+    flags = ("--rollout-backend", "hf", "--reward", "dapo", "--steps", 1, "--eval-prompts", 0, "--prompts-per-step", 4)
+    result = launch(ROOT / "algos/max_rl.py", *flags, check=False, engine=False)
+    assert result.returncode == 2
+    assert "error[bad-input]: --reward: a score of -1; MaxRL divides by mean(R), so use scores >= 0" in result.stderr
+
+
 TOGETHER = ("stale_head", "syncs_lost", "wrong_temperature", "nan_gradient", "killed_reward_worker", "constant_reward",
             "all_truncated")  # fmt: skip
 

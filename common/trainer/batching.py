@@ -34,7 +34,7 @@ class Compute(Sharding):
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
     lora_rank: int = 0
-    """Train adapters of this rank (LoRA); raise --learning-rate tenfold (Schulman, 2025). 0 trains all weights."""
+    """Train adapters of this rank (LoRA); raise learning rates tenfold (Schulman, 2025). 0 trains all weights."""
     train_vision: bool = False  # Train the part of the model that sees images, too.
     freeze_router: bool = False  # Keep what chooses experts in a mixture-of-experts model as it is.
 
