@@ -33,7 +33,7 @@ from common import errors, placement
 from common.data import arithmetic
 from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
-from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
 from common.run import checkpoint, checks, job, memory, offline, ranges
 from common.trainer import batching, model
@@ -119,7 +119,7 @@ def main(args: Args) -> None:
     args.model = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
-    total_tokens(args.model, prompts, args.max_response_tokens)
+    checks.total_tokens(args.model, prompts, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
     resume, dtype = offline.find(args)

@@ -77,7 +77,8 @@ def main(args: Args) -> None:
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
-    prompts = that_fit(prompts, tokenizer, args.max_tokens, args.model or arithmetic.WARM_START)
+    positions = checks.positions_of(args.model or str(arithmetic.WARM_START))
+    prompts = that_fit(prompts, tokenizer, min(args.max_tokens, positions))
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)

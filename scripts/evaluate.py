@@ -32,7 +32,7 @@ import tyro
 from common import errors, placement, rewards
 from common.data.prompts import INSTRUCTIONS, Prompt, Source, load
 from common.data.sources import kind
-from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import engines
 from common.rollout.environments import episodes
 from common.run import checks, evaluation, precision, ranges
@@ -136,7 +136,7 @@ def main(args: Args) -> None:
     engines.check_family(args.rollout_backend, args.model)
     checks.check_engine_heads(args.model, args.rollout_tp)
     checks.check_images(prompts, Compute(), args.environment)
-    max_model_len = total_tokens(args.model, prompts, args.max_response_tokens)
+    max_model_len = checks.total_tokens(args.model, prompts, args.max_response_tokens)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), precision.choose(args.dtype, args.model)
     engine = engines.start(

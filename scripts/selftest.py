@@ -31,7 +31,7 @@ from selftest_file import shard, squares
 
 from common import errors, placement, rewards, weight_sync
 from common.data import arithmetic, prompts
-from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.placement import World
 from common.rollout import engines
 from common.rollout.rollout import Rollout
@@ -208,7 +208,7 @@ def main(args: Args) -> None:
     engines.check_family(args.rollout_backend, path)
     checks.check_engine_heads(path, args.rollout_tp)
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
-    max_model_len = total_tokens(path, asked, args.max_response_tokens)
+    max_model_len = checks.total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)
     engine_state = memory.engine_state(args.layout, args.rollout_backend)
     compute = memory.plan(args.compute, path, dtype, size, offload=args.offload, engine=engine_state)

@@ -111,6 +111,17 @@ def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path,
     assert asleep == [True]
 
 
+def test_a_run_that_trains_other_parameters_does_not_go_on(models, world, tmp_path):
+    """As without --train-vision: the tower would be that of --model again, without a word."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    again = start(models, world, tmp_path)
+    next(again.trained["policy"][0].parameters()).requires_grad_(False)
+    with pytest.raises(BadInput, match="trained [0-9,]+ parameters, and this run trains [0-9,]+; --train-vision and"):
+        again.load(tmp_path / "checkpoints/step_000001")
+
+
 def test_ranks_that_measured_different_dtypes_are_refused(models, world, tmp_path):
     saver = start(models, world, tmp_path)
     one, other = torch.bfloat16.itemsize, torch.float32.itemsize

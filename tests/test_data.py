@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import Phi3Config, PreTrainedTokenizerFast
 
 from common.data import arithmetic, templates
 from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse
 from common.data.prompts import load as load_prompts
-from common.data.tokenizer import has_safetensors, load_tokenizer, total_tokens
+from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput
+from common.run import checks
 
 TOKENIZER = arithmetic.tokenizer()
 CHAT = arithmetic.tokenizer()
@@ -258,9 +259,17 @@ def test_every_end_token_ends_a_response(tmp_path):
 
 def test_prompt_and_response_must_fit_the_model(models):
     prompts = [Prompt("x", "", [1] * 6, "")]
-    assert total_tokens(models["untied"], prompts, 250) == 256  # the positions of the model
+    assert checks.total_tokens(models["untied"], prompts, 250) == 256  # the positions of the model
     with pytest.raises(BadInput, match="--max-response-tokens 251: with prompts of up to 6 tokens that is 257, and"):
-        total_tokens(models["untied"], prompts, 251)
+        checks.total_tokens(models["untied"], prompts, 251)
+
+
+def test_positions_of_longrope_are_those_of_its_short_frequencies(models, tmp_path):
+    """transformers takes the long ones for every sequence of a packed row that has one longer than this."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    Phi3Config(hidden_size=64, num_attention_heads=4, rope_parameters=rope, **sizes).save_pretrained(tmp_path)
+    assert (checks.positions_of(str(tmp_path)), checks.positions_of(models["untied"])) == (64, 256)
 
 
 def test_pickled_weights_are_refused_unless_safetensors_are_there_too(models, tmp_path):

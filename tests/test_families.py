@@ -153,7 +153,11 @@ def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
         (transformers.Llama4TextConfig(**families.SIZES, num_local_experts=2), "layers unlike Llama's"),
         (transformers.Qwen3NextConfig(**families.SIZES), "layers unlike Llama's"),
         (transformers.HyperCLOVAXConfig(**families.SIZES, logits_scaling=4.0), "logits that are neither scaled"),
-        (transformers.LlamaConfig(**families.SIZES, attention_dropout=0.1), "attention dropout"),
+        (
+            transformers.LlamaConfig(**families.SIZES, attention_dropout=0.1),
+            "random layers: set attention_dropout",
+        ),
+        (transformers.Starcoder2Config(**families.SIZES, residual_dropout=0.1), "random layers: set residual_dropout"),
         (transformers.Gemma4TextConfig(**families.SIZES), "logits that are neither scaled"),
         (
             transformers.Qwen2MoeConfig(

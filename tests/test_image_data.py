@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from common.data.suffix import Suffix
 from common.data.templates import render
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
+from common.run import checks
 
 # Templates as SmolVLM and LLaVA 1.5 have them: they loop over the parts of a content, and walk a text by characters.
 PART = "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}"
@@ -312,6 +314,24 @@ def test_ids_are_other_for_other_images_and_do_not_lose_them():
     tokens = [1]
     tokens += ids  # a packed row takes the tokens of many prompts
     assert tokens == [1, 4, 5] and type(tokens) is list
+
+
+def test_a_column_of_another_name_is_not_overlooked(llava, tmp_path):
+    assert 'rows.jsonl:1: has "image" and no "images"; --columns images=image' in refusal(
+        tmp_path, llava, {"prompt": "how many?", "image": "0.png"}
+    )
+
+
+def test_a_teacher_must_make_the_same_of_images(llava, tmp_path):
+    """It gets the tokens and the pixels that the policy's processor has made."""
+    prompts, other = read(tmp_path, llava, ROW), shutil.copytree(llava, tmp_path / "other")
+    assert images.same_for(str(other), prompts[0].ids)
+    for file in other.glob("*processor_config.json"):
+        file.write_text(re.sub(r'"image_mean": \[[^\]]*\]', '"image_mean": [0.9, 0.1, 0.5]', file.read_text()))
+    changed = str(other.rename(tmp_path / "changed"))
+    assert not images.same_for(changed, prompts[0].ids)
+    with pytest.raises(BadInput, match="--teacher .*changed: its processor makes other tokens or pixels of images"):
+        checks.check_companion("--teacher", changed, load_tokenizer(llava)[0], prompts, 4)
 
 
 def test_all_data_sets_of_a_mixture_have_the_processors_template(llava, tmp_path):

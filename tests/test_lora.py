@@ -121,6 +121,14 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
             merge.main(merge.Args(wrong, tmp_path / "merged"))
 
 
+def test_an_export_names_no_layers_of_a_vision_tower(world, tmp_path):
+    """peft adapts every layer whose name ends like a target, and the tower has the decoder's q_proj, k_proj, v_proj."""
+    policy = model.load(str(arithmetic.IMAGES_START), world, torch.float32, RANK)
+    checkpoint.export(policy, arithmetic.tokenizer(), tmp_path, torch.float32, world)
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(targets) == sorted(name for name, _ in lora.adapted(policy))
+
+
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_path, kind):
     policy = model.load(models[kind], world, torch.float32, RANK)

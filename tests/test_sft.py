@@ -67,13 +67,11 @@ def test_right_samples_become_data_for_sft(tmp_path):
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(capsys):
-    """The embedded model has 256 positions. One row longer than memory allows would end every attempt to resume."""
+    """One row longer than memory allows would end every attempt to resume."""
     tokenizer = arithmetic.tokenizer()
     rows = [Prompt(f"a:{n}", "1+1=", [2] * 4, "2", solution="2" * n) for n in (10, 200, 300)]  # and an end token
-    fit = lambda limit: [prompt.id for prompt in that_fit(rows, tokenizer, limit, str(arithmetic.WARM_START))]
-    assert (
-        fit(4096) == ["a:10", "a:200"] and "left out 1 of 3 rows with more than 256 tokens" in capsys.readouterr().out
-    )
+    fit = lambda limit: [prompt.id for prompt in that_fit(rows, tokenizer, limit)]
+    assert fit(256) == ["a:10", "a:200"] and "left out 1 of 3 rows with more than 256 tokens" in capsys.readouterr().out
     assert fit(15) == ["a:10"]
     with pytest.raises(BadInput, match="all 3 rows have more than 14 tokens with their solution"):
         fit(14)

@@ -130,6 +130,15 @@ def process(model_path: str, text: str, pictures: list[Image.Image]) -> dict[str
     return processor(model_path)(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
 
 
+def same_for(model_path: str, ids: ImageIds) -> bool:
+    """Whether another model's processor makes the same ids and tensors of a prompt."""
+    theirs, ours = process(model_path, ids.text, ids.pictures()), tensors(ids)
+    if theirs["input_ids"][0].tolist() != list(ids):
+        return False
+    found = {name: value for name, value in theirs.items() if name not in NO_TENSORS}
+    return found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
+
+
 @lru_cache(maxsize=4096)
 def expanded(model_path: str, text: str, sizes: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """The ids of a prompt with images of these sizes, in pixels, of which alone the number of their tokens depends."""
@@ -212,6 +221,8 @@ def reader(
         if is_named and lookup(row, column, absent) is absent:
             raise missing(where, row, column, is_usual=False)
         found = lookup(row, column)
+        if not is_named and found is None and row.get("image"):
+            raise BadInput(f'{where}: has "image" and no "images"; --columns images=image shows it to the model')
         values = found if isinstance(found, list) else [found] if found else []
         row, inside = without(row, column), []
         usual = next((name for name in ("prompt", "question", *CONVERSATIONS, pair[0]) if name in row), "prompt")

@@ -9,7 +9,7 @@ earlier turns, and the same text can have other tokens.
 from functools import cache, lru_cache, partial
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.errors import BadInput, say
 
@@ -109,12 +109,10 @@ class Suffix:
         return ids[1:] if ids[0] in self.stop_token_ids else ids  # the policy has sampled an end token itself
 
 
-def that_fit(prompts: list, tokenizer: PreTrainedTokenizerBase, limit: int, model_path: str) -> list:
-    """The prompts that have at most `limit` tokens together with their solution, and no more than the model has
-    positions. The others are counted. Raises BadInput if none is left.
+def that_fit(prompts: list, tokenizer: PreTrainedTokenizerBase, limit: int) -> list:
+    """The prompts that have at most `limit` tokens together with their solution. The others are counted. Raises
+    BadInput if none is left.
     """
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    limit = min(limit, getattr(config, "max_position_embeddings", limit))
     solutions, _ = demonstrations(prompts, tokenizer)
     kept = [prompt for prompt, ids in zip(prompts, solutions) if len(prompt.ids) + len(ids) <= limit]
     if not kept:

@@ -1,4 +1,4 @@
-"""Facts about --model that need no weights: its folder, tokenizer, end tokens and number of positions."""
+"""Facts about --model that need no weights: its folder, tokenizer and end tokens."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.data import sources
-from common.data.prompts import Prompt
 from common.errors import BadInput
 
 
@@ -53,18 +52,6 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
     return tokenizer, sorted(set(stops))
-
-
-def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model") -> int:
-    """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
-    total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
-    positions = getattr(AutoConfig.from_pretrained(model_path).get_text_config(), "max_position_embeddings", total)
-    if total > positions:
-        raise BadInput(
-            f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
-            f"that is {total}, and {flag} has {positions} positions"
-        )
-    return total
 
 
 def image_tokens(config) -> tuple[int, ...]:

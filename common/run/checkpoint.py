@@ -107,6 +107,10 @@ class Saver:
         then, now = saved.get("lora"), adapters_of(self.trained["policy"][0])
         if then != now:
             raise BadInput(f"--resume {folder}: was saved with {said_of(then)}, and this run has {said_of(now)}")
+        then, now = saved.get("trained"), self.trained_parameters()
+        if then not in (None, now):  # None in checkpoints of older versions
+            frozen = "--train-vision and --freeze-router must be as they were"
+            raise BadInput(f"--resume {folder}: trained {then:,} parameters, and this run trains {now:,}; {frozen}")
         if self.engine:
             self.engine.sleep()  # states() makes gradients and moments, which have no room beside an awake engine
         state, kind = states(self.trained, saved["fresh"]), self.world.device.type
@@ -177,6 +181,7 @@ class Saver:
             "data": self.data,
             "fresh": new,
             "lora": adapters_of(self.trained["policy"][0]),
+            "trained": self.trained_parameters(),
             "ranks": self.world.size,
             "device": self.world.device.type,
             "weight_version": self.engine.weight_version if self.engine else 0,
@@ -222,6 +227,10 @@ class Saver:
             (unfinished / "state.json").write_text(json.dumps(facts) + "\n")
             folders.finish(folder)
             folders.rotate(self.run_dir, self.saving.keep_checkpoints)
+
+    def trained_parameters(self) -> int:
+        """Number of the policy's parameters that are not frozen, on all ranks together."""
+        return sum(weight.numel() for weight in self.trained["policy"][0].parameters() if weight.requires_grad)
 
     def finish_writing(self) -> None:
         """Wait until an asynchronous save is on the disk. Collective: every rank calls it."""

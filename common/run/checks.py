@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.data.prompts import Prompt
-from common.data.tokenizer import causal_class, image_tokens, load_tokenizer, total_tokens
+from common.data.tokenizer import causal_class, image_tokens, load_tokenizer
 from common.errors import BadInput, refuse_all
 from common.placement import Layout, Sharding
 from common.rewards.grading import Item
@@ -138,6 +138,28 @@ def check_model(
         )
 
 
+def positions_of(model_path: str) -> int:
+    """Positions of the model that a run can use. With longrope they are those of its short frequencies: transformers
+    takes the long ones for a whole packed row as soon as one of its sequences needs them, and vLLM always.
+    """
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", sys.maxsize)
+
+
+def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model") -> int:
+    """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
+    total, positions = max(len(prompt.ids) for prompt in prompts) + max_response_tokens, positions_of(model_path)
+    if total > positions:
+        raise BadInput(
+            f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
+            f"that is {total}, and {flag} has {positions} positions"
+        )
+    return total
+
+
 def check_companion(
     flag: str, model_path: str, tokenizer, prompts: list[Prompt], max_response_tokens: int, ranks: int = 1
 ) -> None:
@@ -151,8 +173,14 @@ def check_companion(
         said = f"its tokenizer is not that of --model: token {ours[other]}, {other!r}, {found}"
         raise BadInput(f"{flag} {model_path}: {said}")
     config = AutoConfig.from_pretrained(model_path)
-    if any(hasattr(prompt.ids, "images") for prompt in prompts) and not image_tokens(config):
+    seen = next((prompt.ids for prompt in prompts if hasattr(prompt.ids, "images")), None)
+    if seen and not image_tokens(config):
         raise BadInput(f"{flag} {model_path}: sees no images, and prompts have some")
+    if seen:
+        from common.data import images
+
+        if not images.same_for(model_path, seen):
+            raise BadInput(f"{flag} {model_path}: its processor makes other tokens or pixels of images than --model's")
     total_tokens(model_path, prompts, max_response_tokens, flag)
     try:
         check_heads(config, ranks, model_path)

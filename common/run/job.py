@@ -159,7 +159,7 @@ def prepare(args: Flags, models: list[str], others: dict[str, str] | None = None
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:
         reward.environment.try_out(prompts[0])
-    max_model_len = tokenizers.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
+    max_model_len = checks.total_tokens(args.model, prompts + held_out, args.max_response_tokens)
     checks.check_model(args.model, tokenizer, prompts + held_out, value_head="critic" in models)
     engines.check_family(args.rollout_backend, args.model)
     checks.check_engine_heads(args.model, args.rollout_tp)

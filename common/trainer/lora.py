@@ -125,14 +125,17 @@ def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
     """Write a folder that peft loads on top of the base model. weights: full tensors of the adapters by name."""
     layers = adapted(model)
     _, first = layers[0]
-    rank = first.lora_a.shape[0]
+    rank, last = first.lora_a.shape[0], lambda name: name.rpartition(".")[2]
+    targets = {last(name) for name, _ in layers}  # for peft all layers of these names, a vision tower's included
+    if any(type(part) is nn.Linear and last(name) in targets for name, part in model.named_modules()):
+        targets = {name for name, _ in layers}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.config._name_or_path,
         "r": rank,
         "lora_alpha": first.alpha,
-        "target_modules": sorted({name.rpartition(".")[2] for name, _ in layers}),
+        "target_modules": sorted(targets),
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)

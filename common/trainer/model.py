@@ -34,6 +34,8 @@ from common.trainer.kernels import decoder_of, use_kernels
 from common.trainer.logits import ChunkedLogprobs
 
 SUPPORTED = "supported are decoders like Llama's, with sliding windows and experts too: see docs/models.md"
+NOISE = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+         "router_jitter_noise")  # fmt: skip
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
 
@@ -113,7 +115,7 @@ def load(
         setattr(model.get_submodule(path), last, whole)  # on the GPU even when the parameters are offloaded
 
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
-    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * rank_memory()
+    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
     setattr(model, forward.__name__, MethodType(forward, model))
     register_fsdp_forward_method(model, forward.__name__)
     if not value_head:
@@ -186,8 +188,8 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
     windowed = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     if windowed and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
         raise BadInput(f"{refused} windows of which transformers tells only the mask; {SUPPORTED}")
-    if getattr(config, "attention_dropout", 0):
-        raise BadInput(f"{refused} attention dropout: set attention_dropout to 0 in config.json")
+    if noise := [name for name in NOISE if getattr(config, name, 0)]:
+        raise BadInput(f"{refused} random layers: set {', '.join(noise)} to 0 in config.json")
     if not value_head and not logits_are_ours(model):
         raise BadInput(f"{refused} logits that are neither scaled nor capped products with the head; {SUPPORTED}")
     return model
