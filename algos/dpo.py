@@ -119,14 +119,14 @@ def main(args: Args) -> None:
     args.model = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
-    checks.total_tokens(args.model, prompts, args.max_response_tokens)
+    longest = checks.total_tokens(args.model, prompts, args.max_response_tokens) + args.max_response_tokens  # a pair
     checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
     resume, dtype = offline.find(args)
     if args.saving.dry_run:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
     world = placement.init(args.seed, sharding=args.compute)
-    args.compute = memory.plan(args.compute, args.model, dtype, world.size, engine="elsewhere")
+    args.compute = memory.plan(args.compute, args.model, dtype, world.size, longest=longest, engine="elsewhere")
     policy = model.load(args.model, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

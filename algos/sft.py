@@ -78,7 +78,7 @@ def main(args: Args) -> None:
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
     positions = checks.positions_of(args.model or str(arithmetic.WARM_START))
-    prompts = that_fit(prompts, tokenizer, min(args.max_tokens, positions))
+    prompts, longest = that_fit(prompts, tokenizer, min(args.max_tokens, positions))
     if args.model:
         checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
@@ -87,7 +87,7 @@ def main(args: Args) -> None:
         return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
     world = placement.init(args.seed, sharding=args.compute)
     start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
-    args.compute = memory.plan(args.compute, start, dtype, world.size, engine="elsewhere")
+    args.compute = memory.plan(args.compute, start, dtype, world.size, longest=longest, engine="elsewhere")
     policy = model.load(start, world, dtype, args.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True

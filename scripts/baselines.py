@@ -15,6 +15,8 @@ without this machine's folders, and for the tasks of STARTS what scripts/evaluat
 import csv
 import dataclasses
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
@@ -115,6 +117,12 @@ WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "maze": ("{}",),
     "reverse": ("{}",),
 }  # fmt: skip
+# Answers of simple rules to `gcd`, which stand in its table beside what a model has learned.
+RULES = {
+    "the smaller number": min,
+    "the smallest of both and their difference": lambda a, b: min(a, b, abs(a - b)),
+    "the product of those of 2, 3 and 5 that divide both": lambda a, b: math.gcd(math.gcd(a, b), 30),
+}
 FRONT = {"sums": ("grpo", "grpo-random", "rejection", "sft")}  # runs that the README's table has; without an entry, all
 SAMPLES = 8  # responses to each held-out problem of these tasks
 
@@ -314,7 +322,9 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
             yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
         answer, share = most_frequent_answer(task)
         if share > max(2 / 100, highest / 2):  # A smaller share would not mislead a reader.
-            yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | |"
+            yield f"| always {answer} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
+        for rule, share in shares_of_rules().items() if task == "gcd" else []:
+            yield f"| {rule} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
     for run, seeds in curves(task).items():
         if best and run not in FRONT.get(task, (run,)):
             continue
@@ -341,6 +351,15 @@ def most_frequent_answer(task: str) -> tuple[str, float]:
     answers = Counter(row["answer"] for row in tasks.problems(task, "test"))
     answer, count = answers.most_common(1)[0]
     return answer, count / answers.total()
+
+
+@cache
+def shares_of_rules() -> dict[str, float]:
+    """The share of held-out problems of `gcd` that each of RULES answers right."""
+    rows = tasks.problems("gcd", "test")
+    numbers = [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in rows]
+    right = lambda rule: [str(rule(*pair)) == row["answer"] for pair, row in zip(numbers, rows)]
+    return {name: statistics.mean(right(rule)) for name, rule in RULES.items()}
 
 
 def draw(task: str) -> None:

@@ -260,7 +260,7 @@ class Step:
         if job.prompts_per_step % (job.mini_batches * self.train):
             return f"{job.prompts_per_step} prompts is no multiple of {job.mini_batches} mini-batches x {self.train}"
         prompts = job.prompts_per_step / self.train / job.mini_batches
-        if refusal := self.gpu.update_refusal(min(self.token_budget, self.trained_tokens(prompts))):
+        if refusal := self.gpu.update_refusal(max(longest, min(self.token_budget, self.trained_tokens(prompts)))):
             return refusal
         return self.gpu.engine_refusal(self.tp, longest, self.engine_share)
 

@@ -62,7 +62,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
     compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
     offload: Literal["none", "all"] = "none"  # "all" keeps the policy in host memory while it is not used.
-    max_logprob_gap: float = 0.05  # In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats.
+    max_logprob_gap: float = 0.1  # In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats.
     folder: str = "."  # A checkpoint is tried in a temporary folder in this one, which all ranks must see.
     file: tyro.conf.Positional[str] = ""  # An algorithm's file. It comes first; the flags behind it are its own.
 
@@ -211,7 +211,9 @@ def main(args: Args) -> None:
     max_model_len = checks.total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)
     engine_state = memory.engine_state(args.layout, args.rollout_backend)
-    compute = memory.plan(args.compute, path, dtype, size, offload=args.offload, engine=engine_state)
+    compute = memory.plan(
+        args.compute, path, dtype, size, longest=max_model_len, offload=args.offload, engine=engine_state
+    )
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)

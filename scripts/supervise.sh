@@ -4,7 +4,7 @@
 #   bash scripts/supervise.sh torchrun --nproc-per-node 8 algos/grpo.py --run-dir runs/night --save-every 10
 # It stops when the command is done (exit code 0), when its input is wrong (2; torchrun makes 1 of every exit code, so
 # that wrong input counts as a crash there: try --dry-run first), when it is asked to stop (Ctrl-C or SIGTERM: the step
-# is ended and saved), and after RESTARTS crashes in a row (default 5). It waits DELAY seconds (10)
+# is ended and saved), and at a crash after RESTARTS restarts in a row (default 5). It waits DELAY seconds (10)
 # before the first restart, and twice as long before each further one. A run of HOUR seconds (3600) resets the count.
 # torchrun restarts crashed ranks by itself, and sooner: --max-restarts 5 --shutdown-timeout 600, and --resume auto.
 set -uo pipefail

@@ -272,8 +272,12 @@ def test_a_run_on_a_gpu_takes_these_rules(seven, monkeypatch, capsys):
     plan_for = lambda size, **more: memory.plan(batching.Compute(), seven, torch.bfloat16, size, **more)
     assert plan_for(8).token_budget == step(token_budget=0).token_budget
     assert plan_for(8, frozen=1).token_budget == step(token_budget=0, reference=True).token_budget
-    with pytest.raises(errors.BadInput, match="an update needs .* more ranks, --offload"):
+    with pytest.raises(errors.BadInput, match="an update with .* more ranks, --offload"):
         plan_for(1)
+    with pytest.raises(errors.BadInput, match="an update with 22528 tokens in a forward needs .*, shorter rows"):
+        plan_for(8, longest=22528)  # a row is never cut
+    for compute in (batching.Compute(activation_checkpointing=True), batching.Compute(sequence_parallel=4)):
+        memory.plan(compute, seven, torch.bfloat16, 8, longest=22528)
     gpu = memory.this_gpu(batching.Compute(), seven, torch.bfloat16, 8)
     layout = memory.plan_engine(Layout(), gpu, 1, 1000, 64)
     assert layout.rollout_memory == gpu.engine_share(1, 64_000)
@@ -315,7 +319,7 @@ def test_a_run_is_accepted_where_it_fits_and_the_plan_says_the_same(models, size
         count, compute = plan.load_model(sizes[size]).parameters, batching.Compute()
         states = (12 * models.get("trained", 1) + 4 * models.get("frozen", 0)) * count / ranks
         try:
-            compute = memory.plan(compute, sizes[size], torch.bfloat16, ranks, **models)
+            compute = memory.plan(compute, sizes[size], torch.bfloat16, ranks, longest=1500, **models)
             gpu = memory.this_gpu(compute, sizes[size], torch.bfloat16, ranks, **models)
             share = memory.plan_engine(Layout(), gpu, tp, 1500, 256).rollout_memory
         except errors.BadInput:

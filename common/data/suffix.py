@@ -109,17 +109,18 @@ class Suffix:
         return ids[1:] if ids[0] in self.stop_token_ids else ids  # the policy has sampled an end token itself
 
 
-def that_fit(prompts: list, tokenizer: PreTrainedTokenizerBase, limit: int) -> list:
-    """The prompts that have at most `limit` tokens together with their solution. The others are counted. Raises
-    BadInput if none is left.
+def that_fit(prompts: list, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[list, int]:
+    """The prompts that have at most `limit` tokens together with their solution, and the most tokens of one of them.
+    The others are counted. Raises BadInput if none is left.
     """
     solutions, _ = demonstrations(prompts, tokenizer)
-    kept = [prompt for prompt, ids in zip(prompts, solutions) if len(prompt.ids) + len(ids) <= limit]
+    lengths = [len(prompt.ids) + len(ids) for prompt, ids in zip(prompts, solutions)]
+    kept = [prompt for prompt, length in zip(prompts, lengths) if length <= limit]
     if not kept:
         raise BadInput(f"all {len(prompts)} rows have more than {limit} tokens with their solution")
     if len(kept) < len(prompts):
         say(f"left out {len(prompts) - len(kept)} of {len(prompts)} rows with more than {limit} tokens")
-    return kept
+    return kept, max(length for length in lengths if length <= limit)
 
 
 def demonstrations(prompts: list, tokenizer: PreTrainedTokenizerBase) -> tuple[list[list[int]], list[list[bool]]]:

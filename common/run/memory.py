@@ -199,9 +199,9 @@ class GPU:
     def update_refusal(self, tokens: float) -> str:
         """Why an update does not fit, or ""."""
         return "" if self.update(tokens) <= self.usable else (
-            f"an update needs {self.update(tokens) / GIB:.1f} GiB a rank, {self.usable / GIB:.1f} of "
-            f"{self.memory / GIB:.0f} can be used: a smaller --token-budget, more ranks, --offload, "
-            "--activation-checkpointing"
+            f"an update with {math.ceil(tokens)} tokens in a forward needs {self.update(tokens) / GIB:.1f} GiB a rank, "
+            f"{self.usable / GIB:.1f} of {self.memory / GIB:.0f} can be used: --activation-checkpointing, a smaller "
+            "--token-budget, shorter rows or --sequence-parallel, more ranks, --offload"
         )  # fmt: skip
 
     def engine_room(self) -> float:
@@ -239,10 +239,13 @@ class GPU:
         return ""
 
 
-def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_the_gpu) -> Compute:
+def plan(
+    compute: Compute, model_path: str, dtype: torch.dtype, size: int, *, longest: int = 0, **on_the_gpu
+) -> Compute:  # fmt: skip
     """Check the settings against the model and the memory, and fill in and print the token budget if it is 0.
 
-    on_the_gpu: fields of GPU, from `trained` on. The budget depends on the size of the memory, not on how much is free:
+    longest: tokens of the longest row, which is a forward of its own if it is longer than the budget. on_the_gpu:
+    fields of GPU, from `trained` on. The budget depends on the size of the memory, not on how much is free:
     a command always cuts the same micro-batches. Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
@@ -251,7 +254,7 @@ def plan(compute: Compute, model_path: str, dtype: torch.dtype, size: int, **on_
     if torch.cuda.is_available():
         gpu = this_gpu(compute, model_path, dtype, size, **on_the_gpu)
         per_token, budget = gpu.activation_bytes, compute.token_budget or gpu.token_budget()
-        if refusal := gpu.update_refusal(budget):
+        if refusal := gpu.update_refusal(max(budget, math.ceil(longest / compute.sequence_parallel))):
             raise BadInput(refusal)
     else:
         per_token = decoder(model_path).activation_bytes(dtype, compute.activation_checkpointing)

@@ -98,7 +98,7 @@ def fit_memory(
         "other": sum(reward_role(name, reward, size).device for name, reward in rewards.items())
         + (beside if args.offload == "none" else 0),
     }
-    args.compute = memory.plan(args.compute, args.model, dtype, size, **on_the_gpu)
+    args.compute = memory.plan(args.compute, args.model, dtype, size, longest=longest, **on_the_gpu)
     if torch.cuda.is_available() and vllm and not args.layout.rollout_urls:
         gpu = memory.this_gpu(args.compute, args.model, dtype, size, **on_the_gpu)
         together = min(engines.MOST_SEQUENCES, sequences)

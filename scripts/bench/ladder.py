@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from common import errors, placement
 from common.data import prompts as data
-from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards import grading
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import memory, precision
+from common.run import checks, memory, precision
 from common.trainer import batching, model
 
 GROUP, LONGEST = 8, 192
@@ -91,7 +91,7 @@ def main(args: Args) -> None:
     prompts = data.load((args.gsm8k,), data.TrainSource(), "train", tokenizer, 256)
     native = precision.has_bfloat16()
     dtypes = [torch.float32, *([torch.bfloat16] if native else [])]
-    longest = total_tokens(args.model, prompts, LONGEST)
+    longest = checks.total_tokens(args.model, prompts, LONGEST)
     limits = {"max_model_len": longest, "sequences": args.prompts * GROUP}
     loaded = {name: engines.start(name, args.model, stops, world, torch.float32, **limits) for name in ("hf", "vllm")}
     if native:

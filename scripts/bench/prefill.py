@@ -18,8 +18,9 @@ import tyro
 
 from common import placement
 from common.data import prompts as data
-from common.data.tokenizer import load_tokenizer, resolve_model, total_tokens
+from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import engines
+from common.run import checks
 
 ROWS = {  # name -> what it changes in the engine's settings
     "blocks of 128 tokens, vLLM's own": {"block_size": 128, "kv_transfer_config": None},
@@ -50,7 +51,7 @@ def start(args: Args, changes: dict) -> None:
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(
         "vllm", args.model, stops, placement.init(0), getattr(torch, args.dtype),
-        max_model_len=total_tokens(args.model, prompts, args.max_response_tokens),
+        max_model_len=checks.total_tokens(args.model, prompts, args.max_response_tokens),
         sequences=args.prompts * args.group_size,
     )  # fmt: skip
 
