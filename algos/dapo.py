@@ -150,13 +150,13 @@ def check_args(args: Args) -> None:
         raise errors.BadInput(
             f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens {args.max_response_tokens}]"
         )
-    if {"dapo", "dapo-lenient"} & {*args.reward}:
-        raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
 
 
 def main(args: Args) -> None:
     check_args(args)
     plan = job.prepare(args, models=["policy"])
+    if max(plan.reward.weights.get(name, 0.0) for name in ("dapo", "dapo-lenient")) > 0.5:
+        raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
     if args.saving.dry_run:
         return
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)

@@ -119,7 +119,8 @@ def main(args: Args) -> None:
     args.model = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
-    longest = checks.total_tokens(args.model, prompts, args.max_response_tokens) + args.max_response_tokens  # a pair
+    checks.total_tokens(args.model, prompts, args.max_response_tokens)
+    longest = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # A pair is one forward.
     checks.check_model(args.model, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
     resume, dtype = offline.find(args)

@@ -162,12 +162,9 @@ def main(args: Args) -> None:
                 seed=args.seed * 2**20 + step, done=grading, reply=grading.reply,
             )  # fmt: skip
             engine.sleep()
-        return draw.grade(prompts, rollout, grading)
+        return draw.grade(prompts, rollout, grading, at_least=0.0)  # mean(R) is to be a probability
 
     for step, batch in run.steps(sample):
-        lowest = world.min(batch.scores.min())
-        if lowest < 0:
-            raise errors.BadInput(f"--reward: a score of {lowest:.3g}; MaxRL divides by mean(R), so use scores >= 0")
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
         # Without a KL term a row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
         needed = advantages != 0 if ref_policy is None else batch.response_mask.any(1)  # (N,)

@@ -200,7 +200,7 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     plan = job.prepare(args, models=["policy", "prm", "reference"])
-    unused = [name for name, weight in plan.reward.weights.items() if weight][1:]
+    unused = [name for name, weight in [*plan.reward.weights.items()][1:] if weight]
     if unused:
         raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME learns from the first reward's right or wrong alone")
     if args.saving.dry_run:

@@ -136,7 +136,7 @@ def main(args: Args) -> None:
     engines.check_family(args.rollout_backend, args.model)
     checks.check_engine_heads(args.model, args.rollout_tp)
     checks.check_images(prompts, Compute(), args.environment)
-    max_model_len = checks.total_tokens(args.model, prompts, args.max_response_tokens)
+    max_model_len = checks.total_tokens(args.model, prompts, args.max_response_tokens, trains=False)
 
     world, dtype = placement.init(args.seed, args.rollout_tp), precision.choose(args.dtype, args.model)
     engine = engines.start(

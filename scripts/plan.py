@@ -147,6 +147,15 @@ class Step:
         """Tokens in the trainer's forward for these prompts and their responses."""
         return prompts * (self.prompt_copies * self.job.prompt_mean + self.job.group_size * self.job.response_mean)
 
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest response and its prompt."""
+        return self.job.prompt_mean + self.job.max_response_tokens
+
+    def forward_tokens(self, prompts: float) -> float:
+        """Most tokens of a forward: those of the budget, or of the longest row, which is never cut."""
+        return max(self.longest, min(self.token_budget, self.trained_tokens(prompts)))
+
     def micro_batches(self, prompts: float) -> int:
         """Number of forwards for these prompts."""
         return math.ceil(self.trained_tokens(prompts) / self.token_budget)
@@ -250,19 +259,19 @@ class Step:
         prompts = self.job.prompts_per_step / self.train / self.job.mini_batches
         engine = self.engine_share * self.hardware.memory
         return {
-            "update": self.gpu.update(min(self.token_budget, self.trained_tokens(prompts))),
+            "update": self.gpu.update(self.forward_tokens(prompts)),
             "rollout": engine + (0 if self.split else self.gpu.states),
         }
 
     def refusal(self) -> str:
         """Why this layout cannot run, or ""."""
-        job, longest = self.job, self.job.prompt_mean + self.job.max_response_tokens
+        job = self.job
         if job.prompts_per_step % (job.mini_batches * self.train):
             return f"{job.prompts_per_step} prompts is no multiple of {job.mini_batches} mini-batches x {self.train}"
         prompts = job.prompts_per_step / self.train / job.mini_batches
-        if refusal := self.gpu.update_refusal(max(longest, min(self.token_budget, self.trained_tokens(prompts)))):
+        if refusal := self.gpu.update_refusal(self.forward_tokens(prompts)):
             return refusal
-        return self.gpu.engine_refusal(self.tp, longest, self.engine_share)
+        return self.gpu.engine_refusal(self.tp, self.longest, self.engine_share)
 
 
 def layouts(model: Decoder, job: Job, hardware: Hardware, gpus: int) -> list[Step]:

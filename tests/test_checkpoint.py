@@ -10,7 +10,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,16 +117,10 @@ def test_a_run_that_trains_other_parameters_does_not_go_on(models, world, tmp_pa
     saver.save(1, {})
     again = start(models, world, tmp_path)
     next(again.trained["policy"][0].parameters()).requires_grad_(False)
-    with pytest.raises(BadInput, match="trained [0-9,]+ parameters, and this run trains [0-9,]+; --train-vision and"):
+    with pytest.raises(
+        BadInput, match="trained [0-9,]+ parameters, and this run trains [0-9,]+; --model, --train-vision"
+    ):
         again.load(tmp_path / "checkpoints/step_000001")
-
-
-def test_ranks_that_measured_different_dtypes_are_refused(models, world, tmp_path):
-    saver = start(models, world, tmp_path)
-    one, other = torch.bfloat16.itemsize, torch.float32.itemsize
-    saver.world = SimpleNamespace(min=lambda value: min(value, one), max=lambda value: max(value, other))
-    with pytest.raises(BadInput, match="--dtype auto: one rank is faster in float32 and another in bfloat16"):
-        saver.load(None)
 
 
 def test_a_checkpoint_of_another_kind_of_device_goes_on_without_its_random_states(models, world, tmp_path, capsys):

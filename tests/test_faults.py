@@ -74,11 +74,22 @@ def test_a_fault_ends_the_run_with_its_own_code(faults, name):
         assert json.loads(rows[-1])["step"] <= last
 
 
-def test_max_rl_refuses_scores_whose_mean_is_no_probability():
-    flags = ("--rollout-backend", "hf", "--reward", "dapo", "--steps", 1, "--eval-prompts", 0, "--prompts-per-step", 4)
-    result = launch(ROOT / "algos/max_rl.py", *flags, check=False, engine=False)
-    assert result.returncode == 2
-    assert "error[bad-input]: --reward: a score of -1; MaxRL divides by mean(R), so use scores >= 0" in result.stderr
+def test_max_rl_stops_at_scores_whose_mean_is_no_probability(tmp_path):
+    """Not before it has saved what it has learned: the third step is the first with a negative score."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def score(items, lengths, truncated):\n"
+        f"    done = Path({str(tmp_path / 'run')!r}, 'metrics.jsonl')\n"
+        "    late = done.exists() and len(done.read_text().splitlines()) == 2\n"
+        "    return [i % 2 - 1.5 * late for i, _ in enumerate(items)]\n"
+    )
+    flags = ("--rollout-backend", "hf", "--reward", f"{reward}:score", "--eval-prompts", 0, "--prompts-per-step", 4)
+    run = tmp_path / "run"
+    result = launch(ROOT / "algos/max_rl.py", *flags, "--run-dir", run, check=False, engine=False)
+    assert result.returncode == 3
+    assert "error[reward-failed]: step 3: a response scored -1.5, and this algorithm needs 0 or more" in result.stderr
+    assert [folder.name for folder in folders.complete(run)] == ["step_000002"]
 
 
 TOGETHER = ("stale_head", "syncs_lost", "wrong_temperature", "nan_gradient", "killed_reward_worker", "constant_reward",

@@ -320,16 +320,18 @@ def test_a_column_of_another_name_is_not_overlooked(llava, tmp_path):
     assert 'rows.jsonl:1: has "image" and no "images"; --columns images=image' in refusal(
         tmp_path, llava, {"prompt": "how many?", "image": "0.png"}
     )
+    parts = {"prompt": [user([{"type": "image", "image": "0.png"}, {"type": "text", "text": "?"}])], "image": "1.png"}
+    shown, unseen = read(tmp_path, llava, parts, {"prompt": "how many?", "image": "a word"})
+    assert shown.ids.images == [PNG] and not hasattr(unseen.ids, "images")
 
 
 def test_a_teacher_must_make_the_same_of_images(llava, tmp_path):
     """It gets the tokens and the pixels that the policy's processor has made."""
     prompts, other = read(tmp_path, llava, ROW), shutil.copytree(llava, tmp_path / "other")
-    assert images.same_for(str(other), prompts[0].ids)
+    images.check_same(str(other), prompts[0].ids)
     for file in other.glob("*processor_config.json"):
         file.write_text(re.sub(r'"image_mean": \[[^\]]*\]', '"image_mean": [0.9, 0.1, 0.5]', file.read_text()))
     changed = str(other.rename(tmp_path / "changed"))
-    assert not images.same_for(changed, prompts[0].ids)
     with pytest.raises(BadInput, match="--teacher .*changed: its processor makes other tokens or pixels of images"):
         checks.check_companion("--teacher", changed, load_tokenizer(llava)[0], prompts, 4)
 

@@ -4,13 +4,15 @@ import json
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ALGORITHMS, ROOT, launch
 from test_learns import metrics, same, weights
 
-from common.run import folders
+from common.errors import RunFailed
+from common.run import directory, folders
 
 WORKERS = ROOT / "tests/workers"
 pytestmark = pytest.mark.slow
@@ -67,6 +69,17 @@ def test_a_crashed_rank_is_restarted_and_a_signal_to_one_rank_stops_both(tmp_pat
 def test_killed_in_a_save_it_goes_on_as_if_nothing_had_happened():
     result = launch(ROOT / "scripts/kill_test.py", "--kills", 2, "--phases", "save", "--steps", 3)
     assert "2 of 2 killed runs ended as the uninterrupted one" in result.stdout
+
+
+def test_nodes_without_a_common_file_system_are_told_at_the_start(world, tmp_path, monkeypatch):
+    """Each would keep its own part of a checkpoint, which nobody could resume."""
+    monkeypatch.setattr(directory, "SHARED_SECONDS", 0.2)
+    elsewhere = SimpleNamespace(is_main=False, min=world.min)
+    with pytest.raises(RunFailed, match="--run-dir .*: a rank does not see what rank 0 writes there") as failed:
+        directory.check_shared(tmp_path, elsewhere)
+    assert failed.value.code == "not-shared"
+    directory.check_shared(tmp_path, world)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script, steps", [("kill_test.py", 1), ("bench/soak.py", 51)])

@@ -7,6 +7,7 @@ import torch
 from conftest import ROOT, launch
 from transformers import AutoModelForCausalLM
 
+from algos import sft
 from algos.sft import sft_loss
 from common.data import arithmetic
 from common.data.prompts import Prompt, Source, load
@@ -14,6 +15,7 @@ from common.data.suffix import that_fit
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
 from common.rewards import grade_gsm8k
+from common.run import checkpoint
 
 
 def test_loss_is_the_mean_over_response_tokens():
@@ -64,6 +66,14 @@ def test_right_samples_become_data_for_sft(tmp_path):
     assert all(known[row["prompt"]] == row["answer"] for row in rows)
     prompts = load((str(right),), Source(), "train", arithmetic.tokenizer(), 64)
     assert [prompt.solution for prompt in prompts] == [row["solution"] for row in rows]
+
+
+def test_positions_of_the_model_are_a_limit(tmp_path, capsys):
+    rows = [{"prompt": "1+1=", "solution": "2" * n} for n in (10, 300)]  # the embedded model has 256 positions
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saving = checkpoint.Saving(dry_run=True)
+    sft.main(sft.Args(dataset=(str(tmp_path / "rows.jsonl"),), output=str(tmp_path / "out"), saving=saving))
+    assert "left out 1 of 2 rows with more than 256 tokens" in capsys.readouterr().out
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(capsys):

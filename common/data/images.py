@@ -130,13 +130,16 @@ def process(model_path: str, text: str, pictures: list[Image.Image]) -> dict[str
     return processor(model_path)(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
 
 
-def same_for(model_path: str, ids: ImageIds) -> bool:
-    """Whether another model's processor makes the same ids and tensors of a prompt."""
-    theirs, ours = process(model_path, ids.text, ids.pictures()), tensors(ids)
-    if theirs["input_ids"][0].tolist() != list(ids):
-        return False
+def check_same(model_path: str, ids: ImageIds) -> None:
+    """Refuse a model whose processor makes other ids or tensors of a prompt than the policy's. Raises BadInput."""
+    try:
+        theirs, ours = process(model_path, ids.text, ids.pictures()), tensors(ids)
+    except REFUSALS as error:
+        raise BadInput(f"--model {model_path}: its processor refuses a prompt: {first_line(error)}") from None
     found = {name: value for name, value in theirs.items() if name not in NO_TENSORS}
-    return found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
+    same = found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
+    if not same or theirs["input_ids"][0].tolist() != list(ids):
+        raise BadInput(f"--model {model_path}: its processor makes other tokens or pixels of images than the policy's")
 
 
 @lru_cache(maxsize=4096)
@@ -221,8 +224,6 @@ def reader(
         if is_named and lookup(row, column, absent) is absent:
             raise missing(where, row, column, is_usual=False)
         found = lookup(row, column)
-        if not is_named and found is None and row.get("image"):
-            raise BadInput(f'{where}: has "image" and no "images"; --columns images=image shows it to the model')
         values = found if isinstance(found, list) else [found] if found else []
         row, inside = without(row, column), []
         usual = next((name for name in ("prompt", "question", *CONVERSATIONS, pair[0]) if name in row), "prompt")
@@ -232,6 +233,8 @@ def reader(
             row = changed(row, name, lambda messages: as_texts(where, messages, []))
         refuse_placeholders(where, row, columns, list(placeholders.values()))
         values = values or [value for value in inside if value is not None]
+        if not is_named and not values and is_image(row.get("image"), folder):
+            raise BadInput(f'{where}: has "image" and no "images"; --columns images=image shows it to the model')
         files = [read_image(where, value, folder) for value in values]
         if files and not tokenizer.chat_template:
             said = f"--model {model_path}: has no chat template, which says where images stand in a prompt"
@@ -296,6 +299,14 @@ def refuse_placeholders(where: str, row: dict, columns: dict[str, str], placehol
         for placeholder in placeholders:
             if isinstance(value, str) and placeholder in value:
                 raise BadInput(f'{where}: a response in "{column}" has {placeholder}, which stands for an image')
+
+
+def is_image(value: Any, folder: Path) -> bool:
+    """Whether read_image() can read the value."""
+    try:
+        return value is not None and bool(read_image("", value, folder))
+    except BadInput:
+        return False
 
 
 def read_image(where: str, value: Any, folder: Path) -> bytes:

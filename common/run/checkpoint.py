@@ -92,8 +92,6 @@ class Saver:
         """
         saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
         self.done = self.saved = saved["step"]
-        if self.world.min(self.dtype.itemsize) != self.world.max(self.dtype.itemsize):
-            raise BadInput("--dtype auto: one rank is faster in float32 and another in bfloat16; name one of them")
         if self.world.min(self.done) != self.world.max(self.done):
             said = f"--resume: this rank finds step {self.done}, other ranks another one; they need one file system"
             raise RunFailed(said, code="not-shared")
@@ -109,7 +107,7 @@ class Saver:
             raise BadInput(f"--resume {folder}: was saved with {said_of(then)}, and this run has {said_of(now)}")
         then, now = saved.get("trained"), self.trained_parameters()
         if then not in (None, now):  # None in checkpoints of older versions
-            frozen = "--train-vision and --freeze-router must be as they were"
+            frozen = "--model, --train-vision and --freeze-router must be as they were"
             raise BadInput(f"--resume {folder}: trained {then:,} parameters, and this run trains {now:,}; {frozen}")
         if self.engine:
             self.engine.sleep()  # states() makes gradients and moments, which have no room beside an awake engine

@@ -139,8 +139,9 @@ def check_model(
 
 
 def positions_of(model_path: str) -> int:
-    """Positions of the model that a run can use. With longrope they are those of its short frequencies: transformers
-    takes the long ones for a whole packed row as soon as one of its sequences needs them, and vLLM always.
+    """Positions of the model that a run can train on. With longrope they are those of its short frequencies:
+    transformers takes the long ones for a whole packed row as soon as one of its sequences needs them, and vLLM for
+    all sequences if the longest could need them.
     """
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -149,13 +150,22 @@ def positions_of(model_path: str) -> int:
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
-def total_tokens(model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model") -> int:
-    """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions."""
-    total, positions = max(len(prompt.ids) for prompt in prompts) + max_response_tokens, positions_of(model_path)
+def total_tokens(
+    model_path: str, prompts: list[Prompt], max_response_tokens: int, flag: str = "--model", trains: bool = True
+) -> int:
+    """Tokens of the longest prompt plus the longest response. Raises BadInput if the model has fewer positions.
+
+    trains: False for an engine alone, which can use all positions.
+    """
+    total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    there = getattr(config, "max_position_embeddings", sys.maxsize)
+    positions = positions_of(model_path) if trains else there
     if total > positions:
+        short = f" to train on (longrope: of its {there}, those of its short frequencies)" if positions < there else ""
         raise BadInput(
             f"--max-response-tokens {max_response_tokens}: with prompts of up to {total - max_response_tokens} tokens "
-            f"that is {total}, and {flag} has {positions} positions"
+            f"that is {total}, and {flag} has {positions} positions{short}"
         )
     return total
 
@@ -176,15 +186,14 @@ def check_companion(
     seen = next((prompt.ids for prompt in prompts if hasattr(prompt.ids, "images")), None)
     if seen and not image_tokens(config):
         raise BadInput(f"{flag} {model_path}: sees no images, and prompts have some")
-    if seen:
-        from common.data import images
-
-        if not images.same_for(model_path, seen):
-            raise BadInput(f"{flag} {model_path}: its processor makes other tokens or pixels of images than --model's")
     total_tokens(model_path, prompts, max_response_tokens, flag)
     try:
         check_heads(config, ranks, model_path)
         check_model(model_path, tokenizer, prompts)
+        if seen:
+            from common.data import images
+
+            images.check_same(model_path, seen)
     except BadInput as error:
         raise BadInput(str(error).replace(f"--model {model_path}", f"{flag} {model_path}"), code=error.code) from None
 

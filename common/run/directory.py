@@ -9,19 +9,22 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from common.data.json_lines import is_count, is_number, read, read_object
-from common.errors import BadInput, redacted, say
+from common.errors import BadInput, RunFailed, redacted, say
 from common.placement import World
 from common.run import folders, trackers
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = "lays out the work: metrics differ by rounding, and by which rank samples which response"
+SHARED_SECONDS = 20.0  # in which a file that one node has written is to be seen on the others
 MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all other flags must stay
     "steps": "the last step; must stay with --schedule linear, where the learning rate of each step depends on it",
     "run_dir": "one directory can have several names",
@@ -83,6 +86,25 @@ def check_writable(named: str, flag: str = "--run-dir") -> None:
             pass
     except OSError as error:
         raise BadInput(f"{flag} {named or 'runs'}: {existing} cannot be written to: {error.strerror}") from None
+
+
+def check_shared(run_dir: Path, world: World) -> None:
+    """Raise RunFailed on all ranks unless all of them see what rank 0 writes there. Collective."""
+    chosen = [f".seen-by-all-ranks-{time.time_ns()}"]
+    dist.broadcast_object_list(chosen, src=0)
+    mark = run_dir / chosen[0]
+    if world.is_main:
+        mark.touch()
+    dist.barrier()
+    latest = time.monotonic() + SHARED_SECONDS
+    while not mark.exists() and time.monotonic() < latest:
+        time.sleep(0.1)
+    seen = world.min(mark.exists())
+    if world.is_main:
+        mark.unlink()
+    if not seen:
+        said = f"--run-dir {run_dir}: a rank does not see what rank 0 writes there; all nodes need one file system"
+        raise RunFailed(said, code="not-shared")
 
 
 def leave_if_done(args, resume: Path | None) -> None:

@@ -29,6 +29,7 @@ FACTS = {  # each fact of state.json -> whether a value is one that a save write
     "lora": lambda lora: lora is None or lora.keys() == {"base", "rank", "alpha"},
     "files": lambda files: all(map(is_count, files.values())),
 }
+LATER = {"trained": is_count}  # facts that checkpoints of older versions lack
 
 
 def complete(run_dir: Path) -> list[Path]:
@@ -44,9 +45,10 @@ def state(folder: Path, needed: tuple[str, ...] = ("step",)) -> dict:
     """The facts in state.json of a complete checkpoint. Raises BadInput if one of `needed` is missing, or is none."""
     file = folder / "state.json"
     facts = read_object(file, code="checkpoint-damaged")
-    for name in (*needed, *(FACTS.keys() & facts.keys())):
+    known = FACTS | LATER
+    for name in (*needed, *(known.keys() & facts.keys())):
         try:
-            sound = FACTS[name](facts[name])
+            sound = known[name](facts[name])
         except (KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
@@ -130,7 +132,7 @@ def size(count: float) -> str:
 def write(path: Path, text: str | Iterable[str]) -> None:
     """Replace a file in one moment: a process that is killed here leaves the old text or the new text.
 
-    text: or its lines, which need not fit into memory together.
+    text: one string, or lines that need not fit into memory together.
     """
     scratch = path.with_name(path.name + ".new")
     with open(scratch, "w", encoding="utf-8") as file:

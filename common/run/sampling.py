@@ -4,6 +4,7 @@ An algorithm file defines `sample(step, draw) -> Batch`. `draw` gives it prompts
 With `--max-inflight-batches 2` sample() runs in a thread, whose `draw` has its own process group and its own metrics.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -75,8 +76,10 @@ class Draw:
         """
         return self.reward.ahead(prompts, self.tokenizer, self.step, self.loader.seed)
 
-    def grade(self, prompts: list[Prompt], rollout: Rollout, grading=None, *, figures: bool = True) -> Batch:
-        """Grade all responses. Collective: every rank calls it. Raises RunFailed.
+    def grade(
+        self, prompts: list[Prompt], rollout: Rollout, grading=None, *, figures: bool = True, at_least=-math.inf
+    ) -> Batch:  # fmt: skip
+        """Grade all responses. Collective: every rank calls it. Raises RunFailed, also for a score below `at_least`.
 
         grading: the function from grade_early(), if it was used. figures: False keeps the responses out of the metrics
         reward/, group/ and response/.
@@ -86,6 +89,10 @@ class Draw:
             add = self.add if figures else None
             results = self.reward.score(prompts, texts, rollout, self.world, self.step, add, grading)
         batch = Batch.of(rollout, prompts, texts, results)
+        lowest = self.world.min(batch.scores.min()) if at_least > -math.inf else 0.0
+        if lowest < at_least:
+            said = f"step {self.step}: a response scored {lowest:.3g}, and this algorithm needs {at_least:g} or more"
+            raise RunFailed(f"{said}; change --reward or its weight", code="reward-failed")
         if figures:
             self.figures.rollout(batch.scores, len(texts) // len(prompts), batch)
             if rollout.episodes is not None:

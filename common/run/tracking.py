@@ -17,7 +17,7 @@ from common.errors import RunFailed, in_phase, redacted
 from common.placement import World
 from common.rollout.rollout import Rollout
 from common.run import folders, traces, trackers
-from common.run.directory import describe, flags, read_metrics
+from common.run.directory import check_shared, describe, flags, read_metrics
 from common.run.guards import Trends
 
 REPORT_SECONDS = 60.0
@@ -129,9 +129,11 @@ class Tracker(Figures):
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
+        if world.is_main:
+            (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+        check_shared(self.run_dir, world)
         if not world.is_main:
             return
-        (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl") if start else []:
             # A resumed run repeats the steps after its checkpoint.
             if int(file.stem.rpartition("_")[2]) > start:

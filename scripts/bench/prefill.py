@@ -51,7 +51,7 @@ def start(args: Args, changes: dict) -> None:
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(
         "vllm", args.model, stops, placement.init(0), getattr(torch, args.dtype),
-        max_model_len=checks.total_tokens(args.model, prompts, args.max_response_tokens),
+        max_model_len=checks.total_tokens(args.model, prompts, args.max_response_tokens, trains=False),
         sequences=args.prompts * args.group_size,
     )  # fmt: skip
 
