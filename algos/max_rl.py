@@ -14,7 +14,7 @@ more. With G responses its expectation is the gradient of the first G - 1 terms 
 Differs from dr_grpo.py: the division by the group's mean, for which rewards must not be negative.
 
 Differs from the paper: PPO's ratio and clip, where the paper is on-policy; a step's first update is the same.
-Negative rewards are refused, because mean(R) would no longer be a probability.
+A negative reward ends the run, because mean(R) would no longer be a probability.
 
 Run:    python algos/max_rl.py                                          (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/max_rl.py --model Qwen/Qwen2.5-Math-1.5B --dataset math --reward math

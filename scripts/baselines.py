@@ -66,6 +66,7 @@ RUNS = {
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("guess", "ppo"): "--steps 60",
+    ("sums", "grpo-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
     ("sums", "reinforce_pp"): "--steps 20",
@@ -83,6 +84,7 @@ OFFLINE = {
     ("sums", "rejection"): REJECTED["prompts"] * REJECTED["n"],
     ("sums", "sft"): 0,
     ("gcd", "sft"): 0,
+    ("reverse", "sft"): 0,
 }
 SFT = f"algos/sft.py --model {SMOLLM2} --dtype float32 --learning-rate 2e-5 --steps {{}}"  # of 64 answers each
 TO_FOLDER = "--output {folder}/model --run-dir {folder}/run"
@@ -91,6 +93,10 @@ UNTRAINED += f"--prompts {REJECTED['prompts']} --n {REJECTED['n']} --max-respons
 CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ("sums", "sft"): [f"{SFT.format(100)} {TO_FOLDER} --dataset sums"],
     ("gcd", "sft"): [f"{SFT.format(40)} {TO_FOLDER} --dataset gcd"],
+    ("reverse", "sft"): [  # more of what made the start; run it with seed 1, as seed 0 begins with the start's problems
+        f"algos/sft.py --model {REVERSE_START} --dtype float32 --dataset reverse --steps 20 --learning-rate 5e-5 "
+        f"--warmup-steps 2 {TO_FOLDER}"
+    ],
     ("sums", "rejection"): [
         UNTRAINED + "--save-right {folder}/right.jsonl",
         f"{SFT.format(40)} {TO_FOLDER} --dataset {{folder}}/right.jsonl",  # nine epochs of some 300 right responses
@@ -168,8 +174,9 @@ def train(task: str, run: str, seed: int) -> None:
 
 def prepare(task: str, run: str) -> None:
     """Make the models of MADE that a run names and that are not there."""
+    named = [flags(task, run), *CONTROLS.get((task, run), [])]
     for folder, words in MADE.items():
-        if folder in flags(task, run).split() and not (ROOT / folder / "model.safetensors").is_file():
+        if folder in " ".join(named).split() and not (ROOT / folder / "model.safetensors").is_file():
             subprocess.run([sys.executable, *words.split()], check=True, cwd=ROOT)
 
 
@@ -303,15 +310,18 @@ def table(task: str, best: bool = False) -> str:
 def table_lines(task: str, best: bool) -> Iterator[str]:
     sampled_too, plays = task in STARTS, task in arithmetic.WITH_ENVIRONMENT
     more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if sampled_too else ""
+    measured = {name: ".1%" for name in ("sampled", f"pass@{SAMPLES}")}
+    if graded := "--reward" in RECIPES[task]:  # a score between right and wrong
+        more += " reward, greedy | reward, sampled |"  # of held-out answers
+        measured |= {"greedy_reward": ".3f", "sampled_reward": ".3f"}
     more = " turns before | after, each seed |" if plays else more
     timed = sampled_too or not best
     yield (
         f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses |"
         + timed * " minutes |"
     )
-    yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too or plays)
-    measured = ("sampled", f"pass@{SAMPLES}")
-    samples = lambda found: "".join(f" {found[name]:.1%} |" for name in measured)
+    yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too + plays + graded)
+    samples = lambda found: "".join(f" {found[name]:{form}} |" for name, form in measured.items())
     if sampled_too:
         untrained = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in untrained.values())
