@@ -353,7 +353,8 @@ def test_a_reply_that_comes_byte_by_byte(serve, first, byte):
     began = time.monotonic()
     result = ask(serve(drip(first, byte)))
     assert result.score is None and time.monotonic() - began < 3
-    assert "no whole reply within 0.6 s" in result.info["error"] or "ProtocolError" in result.info["error"]
+    said = ("no whole reply within 0.6 s", "ProtocolError", "ReadTimeout")  # the last if this machine is busy
+    assert any(reason in result.info["error"] for reason in said)
 
 
 def one_line_or_error(call) -> str:
