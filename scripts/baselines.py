@@ -66,6 +66,7 @@ RUNS = {
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("guess", "ppo"): "--steps 60",
+    ("gcd", "grpo-long"): "--steps 120",
     ("sums", "grpo-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
