@@ -270,6 +270,10 @@ def test_positions_of_longrope_are_those_of_its_short_frequencies(models, tmp_pa
     sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
     Phi3Config(hidden_size=64, num_attention_heads=4, rope_parameters=rope, **sizes).save_pretrained(tmp_path)
     assert (checks.positions_of(str(tmp_path)), checks.positions_of(models["untied"])) == (64, 256)
+    prompts = [Prompt("x", "", [1] * 6, "")]
+    assert checks.total_tokens(str(tmp_path), prompts, 100, trains=False) == 106  # an engine alone uses all positions
+    with pytest.raises(BadInput, match=r"is 106, and --model has 64 positions to train on \(longrope: of its 256"):
+        checks.total_tokens(str(tmp_path), prompts, 100)
 
 
 def test_pickled_weights_are_refused_unless_safetensors_are_there_too(models, tmp_path):

@@ -138,14 +138,14 @@ def check_model(
         )
 
 
-def positions_of(model_path: str) -> int:
-    """Positions of the model that a run can train on. With longrope they are those of its short frequencies:
+def positions_of(model_path: str, trains: bool = True) -> int:
+    """Positions of the model, or those that a run can train on. With longrope these are those of its short frequencies:
     transformers takes the long ones for a whole packed row as soon as one of its sequences needs them, and vLLM for
     all sequences if the longest could need them.
     """
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    if trains and rope.get("rope_type") == "longrope":
         return rope["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
@@ -158,9 +158,7 @@ def total_tokens(
     trains: False for an engine alone, which can use all positions.
     """
     total = max(len(prompt.ids) for prompt in prompts) + max_response_tokens
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    there = getattr(config, "max_position_embeddings", sys.maxsize)
-    positions = positions_of(model_path) if trains else there
+    positions, there = positions_of(model_path, trains), positions_of(model_path, trains=False)
     if total > positions:
         short = f" to train on (longrope: of its {there}, those of its short frequencies)" if positions < there else ""
         raise BadInput(
