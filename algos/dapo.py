@@ -30,9 +30,11 @@ from typing import Literal
 import torch
 
 from common import errors, placement, weight_sync
+from common.data.prompts import Prompt
 from common.rollout import engines
-from common.run import job
-from common.run.sampling import Batch, Draw
+from common.rollout.rollout import Rollout
+from common.run import guards, job
+from common.run.sampling import Batch, PromptSampler
 from common.trainer import batching, model
 
 
@@ -53,7 +55,7 @@ class Args(job.Flags):
     clip_dual: float = 10.0  # c: the loss of a token with A < 0 is at most -A c.
     overlong_cache: int = 128  # L_c: the last tokens before the limit cost more and more. 0: only the limit costs.
     # optimization
-    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. --prompts-per-step must be a multiple of it.
     epochs: int = 1  # Passes over each rollout, in the same order.
     learning_rate: float = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
@@ -83,7 +85,10 @@ def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6
 def overlong_penalty(lengths: torch.Tensor, max_len: int, cache_len: int, factor: float = 1.0) -> torch.Tensor:
     """(N,) -> (N,): 0 up to max_len - cache_len tokens, then linearly down to -factor at max_len (eq. 13)."""
     over = lengths - (max_len - cache_len)
-    share = over / cache_len if cache_len else (lengths >= max_len).float()
+    if cache_len:
+        share = over / cache_len
+    else:
+        share = (lengths >= max_len).float()  # only a response that is cut off costs
     return -factor * share.clamp(0, 1)
 
 
@@ -103,19 +108,20 @@ def policy_loss(
     clip_high: float,
     clip_dual: float,
     denominator: float,
-    weights: torch.Tensor | float = 1.0,
+    token_weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All are (n, T), advantages are (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
-    weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights().
     """
-    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
     advantages = advantages[:, None]  # (n, 1)
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     per_token = torch.where(advantages < 0, torch.min(per_token, -advantages * clip_dual), per_token)
-    per_token = weights * per_token
+    per_token = token_weights * per_token
     return (per_token * response_mask).sum() / denominator
 
 
@@ -125,7 +131,8 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
     The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
-    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
+    log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
+    return log_weights.clamp(-20, 20).exp().clamp(max=cap)
 
 
 @torch.no_grad()
@@ -133,11 +140,12 @@ def clipped_tokens(
     logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high, clip_dual
 ) -> torch.Tensor:
     """How many response tokens have no gradient because their ratio was clipped."""
+    response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
     advantages = advantages[:, None]  # (n, 1)
-    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    clipped = clipped | ((advantages < 0) & (ratio > clip_dual))
-    return (clipped & response_mask).sum()
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & ((ratio < 1 - clip_low) | (ratio > clip_dual))
+    return ((too_high | too_low) & response_mask).sum()
 
 
 def check_args(args: Args) -> None:
@@ -154,91 +162,142 @@ def check_args(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_args(args)
+    # Reads and checks the whole input, before any model is loaded.
     plan = job.prepare(args, models=["policy"])
     if max(plan.reward.weights.get(name, 0.0) for name in ("dapo", "dapo-lenient")) > 0.5:
         raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
     if args.saving.dry_run:
         return
+
+    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
     policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+        policy.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
     )
     engine = engines.start(
-        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
-        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
-    )  # fmt: skip
+        args.rollout_backend,
+        args.model,
+        plan.stop_token_ids,
+        world,
+        plan.dtype,
+        max_model_len=plan.max_model_len,
+        sequences=plan.sequences,
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
+    )
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
     run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
     tracker = run.tracker
 
-    def sample(step: int, draw: Draw) -> Batch:
+    def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
-        generate = lambda prompts, place, grading: engine.generate(
-            [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-            seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading, reply=grading.reply,
-        )  # fmt: skip
+
+        def generate(prompts: list[Prompt], draw: int, grading) -> Rollout:
+            return engine.generate(
+                [prompt.ids for prompt in prompts],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
+                done=grading,
+                reply=grading.reply,
+            )
+
         # Dynamic sampling: draw prompts until enough of them pass the filter.
-        batch = draw.until_full(
-            generate, keep_groups, wanted=args.prompts_per_step, most=args.max_gen_batches,
-            prompts_per_draw=args.gen_prompts or args.prompts_per_step, kept="with both right and wrong responses",
-        )  # fmt: skip
-        engine.sleep()
+        batch = sampler.until_full(
+            generate,
+            keep_groups,
+            wanted=args.prompts_per_step,
+            prompts_per_draw=args.gen_prompts or args.prompts_per_step,
+            max_draws=args.max_gen_batches,
+            filter_in_words="with both right and wrong responses",
+        )
+        engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
         return batch
 
     for step, batch in run.steps(sample):
-        lengths = batch.lengths  # (N,)
-        penalty = overlong_penalty(lengths=lengths, max_len=args.max_response_tokens, cache_len=args.overlong_cache)
-        advantages = compute_advantages(rewards=2 * batch.scores - 1 + penalty, group_size=args.group_size)  # (N,)
-        # A row of advantage 0 has no gradient: it counts in the denominator and skips the forward.
-        needed = advantages != 0  # (N,)
-        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
+        penalty = overlong_penalty(
+            lengths=batch.lengths,
+            max_len=args.max_response_tokens,
+            cache_len=args.overlong_cache,
+        )  # (N,)
+        rewards = 2 * batch.scores - 1 + penalty  # (N,)
+        advantages = compute_advantages(rewards=rewards, group_size=args.group_size)  # (N,)
 
-        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
-            later = needed.index_fill(0, mini_batches[0], False)  # (N,)
-            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+        # A row with advantage 0 has no gradient, so it skips the forward. The denominator still counts it.
+        # If you add a loss term that does not depend on the advantages, use all rows: batch.response_mask.any(1).
+        has_gradient = advantages != 0  # (N,)
+
+        # The rollout is packed once. The same micro-batches serve all log-probs and the training.
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, args.compute, world)
+        micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
+
+        with tracker.time("logprobs"):
+            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for update, rows in enumerate(mini_batches * args.epochs):
-                # The denominator counts the rows of all ranks, and also those that skip the forward.
-                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
-                micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
-                for micro in micro_batches:
-                    model.accumulate(policy, last=micro is micro_batches[-1])
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
-                    if update == 0:
-                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
-                    weights = 1.0
+
+            for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+
+                for micro in mini_batch.micro_batches:
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    token_weights = 1.0
                     if args.tis_cap:
-                        weights = rollout_weights(
-                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                        token_weights = rollout_weights(
+                            old_logprobs=old_logprobs[micro.rows],
+                            rollout_logprobs=batch.rollout_logprobs[micro.rows],
+                            response_mask=micro.response_mask,
                             cap=args.tis_cap,
-                        )  # fmt: skip
+                        )  # (n, T)
                     loss = policy_loss(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip_low,
+                        clip_high=args.clip_high,
                         clip_dual=args.clip_dual,
-                    )  # fmt: skip
-                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                        denominator=denominator,
+                        token_weights=token_weights,
+                    )
+                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+
                     clipped = clipped_tokens(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip_low, clip_high=args.clip_high, clip_dual=args.clip_dual,
-                    )  # fmt: skip
-                    tracker.update(loss, entropy, mask, clipped)
-                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
-                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip_low,
+                        clip_high=args.clip_high,
+                        clip_dual=args.clip_dual,
+                    )
+                    tokens = micro.response_mask.sum()
+                    tracker.loss("loss/policy", loss, micro)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
+                    tracker.mean("train/clip_frac", clipped, tokens)
+
+                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
+                    continue
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+                tracker.mean("train/grad_norm", grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         with tracker.time("sync"):
-            weight_sync.push(policy, engine)
-        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+            weight_sync.push(policy, engine)  # the engine wakes with the new weights
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=has_gradient)
     run.close()
 
 

@@ -35,7 +35,7 @@ from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, job, memory, offline, ranges
+from common.run import checkpoint, checks, guards, job, memory, offline, ranges
 from common.trainer import batching, model
 
 
@@ -81,7 +81,7 @@ def implicit_rewards(logprobs, ref_logprobs, response_mask, beta: float) -> torc
 
     ref_logprobs: (P, 2), already summed.
     """
-    return beta * (torch.where(response_mask, logprobs, 0.0).sum(1).view(-1, 2) - ref_logprobs)
+    return beta * (torch.where(response_mask.bool(), logprobs, 0.0).sum(1).view(-1, 2) - ref_logprobs)
 
 
 def dpo_loss(rewards: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -145,22 +145,24 @@ def main(args: Args) -> None:
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, together=2)
         for micro in micro_batches:
-            model.accumulate(policy, last=micro is micro_batches[-1])
-            logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)  # (2n, T)
+            logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (2n, T)
             rewards = implicit_rewards(
-                logprobs=logprobs, ref_logprobs=ref_logprobs[micro.rows[::2] // 2], response_mask=micro.response_mask,
+                logprobs=logprobs,
+                ref_logprobs=ref_logprobs[micro.rows[::2] // 2],
+                response_mask=micro.response_mask,
                 beta=args.beta,
-            )  # (n, 2)  # fmt: skip
+            )  # (n, 2)
             real = micro.response_mask.any(1)[::2]  # (n,) False in a micro-batch that only keeps the ranks in step
             loss = (dpo_loss(rewards=rewards, label_smoothing=args.label_smoothing) * real).sum() / args.batch_size
-            (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
-            tracker.add("train/loss", loss.detach() * world.size, 0)
+            loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+            tracker.loss("train/loss", loss, micro)
             chosen, rejected = rewards.detach().unbind(1)  # (n,) each
-            tracker.add("reward/chosen", (chosen * real).sum(), real.sum())
-            tracker.add("reward/rejected", (rejected * real).sum(), real.sum())
-            tracker.add("reward/accuracy", ((chosen > rejected) * real).sum(), real.sum())
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        tracker.grad_norm(step, grad_norm, loss="train/loss")  # stops the run before NaN reaches the weights
+            tracker.mean("reward/chosen", (chosen * real).sum(), real.sum())
+            tracker.mean("reward/rejected", (rejected * real).sum(), real.sum())
+            tracker.mean("reward/accuracy", ((chosen > rejected) * real).sum(), real.sum())
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+        guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+        tracker.mean("train/grad_norm", grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()

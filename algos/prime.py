@@ -33,9 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from common import errors, placement, weight_sync
+from common.data.prompts import Prompt
 from common.rollout import engines
-from common.run import job
-from common.run.sampling import Batch, Draw
+from common.rollout.rollout import Rollout
+from common.run import guards, job
+from common.run.sampling import Batch, PromptSampler
 from common.trainer import batching, model
 
 
@@ -56,7 +58,7 @@ class Args(job.Flags):
     beta: float = 0.05  # Scale of the process reward.
     c_process: float = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
-    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. --prompts-per-step must be a multiple of it.
     learning_rate: float = 1e-6  # Peak learning rate of the policy.
     prm_learning_rate: float = 1e-6  # Learning rate of the process reward model; it stays constant.
     schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
@@ -74,14 +76,14 @@ def implicit_rewards(
     prm_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor, beta: float
 ) -> torch.Tensor:
     """(N, T): process rewards beta (log phi - log ref), 0 outside the mask."""
-    return beta * torch.where(response_mask, prm_logprobs - ref_logprobs, 0.0)
+    return beta * torch.where(response_mask.bool(), prm_logprobs - ref_logprobs, 0.0)
 
 
 def prm_loss(prm_logprobs, ref_logprobs, response_mask, beta: float, correct) -> torch.Tensor:
     """(n,): cross entropy of sigmoid(sum of process rewards) against correct (n,), 0 or 1; 0 for an empty row."""
     scores = implicit_rewards(prm_logprobs, ref_logprobs, response_mask, beta).sum(1)
     loss = F.binary_cross_entropy_with_logits(scores, correct.to(scores.dtype), reduction="none")
-    return loss * response_mask.any(1)
+    return loss * response_mask.bool().any(1)
 
 
 def normalize(process_rewards: torch.Tensor, response_mask: torch.Tensor, largest=float) -> torch.Tensor:
@@ -89,8 +91,9 @@ def normalize(process_rewards: torch.Tensor, response_mask: torch.Tensor, larges
 
     largest: maximum of a number over the ranks (World.max). The default, float, is for the rows of one rank.
     """
-    to_come = torch.where(response_mask, process_rewards, 0.0).flip(1).cumsum(1).flip(1)
-    return process_rewards / (largest((to_come * response_mask).abs().max()) + 1e-6)
+    to_come = torch.where(response_mask.bool(), process_rewards, 0.0).flip(1).cumsum(1).flip(1)
+    scale = largest((to_come * response_mask).abs().max())
+    return process_rewards / (scale + 1e-6)
 
 
 def compute_advantages(
@@ -102,6 +105,7 @@ def compute_advantages(
     c_outcome: float = 1.0,
 ) -> torch.Tensor:
     """Process rewards (N, T), outcomes (N,) -> (N, T), minus the mean of the group's other responses. Not whitened."""
+    response_mask = response_mask.bool()
     process_rewards = torch.where(response_mask, process_rewards, 0.0)
     means = process_rewards.sum(1) / response_mask.sum(1).clamp(min=1)  # (N,)
 
@@ -121,18 +125,25 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
+    response_mask = response_mask.bool()
     count = total(response_mask.sum())
     mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask, advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
     is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
+    if is_rounding:
+        return torch.zeros_like(centred)
+    return centred * (variance + 1e-8) ** -0.5
 
 
 def keep_groups(correct: torch.Tensor, min_accuracy: float, max_accuracy: float) -> torch.Tensor:
     """(B, G) bool -> (B,) bool: groups whose share of right responses is within the bounds, bounds included."""
-    right, size = correct.sum(dim=1), correct.shape[1]
-    return (right >= math.ceil(min_accuracy * size - 1e-9)) & (right <= math.floor(max_accuracy * size + 1e-9))
+    right = correct.sum(dim=1)  # (B,)
+    group_size = correct.shape[1]
+    # 1e-9: as floats, 0.1 * 10 may be a little more or less than 1, but it has to count as 1.
+    fewest = math.ceil(min_accuracy * group_size - 1e-9)
+    most = math.floor(max_accuracy * group_size + 1e-9)
+    return (right >= fewest) & (right <= most)
 
 
 def policy_loss(
@@ -144,17 +155,18 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     denominator: float,
-    weights: torch.Tensor | float = 1.0,
+    token_weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
-    weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights().
     """
-    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    per_token = weights * per_token
+    per_token = token_weights * per_token
     return (per_token * response_mask).sum() / denominator
 
 
@@ -164,15 +176,18 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
     The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
-    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
+    log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
+    return log_weights.clamp(-20, 20).exp().clamp(max=cap)
 
 
 @torch.no_grad()
 def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
     """How many response tokens have no gradient because their ratio was clipped."""
+    response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    return (clipped & response_mask).sum()
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & (ratio < 1 - clip_low)
+    return ((too_high | too_low) & response_mask).sum()
 
 
 @torch.no_grad()
@@ -182,10 +197,13 @@ def ranked_pairs(scores: torch.Tensor, correct: torch.Tensor, group_size: int) -
     A pair is a right and a wrong response to one prompt. It is ranked right if the right one has the larger score, and
     half right if both have the same, as in the first step, when phi is the reference.
     """
-    scores, right = scores.view(-1, group_size), correct.view(-1, group_size) > 0.5  # (B, G)
+    scores = scores.view(-1, group_size)  # (B, G)
+    right = correct.view(-1, group_size) > 0.5  # (B, G)
     pairs = right[:, :, None] & ~right[:, None, :]  # (B, G, G)
-    ahead, behind = scores[:, :, None], scores[:, None, :]
-    return (pairs * ((ahead > behind) + 0.5 * (ahead == behind))).sum(), pairs.sum()
+    first = scores[:, :, None]
+    second = scores[:, None, :]
+    ranked_right = (first > second) + 0.5 * (first == second)  # (B, G, G)
+    return (pairs * ranked_right).sum(), pairs.sum()
 
 
 def check_args(args: Args) -> None:
@@ -199,132 +217,195 @@ def check_args(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_args(args)
+    # Reads and checks the whole input, before any model is loaded.
     plan = job.prepare(args, models=["policy", "prm", "reference"])
     unused = [name for name, weight in [*plan.reward.weights.items()][1:] if weight]
     if unused:
         raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME learns from the first reward's right or wrong alone")
     if args.saving.dry_run:
         return
+
+    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
     policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+        policy.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
     )
     ref_policy = model.load_reference(
-        policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+        policy,
+        args.model,
+        world,
+        plan.dtype,
+        args.compute,
+        offload=args.offload != "none",  # "others" offloads all models but the policy
     )
     prm = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
     prm_optimizer = torch.optim.AdamW(
-        prm.parameters(), lr=args.prm_learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+        prm.parameters(),
+        lr=args.prm_learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
     )
     engine = engines.start(
-        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
-        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
-    )  # fmt: skip
-    run = job.start(plan, world, engine, {"policy": (policy, optimizer), "prm": (prm, prm_optimizer)})
+        args.rollout_backend,
+        args.model,
+        plan.stop_token_ids,
+        world,
+        plan.dtype,
+        max_model_len=plan.max_model_len,
+        sequences=plan.sequences,
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
+    )
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
+    trained = {"policy": (policy, optimizer), "prm": (prm, prm_optimizer)}
+    run = job.start(plan, world, engine, trained)
     tracker = run.tracker
 
-    def sample(step: int, draw: Draw) -> Batch:
+    def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
-        generate = lambda prompts, place, grading: engine.generate(
-            [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-            seed=args.seed * 2**20 + step * args.max_gen_batches + place, done=grading, reply=grading.reply,
-        )  # fmt: skip
+
+        def generate(prompts: list[Prompt], draw: int, grading) -> Rollout:
+            return engine.generate(
+                [prompt.ids for prompt in prompts],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
+                done=grading,
+                reply=grading.reply,
+            )
+
         # Dynamic sampling: draw prompts until enough of them pass the filter.
         low, high = args.accuracy_range
-        keep = partial(keep_groups, min_accuracy=low, max_accuracy=high)
-        batch = draw.until_full(
-            generate, keep, wanted=args.prompts_per_step, most=args.max_gen_batches,
+        batch = sampler.until_full(
+            generate,
+            partial(keep_groups, min_accuracy=low, max_accuracy=high),
+            wanted=args.prompts_per_step,
             prompts_per_draw=args.gen_prompts or args.prompts_per_step,
-            kept=f"answered right at a rate within [{low}, {high}]",
-        )  # fmt: skip
-        engine.sleep()
+            max_draws=args.max_gen_batches,
+            filter_in_words=f"answered right at a rate within [{low}, {high}]",
+        )
+        engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
         return batch
 
     for step, batch in run.steps(sample):
-        everything = torch.arange(len(batch), device=world.device)  # (N,)
-        mini_batches = everything.chunk(args.mini_batches)
+        # Every response has a gradient: its tokens have process rewards of their own.
+        has_gradient = torch.ones(len(batch), dtype=torch.bool, device=world.device)  # (N,)
 
-        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
-            later = torch.ones_like(everything, dtype=torch.bool).index_fill(0, mini_batches[0], False)  # (N,)
-            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+        # The rollout is packed once. The same micro-batches serve all log-probs and the training of both models.
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, args.compute, world)
+        micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
+
+        with tracker.time("logprobs"):
+            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
-            micro_batches = batching.pack(batch, everything, args.compute, world)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
         with tracker.time("prm"):
-            scores = model.frozen_logprobs(prm, batch, micro_batches, 1.0) - ref_logprobs  # Before training on it.
-            scores = torch.where(batch.response_mask, scores, 0.0).sum(1)  # (N,)
-            ranked = ranked_pairs(scores=scores, correct=batch.correct, group_size=args.group_size)
-            tracker.add("prm/pair_accuracy", *ranked)
-            for rows in mini_batches:
-                denominator = world.sum(len(rows))  # The number of responses on all ranks.
-                micro_batches = batching.pack(batch, rows, args.compute, world)
-                for micro in micro_batches:
-                    model.accumulate(prm, last=micro is micro_batches[-1])
-                    prm_logprobs, _ = model.response_logprobs(prm, micro, 1.0)
+            # How well does the process reward model rank these responses, which it has not been trained on?
+            prm_logprobs = model.frozen_logprobs(prm, batch, micro_batches, 1.0)  # (N, T)
+            scores = torch.where(batch.response_mask, prm_logprobs - ref_logprobs, 0.0).sum(1)  # (N,)
+            ranked_right, pairs = ranked_pairs(scores=scores, correct=batch.correct, group_size=args.group_size)
+            tracker.mean("prm/pair_accuracy", ranked_right, pairs)
+
+            for mini_batch in mini_batches:
+                denominator = world.sum(len(mini_batch.rows))  # responses
+                for micro in mini_batch.micro_batches:
+                    prm_logprobs, _ = model.response_logprobs(prm, micro, 1.0, with_entropy=False)  # (n, T)
                     losses = prm_loss(
-                        prm_logprobs=prm_logprobs, ref_logprobs=ref_logprobs[micro.rows], beta=args.beta,
-                        response_mask=micro.response_mask, correct=batch.correct[micro.rows],
-                    )  # (n,)  # fmt: skip
+                        prm_logprobs=prm_logprobs,
+                        ref_logprobs=ref_logprobs[micro.rows],
+                        response_mask=micro.response_mask,
+                        beta=args.beta,
+                        correct=batch.correct[micro.rows],
+                    )  # (n,)
                     loss = losses.sum() / denominator
-                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
-                    tracker.add("loss/prm", loss.detach() * world.size, 0)
-                grad_norm = torch.nn.utils.clip_grad_norm_(prm.parameters(), args.max_grad_norm)
-                tracker.grad_norm(step, grad_norm, "prm/grad_norm", "loss/prm")
+                    loss.backward()
+                    tracker.loss("loss/prm", loss, micro)
+                grad_norm = torch.nn.utils.clip_grad_norm_(prm.parameters(), args.max_grad_norm).full_tensor()
+                guards.stop_unless_finite(tracker, "prm/grad_norm", grad_norm)
+                tracker.mean("prm/grad_norm", grad_norm)
                 prm_optimizer.step()
                 prm_optimizer.zero_grad()
-            micro_batches = batching.pack(batch, everything, args.compute, world)
+
+            # The rewards come from the updated process reward model.
             prm_logprobs = model.frozen_logprobs(prm, batch, micro_batches, 1.0)  # (N, T)
         process_rewards = implicit_rewards(
-            prm_logprobs=prm_logprobs, ref_logprobs=ref_logprobs, response_mask=batch.response_mask, beta=args.beta
+            prm_logprobs=prm_logprobs,
+            ref_logprobs=ref_logprobs,
+            response_mask=batch.response_mask,
+            beta=args.beta,
         )  # (N, T)
-        process_rewards = normalize(process_rewards, batch.response_mask, world.max)
+        process_rewards = normalize(process_rewards, batch.response_mask, world.max)  # (N, T)
         advantages = compute_advantages(
-            process_rewards=process_rewards, correct=batch.correct, response_mask=batch.response_mask,
-            group_size=args.group_size, c_process=args.c_process,
-        )  # (N, T)  # fmt: skip
-        advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
+            process_rewards=process_rewards,
+            correct=batch.correct,
+            response_mask=batch.response_mask,
+            group_size=args.group_size,
+            c_process=args.c_process,
+        )  # (N, T)
+        advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for update, rows in enumerate(mini_batches):
-                # The denominator counts the rows of all ranks.
-                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
-                micro_batches = batching.pack(batch, rows, args.compute, world)
-                for micro in micro_batches:
-                    model.accumulate(policy, last=micro is micro_batches[-1])
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
-                    if update == 0:
-                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
-                    weights = 1.0
+
+            for mini_batch in mini_batches:  # one optimizer step each
+                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+
+                for micro in mini_batch.micro_batches:
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    token_weights = 1.0
                     if args.tis_cap:
-                        weights = rollout_weights(
-                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                        token_weights = rollout_weights(
+                            old_logprobs=old_logprobs[micro.rows],
+                            rollout_logprobs=batch.rollout_logprobs[micro.rows],
+                            response_mask=micro.response_mask,
                             cap=args.tis_cap,
-                        )  # fmt: skip
+                        )  # (n, T)
                     loss = policy_loss(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip, clip_high=args.clip, denominator=denominator, weights=weights,
-                    )  # fmt: skip
-                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip,
+                        clip_high=args.clip,
+                        denominator=denominator,
+                        token_weights=token_weights,
+                    )
+                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+
                     clipped = clipped_tokens(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip, clip_high=args.clip,
-                    )  # fmt: skip
-                    tracker.update(loss, entropy, mask, clipped)
-                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
-                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip,
+                        clip_high=args.clip,
+                    )
+                    tokens = micro.response_mask.sum()
+                    tracker.loss("loss/policy", loss, micro)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
+                    tracker.mean("train/clip_frac", clipped, tokens)
+
+                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
+                    continue
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+                tracker.mean("train/grad_norm", grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         with tracker.time("sync"):
-            weight_sync.push(policy, engine)
+            weight_sync.push(policy, engine)  # the engine wakes with the new weights
         run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs)
     run.close()
 

@@ -28,8 +28,8 @@ import torch
 
 from common import errors, placement, weight_sync
 from common.rollout import engines
-from common.run import job
-from common.run.sampling import Batch, Draw
+from common.run import guards, job
+from common.run.sampling import Batch, PromptSampler
 from common.trainer import batching, model
 
 
@@ -48,7 +48,7 @@ class Args(job.Flags):
     tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
     kl_coef: float = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. A group is never split.
+    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. --prompts-per-step must be a multiple of it.
     epochs: int = 1  # Passes over each rollout, in the same order.
     learning_rate: float = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
@@ -66,6 +66,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
+    response_mask = response_mask.bool()
     width = response_mask.shape[1]
     last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
@@ -80,11 +81,13 @@ def compute_advantages(token_rewards, scores, response_mask, group_size: int, ba
 
     baseline: "group", the mean score of the responses to the prompt, or "none".
     """
+    response_mask = response_mask.bool()
     rewards = torch.where(response_mask, token_rewards, 0.0)
     to_come = rewards.flip(1).cumsum(1).flip(1)
     if baseline == "group":
-        groups = scores.view(-1, group_size)  # (B, G); a mean of equal scores is clamped to be exact
-        to_come = to_come - groups.mean(1).clamp(groups.amin(1), groups.amax(1)).repeat_interleave(group_size)[:, None]
+        groups = scores.view(-1, group_size)  # (B, G)
+        mean = groups.mean(1).clamp(groups.amin(1), groups.amax(1))  # (B,) clamped, so a mean of equal scores is exact
+        to_come = to_come - mean.repeat_interleave(group_size)[:, None]
     return torch.where(response_mask, to_come, 0.0)
 
 
@@ -93,12 +96,15 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
+    response_mask = response_mask.bool()
     count = total(response_mask.sum())
     mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask, advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
     is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
+    if is_rounding:
+        return torch.zeros_like(centred)
+    return centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -110,17 +116,18 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     denominator: float,
-    weights: torch.Tensor | float = 1.0,
+    token_weights: torch.Tensor | float = 1.0,
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
-    weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights().
     """
-    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20).exp()
+    log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    per_token = weights * per_token
+    per_token = token_weights * per_token
     return (per_token * response_mask).sum() / denominator
 
 
@@ -130,15 +137,18 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
     The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
     """
-    return torch.where(response_mask, old_logprobs - rollout_logprobs, 0.0).clamp(-20, 20).exp().clamp(max=cap)
+    log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
+    return log_weights.clamp(-20, 20).exp().clamp(max=cap)
 
 
 @torch.no_grad()
 def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
     """How many response tokens have no gradient because their ratio was clipped."""
+    response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
-    return (clipped & response_mask).sum()
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & (ratio < 1 - clip_low)
+    return ((too_high | too_low) & response_mask).sum()
 
 
 def check_args(args: Args) -> None:
@@ -149,103 +159,153 @@ def check_args(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_args(args)
-    plan = job.prepare(args, models=["policy", *["reference"] * (args.kl_coef > 0)])
+    models = ["policy"] if args.kl_coef == 0 else ["policy", "reference"]
+    # Reads and checks the whole input, before any model is loaded.
+    plan = job.prepare(args, models)
     if args.saving.dry_run:
         return
+
+    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
     policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+        policy.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
     )
     ref_policy = None
     if args.kl_coef > 0:
         ref_policy = model.load_reference(
-            policy, args.model, world, plan.dtype, args.compute, offload=args.offload != "none"
+            policy,
+            args.model,
+            world,
+            plan.dtype,
+            args.compute,
+            offload=args.offload != "none",  # "others" offloads all models but the policy
         )
     engine = engines.start(
-        args.rollout_backend, args.model, plan.stop_token_ids, world, plan.dtype, max_model_len=plan.max_model_len,
-        sequences=plan.sequences, layout=args.layout, rollout_tp=args.rollout_tp,
-    )  # fmt: skip
+        args.rollout_backend,
+        args.model,
+        plan.stop_token_ids,
+        world,
+        plan.dtype,
+        max_model_len=plan.max_model_len,
+        sequences=plan.sequences,
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
+    )
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
     run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
     tracker = run.tracker
 
-    def sample(step: int, draw: Draw) -> Batch:
+    def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
-        prompts = draw.prompts(args.prompts_per_step)
-        grading = draw.grade_early(prompts)
-        with draw.time("rollout"):
+        prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
+        # Finished responses are graded, or answered by an environment (reply), while the engine samples the others.
+        grading = sampler.grade_early(prompts)
+        with sampler.time("rollout"):
             rollout = engine.generate(
-                [prompt.ids for prompt in prompts], args.group_size, args.temperature, args.max_response_tokens,
-                seed=args.seed * 2**20 + step, done=grading, reply=grading.reply,
-            )  # fmt: skip
-            engine.sleep()
-        return draw.grade(prompts, rollout, grading)
+                [prompt.ids for prompt in prompts],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step,  # differs in every step, and does not depend on the number of ranks
+                done=grading,
+                reply=grading.reply,
+            )
+            engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
+        return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
-        needed = batch.response_mask.any(1)  # (N,)
-        mini_batches = torch.arange(len(batch), device=world.device).chunk(args.mini_batches)
+        has_gradient = batch.response_mask.any(1)  # (N,) True for responses that were graded
 
-        with tracker.time("logprobs"):  # "old" means the weights before the updates of this step.
-            # The first mini-batch trains from those weights: its own forward gives its old_logprobs, below.
-            # Only a KL in the rewards needs them earlier.
-            later = needed if ref_policy is not None else needed.index_fill(0, mini_batches[0], False)  # (N,)
-            micro_batches = batching.pack(batch, later.nonzero().flatten(), args.compute, world)
+        # The rollout is packed once. The same micro-batches serve all log-probs and the training.
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, args.compute, world)
+        micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
+
+        with tracker.time("logprobs"):
+            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = None
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
                 kl = (old_logprobs - ref_logprobs) * batch.response_mask  # (N, T)
-                tracker.add("reward/kl", kl.sum(), needed.sum())
+                tracker.mean("reward/kl", kl.sum(), has_gradient.sum())
         token_rewards = reward_tokens(
-            scores=batch.scores, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
-            response_mask=batch.response_mask, kl_coef=args.kl_coef,
-        )  # (N, T)  # fmt: skip
+            scores=batch.scores,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            response_mask=batch.response_mask,
+            kl_coef=args.kl_coef,
+        )  # (N, T)
         advantages = compute_advantages(
-            token_rewards=token_rewards, scores=batch.scores, response_mask=batch.response_mask,
-            group_size=args.group_size, baseline=args.baseline,
-        )  # (N, T)  # fmt: skip
-        advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)
-        needed &= (advantages != 0).any(1)  # All rows, unless all advantages are equal.
+            token_rewards=token_rewards,
+            scores=batch.scores,
+            response_mask=batch.response_mask,
+            group_size=args.group_size,
+            baseline=args.baseline,
+        )  # (N, T)
+        advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
+        # If all advantages are 0, Adam's momentum would still move the weights.
+        learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
-            for update, rows in enumerate(mini_batches * args.epochs):
-                # The denominator counts the rows of all ranks, and also those that skip the forward.
-                denominator = world.sum(batch.response_mask[rows].sum())  # response tokens
-                micro_batches = batching.pack(batch, rows[needed[rows]], args.compute, world)
-                for micro in micro_batches:
-                    model.accumulate(policy, last=micro is micro_batches[-1])
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature, with_entropy=True)
-                    old, mask = old_logprobs[micro.rows], micro.response_mask  # (n, T)
-                    if update == 0:
-                        old = old_logprobs[micro.rows] = torch.where(mask, logprobs.detach(), old)
-                    weights = 1.0
+
+            for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+
+                for micro in mini_batch.micro_batches:
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    token_weights = 1.0
                     if args.tis_cap:
-                        weights = rollout_weights(
-                            old_logprobs=old, rollout_logprobs=batch.rollout_logprobs[micro.rows], response_mask=mask,
+                        token_weights = rollout_weights(
+                            old_logprobs=old_logprobs[micro.rows],
+                            rollout_logprobs=batch.rollout_logprobs[micro.rows],
+                            response_mask=micro.response_mask,
                             cap=args.tis_cap,
-                        )  # fmt: skip
+                        )  # (n, T)
                     loss = policy_loss(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip_low, clip_high=args.clip_high, denominator=denominator, weights=weights,
-                    )  # fmt: skip
-                    (loss * world.size).backward()  # FSDP averages gradients over ranks; the sum is needed.
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip_low,
+                        clip_high=args.clip_high,
+                        denominator=denominator,
+                        token_weights=token_weights,
+                    )
+                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+
                     clipped = clipped_tokens(
-                        logprobs=logprobs, old_logprobs=old, advantages=advantages[micro.rows], response_mask=mask,
-                        clip_low=args.clip_low, clip_high=args.clip_high,
-                    )  # fmt: skip
-                    tracker.update(loss, entropy, mask, clipped)
-                if micro_batches:  # pack() gives all ranks equally many. With none, no rank has a gradient.
-                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    tracker.grad_norm(step, grad_norm)  # Stops the run before NaN reaches the weights.
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        logprobs=logprobs,
+                        old_logprobs=old_logprobs[micro.rows],
+                        advantages=advantages[micro.rows],
+                        response_mask=micro.response_mask,
+                        clip_low=args.clip_low,
+                        clip_high=args.clip_high,
+                    )
+                    tokens = micro.response_mask.sum()
+                    tracker.loss("loss/policy", loss, micro)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
+                    tracker.mean("train/clip_frac", clipped, tokens)
+
+                if not mini_batch.micro_batches or not learns:  # All ranks have equally many micro-batches, or none.
+                    continue
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+                tracker.mean("train/grad_norm", grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
 
         with tracker.time("sync"):
-            weight_sync.push(policy, engine)
-        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=needed)
+            weight_sync.push(policy, engine)  # the engine wakes with the new weights
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=has_gradient)
     run.close()
 
 

@@ -24,7 +24,7 @@ from common.data.prompts import PromptLoader, Source, load
 from common.data.suffix import demonstrations, that_fit
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
-from common.run import checkpoint, checks, memory, offline, ranges
+from common.run import checkpoint, checks, guards, memory, offline, ranges
 from common.trainer import batching, model
 
 
@@ -58,7 +58,7 @@ class Args:
 
 def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: float) -> torch.Tensor:
     """Scalar: - sum_it m_it log p_it / denominator. logprobs and mask are (n, T); denominator: tokens of all ranks."""
-    return -torch.where(response_mask, logprobs, 0.0).sum() / denominator
+    return -torch.where(response_mask.bool(), logprobs, 0.0).sum() / denominator
 
 
 def main(args: Args) -> None:
@@ -104,13 +104,13 @@ def main(args: Args) -> None:
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
         for micro in micro_batches:
-            model.accumulate(policy, last=micro is micro_batches[-1])
-            logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0)  # (n, T)
+            logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (n, T)
             loss = sft_loss(logprobs, micro.response_mask, tokens)
-            (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
-            tracker.add("train/loss", loss.detach() * world.size, 0)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        tracker.grad_norm(step, grad_norm, loss="train/loss")  # stops the run before NaN reaches the weights
+            loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+            tracker.loss("train/loss", loss, micro)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+        guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+        tracker.mean("train/grad_norm", grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()

@@ -294,9 +294,8 @@ def check_activations(models: Path) -> Iterator[Finding]:
     for step in range(3):
         torch.cuda.reset_peak_memory_stats()
         for micro in micro_batches:
-            model.accumulate(policy, last=micro is micro_batches[-1])
             before = torch.cuda.memory_allocated()
-            logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
+            logprobs, _ = model.response_logprobs(policy, micro, 1.0)
             if step and micro.input_ids.numel() > 0.8 * tokens:
                 kept = max(kept, (torch.cuda.memory_allocated() - before - gathered) / micro.input_ids.numel())
             logprobs.sum().backward()
@@ -341,7 +340,6 @@ def gradient(path: str, batch: Rollout, world, dtype: torch.dtype, compute, offl
     policy = model.load(path, world, dtype, compute, offload=offload)
     micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
     for micro in micro_batches:
-        model.accumulate(policy, last=micro is micro_batches[-1])
         (model.response_logprobs(policy, micro, 1.0)[0].sum() / batch.response_mask.sum()).backward()
     return torch.cat([p.grad.full_tensor().flatten().cpu() for p in policy.parameters()])
 

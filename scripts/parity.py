@@ -164,7 +164,7 @@ def our_variants() -> Tensors:
         "variant gmpo loss": loss(variants.load("gmpo")),
         "variant sapo loss": loss(variants.load("sapo")),
         "variant dppo loss": loss(variants.load("dppo"), denominator=float(mask.sum())),
-        "variant clip-cov gradient": loss(clip_cov, weights=kept)[1:],
+        "variant clip-cov gradient": loss(clip_cov, token_weights=kept)[1:],
         "variant kl-cov loss": loss(kl_cov, paying=paying),
         "variant icepop weights": icepop.rollout_weights(old, sampled, mask, 1.2) * mask,
         "variant sequence weights": sequence.rollout_weights(old, sampled, mask, 1.1) * mask,

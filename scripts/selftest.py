@@ -99,9 +99,8 @@ def gradient_row(probe: Probe, batch: Rollout, bound: float) -> Row:
     for compute in (probe.compute, alone):
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, probe.world)
         for micro in micro_batches:
-            model.accumulate(probe.policy, last=micro is micro_batches[-1])
             logprobs, _ = model.response_logprobs(probe.policy, micro, probe.temperature)
-            ((logprobs * micro.response_mask).sum() / tokens * probe.world.size).backward()
+            ((logprobs * micro.response_mask).sum() / tokens).backward()
         gradients.append([shard(p.grad).to("cpu", copy=True) for p in probe.policy.parameters() if p.grad is not None])
         forwards.append(len(micro_batches))
         probe.policy.zero_grad()

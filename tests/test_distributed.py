@@ -150,20 +150,14 @@ def test_each_main_learns_what_is_right_and_does_the_same_on_two_ranks(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_first_mini_batch_needs_no_forward_for_old_logprobs(models, tmp_path):
-    """Without KL a run equals one whose old log-probs all come from a forward before the updates, in two epochs, too.
-    While PPO's critic warms up there is no update that could give them, and OPD's advantages may need them earlier.
-    """
+def test_old_logprobs_are_those_of_the_policy_before_the_updates_of_a_step(models, tmp_path):
+    """The asserts are in the worker. The first update has a ratio of exactly 1, so it clips nothing."""
     launch(MAINS, models["untied"], tmp_path, "old")
-    folders = [*ALGORITHMS, "grpo-one", "grpo-epochs", "ppo-warm-up", "opd-sampled"]
-    for folder in folders:
-        runs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in (folder, f"{folder}-pass")]
-        for one, other in zip(*[map(json.loads, run) for run in runs]):
-            if folder == "grpo-one":
-                assert one["train/clip_frac"] == 0
-            for key in filter(re.compile("reward/.*|loss/.*|mismatch/.*|.*grad_norm|train/.*").fullmatch, one):
-                assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), (folder, key)
-        assert len(runs[0]) == 2 and one["train/grad_norm"] > 0
+    for folder in [*ALGORITHMS, "grpo-one", "grpo-epochs", "ppo-warm-up", "opd-sampled"]:
+        rows = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        assert len(rows) == 2 and rows[1]["train/grad_norm"] > 0
+        if folder == "grpo-one":
+            assert rows[0]["train/clip_frac"] == rows[1]["train/clip_frac"] == 0
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_draws_of_a_step_hand_the_seed_of_the_run_to_the_environment():
         def ahead(self, *given):
             return given
 
-    draw = sampling.Draw(None, SimpleNamespace(time=None, add=None), PromptLoader([], 5), Recorder(), "tokenizer")
+    draw = sampling.PromptSampler(None, SimpleNamespace(time=None), PromptLoader([], 5), Recorder(), "tokenizer")
     draw.step = 3
     assert draw.grade_early(["prompt"]) == (["prompt"], "tokenizer", 3, 5)
 

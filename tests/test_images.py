@@ -394,7 +394,7 @@ def test_a_replayed_rank_gets_the_responses_to_its_own_prompts(size):
     for rank in range(size):
         world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))
         engine, loader = replay.ReplayEngine(each, world), replay.ReplayLoader(each, prompts, 0)
-        draw = sampling.Draw(world, SimpleNamespace(time=None, add=None), loader, None, None)
+        draw = sampling.PromptSampler(world, SimpleNamespace(time=None), loader, None, None)
         for _ in range(2):  # draws, as with dynamic sampling
             mine = draw.prompts(4)
             assert [prompt.id for prompt in mine]

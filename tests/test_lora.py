@@ -39,7 +39,6 @@ def train(policy, optimizer, world, steps: int = 3) -> None:
     for _ in range(steps):
         micro_batches = batching.pack(rows, torch.arange(4), RANK, world)
         for micro in micro_batches:
-            model.accumulate(policy, last=micro is micro_batches[-1])
             found, _ = model.response_logprobs(policy, micro, 0.9)
             (-found[micro.response_mask].sum() / 24).backward()
         optimizer.step()

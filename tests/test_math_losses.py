@@ -104,6 +104,18 @@ def test_clip_table(name, ratio, positive, positive_grad, negative, negative_gra
 
 
 @names
+def test_a_float_mask_of_zeros_and_ones_is_as_good_as_a_bool_mask(name):
+    """Code for verl or TRL has float masks."""
+    logprobs, old, ref, advantages, mask = random_batch(name, 3)
+    assert not mask.all()
+    loss = loss_of(name, logprobs, old, ref, advantages, mask)
+    assert torch.equal(loss_of(name, logprobs, old, ref, advantages, mask.float()), loss)
+    module = ALGORITHMS[name][0]
+    weights = [module.rollout_weights(old, logprobs, each, 2.0) for each in (mask, mask.float())]
+    assert torch.equal(*weights)
+
+
+@names
 def test_first_update_is_reinforce(name):
     logprobs, _, _, advantages, mask = random_batch(name, 3)
     logprobs.requires_grad_()

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from algos.ppo import compute_advantages, value_loss, whiten
-from common.run.tracking import explained_variance
+from algos.ppo import compute_advantages, explained_variance, value_loss, whiten
 
 
 def rows(*values) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The prefetching rollout object: what runs when, with whose figures, and how an error comes out."""
+"""The prefetching rollout object: what runs when, with whose metrics, and how an error comes out."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from common.data.prompts import PromptLoader
 from common.errors import RunFailed
 from common.placement import Layout
 from common.run.sampling import Prefetcher
-from common.run.tracking import Figures
+from common.run.tracking import Metrics
 
 AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
 
@@ -21,37 +21,37 @@ class Loader(PromptLoader):
         self.position, self.in_flight = 0, None
 
 
-def prefetcher(sample, loader, world, figures, layout):
+def prefetcher(sample, loader, world, metrics, layout):
     """One that neither grades nor decodes."""
-    return Prefetcher(sample, loader, None, None, world, figures, layout)
+    return Prefetcher(sample, loader, None, None, world, metrics, layout)
 
 
 def recorder(calls: list, **events):
-    def sample(step, draw):
+    def sample(step, sampler):
         calls.append((step, threading.current_thread() is threading.main_thread()))
-        with draw.time("rollout"):
+        with sampler.time("rollout"):
             events.get("hold", lambda: None)()
-        draw.add("reward/mean", step)
+        sampler.metrics.mean("reward/mean", step)
         return f"batch {step}"
 
     return sample
 
 
 def test_without_overlap_it_is_a_plain_call(world):
-    calls, tracker = [], Figures(world)
+    calls, tracker = [], Metrics(world)
     rollouts = prefetcher(recorder(calls), Loader(), world, tracker, Layout())
     assert [rollouts.get(1), rollouts.get(2)] == ["batch 1", "batch 2"]
-    assert calls == [(1, True), (2, True)] and rollouts.beside is world
+    assert calls == [(1, True), (2, True)] and rollouts.world is world
     assert len(tracker.sums["time/rollout"]) == 2 and "time/wait" not in tracker.sums
 
 
 def test_ahead_the_next_step_is_under_way_while_one_trains(world):
-    calls, tracker = [], Figures(world)
+    calls, tracker = [], Metrics(world)
     rollouts = prefetcher(recorder(calls), Loader(), world, tracker, AHEAD)
     assert rollouts.get(1) == "batch 1"
     rollouts.wait()
     assert calls == [(1, False), (2, False)]
-    assert [total for total, _ in tracker.sums["reward/mean"]] == [1], "figures of step 2 are step 2's"
+    assert [total for total, _ in tracker.sums["reward/mean"]] == [1], "metrics of step 2 are step 2's"
     assert rollouts.get(2, last=True) == "batch 2"
     assert [total for total, _ in tracker.sums["reward/mean"]] == [1, 2]
     rollouts.wait()
@@ -61,7 +61,7 @@ def test_ahead_the_next_step_is_under_way_while_one_trains(world):
 
 
 def test_training_does_not_wait_for_the_next_batch(world):
-    rollouts = prefetcher(recorder([], hold=lambda: time.sleep(0.3)), Loader(), world, Figures(world), AHEAD)
+    rollouts = prefetcher(recorder([], hold=lambda: time.sleep(0.3)), Loader(), world, Metrics(world), AHEAD)
     rollouts.get(1)
     began = time.perf_counter()
     time.sleep(0.3)  # training
@@ -73,19 +73,19 @@ def test_a_run_that_is_stopped_waits_for_its_batch_in_flight(world):
     """Else the servers are ended under it, and a run that was asked to stop ends with an error."""
     ended = []
     hold = lambda: (time.sleep(0.2), ended.append(True))
-    rollouts = prefetcher(recorder([], hold=hold), Loader(), world, Figures(world), AHEAD)
+    rollouts = prefetcher(recorder([], hold=hold), Loader(), world, Metrics(world), AHEAD)
     rollouts.get(1)
     rollouts.wait()
     assert len(ended) == 2
 
 
 def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
-    def sample(step, draw):
+    def sample(step, sampler):
         if step == 2:
             raise RunFailed("the server is gone", code="server-gone")
         return step
 
-    rollouts = prefetcher(sample, Loader(), world, Figures(world), AHEAD)
+    rollouts = prefetcher(sample, Loader(), world, Metrics(world), AHEAD)
     assert rollouts.get(1) == 1
     rollouts.wait()  # not here
     with pytest.raises(RunFailed, match="the server is gone"):
@@ -93,19 +93,19 @@ def test_an_error_beside_is_raised_where_its_batch_is_wanted(world):
 
 
 def test_its_collectives_are_its_own(world):
-    rollouts = prefetcher(recorder([]), Loader(), world, Figures(world), AHEAD)
-    assert rollouts.beside.group is not None and world.group is None
-    assert rollouts.beside.sum(2) == 2.0
+    rollouts = prefetcher(recorder([]), Loader(), world, Metrics(world), AHEAD)
+    assert rollouts.world.group is not None and world.group is None
+    assert rollouts.world.sum(2) == 2.0
 
 
 @pytest.mark.parametrize("layout", [AHEAD, Layout()])
 def test_a_checkpoint_knows_what_was_trained_on_not_what_is_in_flight(world, layout):
     loader = Loader()
 
-    def sample(step, draw):
+    def sample(step, sampler):
         loader.position += 8
 
-    rollouts = prefetcher(sample, loader, world, Figures(world), layout)
+    rollouts = prefetcher(sample, loader, world, Metrics(world), layout)
     rollouts.get(1)
     rollouts.wait()
     assert loader.resume_at == 8 and loader.position == (16 if layout is AHEAD else 8)

@@ -55,7 +55,7 @@ def by_transformers(folder: str, rollout):
 def test_packed_equals_transformers(models, world, kind):
     policy, rollout = model.load(models[kind], world, torch.float32), random_rollout(12)
     (micro,) = batching.pack(rollout, torch.arange(12), Compute(10_000), world)
-    logprobs, entropy = model.response_logprobs(policy, micro, TEMPERATURE, with_entropy=True)
+    logprobs, entropy = model.response_logprobs(policy, micro, TEMPERATURE)
     expected, expected_entropy = by_transformers(models[kind], rollout)
     assert torch.allclose(logprobs, expected[micro.rows], atol=1e-5)
     assert torch.allclose(entropy, expected_entropy[micro.rows], atol=1e-5)
@@ -100,7 +100,6 @@ def gradient(policy, rollout, compute, world) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, rollout.response_mask.numel()).view_as(rollout.response_mask)
     micro_batches = batching.pack(rollout, torch.arange(len(rollout)), compute, world)
     for micro in micro_batches:
-        model.accumulate(policy, last=micro is micro_batches[-1])
         logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
         ((logprobs * weights[micro.rows] * micro.response_mask).sum() / 100).backward()
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in policy.named_parameters()}

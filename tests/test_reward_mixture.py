@@ -20,7 +20,7 @@ from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.rollout import rollout
 from common.run import evaluation, sampling
-from common.run.tracking import Figures
+from common.run.tracking import Metrics
 
 
 def mixture(**parts) -> Rewards:
@@ -56,12 +56,12 @@ def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
 def test_responses_that_are_not_trained_on_stay_out_of_the_metrics(world):
     """ReMax's greedy ones, with several rewards."""
     reward = mixture(right=(1.0, lambda item: 1.0), style=(1.0, lambda item: 1.0))
-    draw = sampling.Draw(world, Figures(world), None, reward, arithmetic.tokenizer())
+    sampler = sampling.PromptSampler(world, Metrics(world), None, reward, arithmetic.tokenizer())
     prompts, _, rows = batch(["", ""], 1)
-    assert draw.grade(prompts, rows, figures=False).scores.tolist() == [2.0, 2.0]
-    assert set(draw.figures.sums) == {"time/reward"}
-    draw.grade(prompts, rows)
-    assert "reward/style/mean" in draw.figures.sums and "reward/mean" in draw.figures.sums
+    assert sampler.grade(prompts, rows, with_metrics=False).scores.tolist() == [2.0, 2.0]
+    assert set(sampler.metrics.sums) == {"time/reward"}
+    sampler.grade(prompts, rows)
+    assert "reward/style/mean" in sampler.metrics.sums and "reward/mean" in sampler.metrics.sums
 
 
 def test_a_weight_of_zero_computes_and_counts_for_nothing(world):
@@ -87,13 +87,13 @@ def test_an_ungraded_response_leaves_with_its_prompt(world):
 def test_an_evaluation_has_the_mean_reward_of_the_graded_prompts(world, monkeypatch):
     """Two responses to each of three prompts. The second prompt cannot be graded."""
     prompts, texts, rows = batch(["yes", "no", "yes", "bad", "yes", "yes"], 2)
-    reward, logged = mixture(r=(0.5, fails_on("bad"))), {}
+    reward = mixture(r=(0.5, fails_on("bad")))
+    metrics = Metrics(world)
     monkeypatch.setattr(evaluation, "texts_of", lambda *_: texts)
     engine = SimpleNamespace(generate=lambda *_, reply: rows)
-    log = lambda name, total, count: logged.update({name: (total, count)})
-    graded = evaluation.evaluate(engine, prompts, reward, arithmetic.tokenizer(), world, 2, n=2, log=log)
+    graded = evaluation.evaluate(engine, prompts, reward, arithmetic.tokenizer(), world, 2, n=2, metrics=metrics)
     assert [[acc for _, acc in row] for _, row in graded] == [[1.0, 0.0], [1.0, 1.0]]
-    assert logged == {"eval/reward": (1.5, 4)}
+    assert metrics.sums == {"eval/reward": [(1.5, 4)]}
 
 
 @pytest.mark.parametrize(
@@ -201,17 +201,16 @@ def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path
     write(file, {"gsm8k": 1.0, "format": 0.25})
     reward = rewards.load((str(file),))
     file.write_text(content) if content is not None else file.unlink()
-    logged = {}
-    log = lambda name, total, count=1: logged.update({name: total})
+    metrics = Metrics(world)
     for step in (1, 2):
-        reward.score(*batch(["1", "<think></think><answer></answer>"], 2), world, step, log)
+        reward.score(*batch(["1", "<think></think><answer></answer>"], 2), world, step, metrics)
     said = capsys.readouterr().err
     assert said.count("warning[reward-weights]: ") == 1  # once, not each step
     assert re.search(message, said) and "the weights stay {'gsm8k': 1.0, 'format': 0.25}" in said
-    assert reward.weights == {"gsm8k": 1.0, "format": 0.25} and logged["reward/weights_stale"] == 1.0
+    assert reward.weights == {"gsm8k": 1.0, "format": 0.25} and metrics.sums["reward/weights_stale"] == 2 * [(1.0, 1)]
     write(file, {"gsm8k": 1.0, "format": 0.5})
-    reward.score(*batch(["1", "1"], 2), world, 3, log)
-    assert reward.weights["format"] == 0.5 and logged["reward/weights_stale"] == 0.0
+    reward.score(*batch(["1", "1"], 2), world, 3, metrics)
+    assert reward.weights["format"] == 0.5 and metrics.sums["reward/weights_stale"][-1] == (0.0, 1)
 
 
 def test_a_broken_weights_file_at_the_start_is_fatal(tmp_path):

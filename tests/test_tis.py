@@ -1,4 +1,4 @@
-"""Truncated importance sampling is the same in every algorithm. Its figures are logged even when it is off."""
+"""Truncated importance sampling is the same in every algorithm. Its metrics are logged even when it is off."""
 
 import importlib
 import math
@@ -9,7 +9,7 @@ import torch
 from conftest import ALGORITHMS
 
 from common.rollout.rollout import collate
-from common.run.tracking import Figures
+from common.run.tracking import Metrics
 
 OLD, SAMPLED = (0.9, 0.3, 0.05), (0.8, 0.1, 0.1)  # the trainer's and the engine's probabilities of three tokens
 
@@ -44,20 +44,20 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
         loss = module.policy_loss(logprobs, logprobs.detach(), *references, advantages, mask, **settings, **weights)
         return torch.autograd.grad(loss, logprobs)[0]
 
-    plain, weighed = gradient(), gradient(weights=torch.tensor([[0.5, 2.0]]))
+    plain, weighed = gradient(), gradient(token_weights=torch.tensor([[0.5, 2.0]]))
     policy = torch.full(
         (1, 2), -1.0 / (2 if name in ("grpo", "gspo") else 1)
     )  # the mean over the response's two tokens
     torch.testing.assert_close(weighed - plain, policy * torch.tensor([[-0.5, 1.0]]))
 
 
-def test_figures_of_the_gap(world):
+def test_metrics_of_the_gap(world):
     """KL is the mean of e^d - 1 - d. One of three weights is over 2. The effective size is (sum w)^2 / sum w^2."""
     old, sampled, _ = tensors()
     batch = collate([[1]], [[5, 6, 7]], [sampled[0, :3].tolist()], [True], 4, torch.device("cpu"))
-    figures = Figures(world)
-    figures.mismatch(old[:, :3], batch, 6)
-    total = {name: sum(float(a) for a, _ in entries) for name, entries in figures.sums.items()}
+    metrics = Metrics(world)
+    metrics.mismatch(old[:, :3], batch, 6)
+    total = {name: sum(float(a) for a, _ in entries) for name, entries in metrics.sums.items()}
     ratios = [1.125, 3.0, 0.5]
     assert total["mismatch/kl"] == pytest.approx(sum(w - 1 - math.log(w) for w in ratios), rel=1e-5)
     assert total["mismatch/weight_over_2_frac"] == 1 and total["mismatch/staleness"] == 2 * 3
@@ -67,17 +67,17 @@ def test_figures_of_the_gap(world):
 def test_the_effective_size_is_that_of_all_ranks_together():
     """100 weights of 1 here and 100 of 2 on the other rank: (100 + 200)^2 / (100 + 400) / 200 = 0.9."""
     others = iter([200.0, 400.0])
-    figures = Figures(SimpleNamespace(size=2, sum=lambda own: float(own) + next(others)))
+    metrics = Metrics(SimpleNamespace(size=2, sum=lambda own: float(own) + next(others)))
     batch = collate([[1]], [[5] * 100], [[-1.0] * 100], [True], 0, torch.device("cpu"))
-    figures.mismatch(torch.full((1, 100), -1.0), batch, 0)
-    ((own, count),) = figures.sums["mismatch/effective_frac"]
+    metrics.mismatch(torch.full((1, 100), -1.0), batch, 0)
+    ((own, count),) = metrics.sums["mismatch/effective_frac"]
     assert 2 * own / (2 * int(count)) == pytest.approx(0.9)
 
 
-def test_figures_of_rows_that_were_not_trained_on_are_left_out(world):
+def test_metrics_of_rows_that_were_not_trained_on_are_left_out(world):
     batch = collate([[1], [2]], [[5], [6]], [[-1.0], [-2.0]], [True, True], [[1], [2]], torch.device("cpu"))
-    figures = Figures(world)
-    figures.mismatch(torch.tensor([[-1.5], [9.0]]), batch, 3, torch.tensor([True, False]))
-    total = {name: sum(float(a) for a, _ in entries) for name, entries in figures.sums.items()}
+    metrics = Metrics(world)
+    metrics.mismatch(torch.tensor([[-1.5], [9.0]]), batch, 3, torch.tensor([True, False]))
+    total = {name: sum(float(a) for a, _ in entries) for name, entries in metrics.sums.items()}
     assert total["mismatch/logprob_abs_mean"] == 0.5
     assert total["mismatch/staleness"] == 2 + 1  # all rows count: it is known before any is trained on

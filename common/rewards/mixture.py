@@ -8,7 +8,6 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
@@ -118,13 +117,14 @@ class Rewards:
 
     def score(
         self, prompts: list, responses: list[str], rollout, world: World, step: int | None = None,
-        log: Callable | None = None, begun: Ahead | None = None,
+        metrics=None, begun: Ahead | None = None,
     ) -> list[Result]:  # fmt: skip
         """Grade N responses, G to each of B prompts (group-major). Collective: every rank calls it.
 
         If a response could not be graded, its prompt leaves the step with all its responses: score 0, acc 0, the reason
         in info["ungraded"], and no token in rollout.response_mask, so that no mean, std or loss counts them.
-        step: None in an evaluation. log: Tracker.add. begun: from ahead(). Raises BadInput or RunFailed on all ranks.
+        step: None in an evaluation. metrics: tracking.Metrics. begun: from ahead(). Raises BadInput or RunFailed on all
+        ranks.
         """
         if step is not None:
             if self.file and step != self.step:  # once a step: all draws of a step have the same weights
@@ -151,8 +151,8 @@ class Rewards:
                 except (BadInput, RunFailed) as failure:
                     error = error or failure
         raise_together(error, world.group)
-        if log is not None:
-            self.log(parts, log, world)
+        if metrics is not None:
+            self.log(parts, metrics, world)
         return self.drop_ungraded(self.mix(parts), rollout, group_size, world, step)
 
     def mix(self, parts: dict[str, GradedPart]) -> list[Result]:
@@ -170,24 +170,24 @@ class Rewards:
             mixed.append(dataclasses.replace(row[0], score=score, info=info))
         return mixed
 
-    def log(self, parts: dict[str, GradedPart], log: Callable, world: World) -> None:
+    def log(self, parts: dict[str, GradedPart], metrics, world: World) -> None:
         """reward/NAME/{mean, std, weight, contribution}, time/reward/NAME, reward/accuracy of the first. Collective."""
         if self.file:
-            log("reward/weights_stale", float(bool(self.file.complaint)))
+            metrics.mean("reward/weights_stale", float(bool(self.file.complaint)))
         if len(parts) < 2:
             return
         for name, (results, seconds) in parts.items():
             short = re.sub(r"\W+", "-", name).strip("-")
             scores = [result.score for result in results if result.score is not None]
-            log(f"reward/{short}/mean", sum(scores), len(scores))
+            metrics.mean(f"reward/{short}/mean", sum(scores), len(scores))
             count, total, squares = map(world.sum, (len(scores), sum(scores), sum(score**2 for score in scores)))
             variance = max(0.0, squares / count - (total / count) ** 2) if count else 0.0  # over all ranks
-            log(f"reward/{short}/std", variance**0.5 * len(scores), len(scores))
-            log(f"reward/{short}/weight", self.weights[name])
-            log(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
-            log(f"time/reward/{short}", seconds / world.size, 0)  # a sum over the draws of a step, as time/reward
+            metrics.mean(f"reward/{short}/std", variance**0.5 * len(scores), len(scores))
+            metrics.mean(f"reward/{short}/weight", self.weights[name])
+            metrics.mean(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
+            metrics.sum(f"time/reward/{short}", seconds / world.size)  # a sum over the draws of a step, as time/reward
         accs = [result.acc for result in next(iter(parts.values()))[0] if result.acc is not None]
-        log("reward/accuracy", sum(accs), len(accs))
+        metrics.mean("reward/accuracy", sum(accs), len(accs))
 
     def drop_ungraded(self, results: list[Result], rollout, group_size: int, world: World, step) -> list[Result]:
         """Take prompts with an ungraded response out of the step. Collective: every rank calls it. Raises RunFailed."""

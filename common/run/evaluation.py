@@ -1,7 +1,5 @@
 """Accuracy of an engine's responses."""
 
-from collections.abc import Callable
-
 from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
 from common.placement import World
@@ -19,12 +17,12 @@ def check_prompts(prompts: list[Prompt], size: int) -> None:
 
 def evaluate(
     engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
-    n: int = 1, temperature: float = 0.0, seed: int = 0, log: Callable | None = None,
+    n: int = 1, temperature: float = 0.0, seed: int = 0, metrics=None,
 ) -> list[tuple[Prompt, Graded]]:  # fmt: skip
     """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
-    Prompts that could not be graded are left out. log: Tracker.add, for eval/reward (the mean score) and, with an
-    environment, eval/turns. Raises RunFailed if no prompt could be graded. Collective: every rank calls it.
+    Prompts that could not be graded are left out. metrics: gets eval/reward (the mean score) and, with an environment,
+    eval/turns. Raises RunFailed if no prompt could be graded. Collective: every rank calls it.
     """
     own_prompts = prompts[world.rank :: world.size]
     grading = reward.ahead(own_prompts, tokenizer)
@@ -35,18 +33,19 @@ def evaluate(
     graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
     if not world.sum(sum(graded)):
         raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
-    if log is not None:
-        log("eval/reward", sum(result.score for i, result in enumerate(results) if graded[i // n]), n * sum(graded))
+    if metrics is not None:
+        total = sum(result.score for i, result in enumerate(results) if graded[i // n])
+        metrics.mean("eval/reward", total, n * sum(graded))
         if rollout.episodes is not None:
-            log("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
+            metrics.mean("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
     pairs = [(text, result.acc) for text, result in zip(responses, results)]
     return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
 
 
 def greedy_accuracy(
     engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
-    log: Callable | None = None,
+    metrics=None,
 ) -> float:  # fmt: skip
     """Share of the graded prompts whose answer at temperature 0 is right. Collective: every rank calls it."""
-    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens, log=log)
+    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens, metrics=metrics)
     return world.sum(sum(acc for _, ((_, acc),) in graded)) / world.sum(len(graded))

@@ -21,6 +21,19 @@ STALE_GAP = 0.5  # the gap allowed where the engine is one update behind: it inc
 DRIFT_SHARE = 0.1  # drop of accuracy, as a share of the best, at which to warn if the reward is at its highest
 
 
+def stop_unless_finite(tracker, name: str, value: torch.Tensor) -> None:
+    """Stop the run before an optimizer step with this gradient norm would write NaN into the weights. Raises RunFailed.
+
+    value: a norm over all shards, so every rank sees the same value and stops. Collective if it is not finite.
+    """
+    if torch.isfinite(value):
+        return
+    message = f"step {tracker.step}: {name} is {float(value)}; this update was not applied"
+    failure = RunFailed(message + tracker.blame(tracker.step), code="non-finite")
+    tracker.before_failing()
+    raise failure
+
+
 class Trends:
     """Checks over many steps. Every rank calls check() with the reduced metrics, so that all ranks decide alike."""
 

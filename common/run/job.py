@@ -236,7 +236,7 @@ class Run:
         plan = self.plan
         return evaluation.greedy_accuracy(
             self.engine, plan.held_out, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens,
-            self.tracker.add,
+            metrics=self.tracker,
         )  # fmt: skip
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
@@ -266,13 +266,13 @@ class Run:
         args, tracker = self.args, self.tracker
         with self.rescued(step, self.loader.resume_at):
             tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
-            tracker.peak("advantage/abs_max", advantages.abs().max())
+            tracker.max("advantage/abs_max", advantages.abs().max())
             if step % args.rollouts_every == 0 or step in (1, args.steps):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.plan.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
                 with tracker.time("eval"):
                     self.rollouts.wait()
-                    tracker.add("eval/accuracy", self.accuracy())
+                    tracker.mean("eval/accuracy", self.accuracy())
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
             guards.check(metrics, args.max_logprob_gap, explain)

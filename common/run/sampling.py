@@ -1,7 +1,7 @@
 """Sampling and grading of one step's responses, and the thread that samples one step ahead.
 
-An algorithm file defines `sample(step, draw) -> Batch`. `draw` gives it prompts, grades responses and collects metrics.
-With `--max-inflight-batches 2` sample() runs in a thread, whose `draw` has its own process group and its own metrics.
+An algorithm file defines `sample(step, sampler) -> Batch`. The sampler gives it prompts, grades responses and records
+metrics. With `--max-inflight-batches 2` sample() runs in a thread, whose sampler has its own process group and metrics.
 """
 
 import math
@@ -16,10 +16,11 @@ from common.errors import RunFailed
 from common.placement import Layout, World
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout, select
-from common.run.tracking import Figures, Tracker
+from common.run.tracking import Metrics, Tracker
 
-Sample = Callable[[int, "Draw"], "Batch"]
-Generate = Callable[[list[Prompt], int, Callable | None], Rollout]  # (prompts, number of the draw, done) -> responses
+Sample = Callable[[int, "PromptSampler"], "Batch"]
+# (prompts, number of the draw, grading) -> their responses
+Generate = Callable[[list[Prompt], int, Callable | None], Rollout]
 
 
 @dataclass
@@ -55,12 +56,17 @@ def texts_of(rollout: Rollout, tokenizer) -> list[str]:
     return tokenizer.batch_decode(rollout.response_ids, skip_special_tokens=True)
 
 
-class Draw:
-    """The argument of sample(): it hands out this rank's prompts, grades responses and collects metrics."""
+class PromptSampler:
+    """The second argument of sample(): it hands out this rank's prompts, grades responses and records metrics."""
 
-    def __init__(self, world: World, figures: Figures, loader: PromptLoader, reward, tokenizer):
-        self.world, self.figures, self.loader, self.reward, self.tokenizer = world, figures, loader, reward, tokenizer
-        self.time, self.add, self.step = figures.time, figures.add, 0
+    def __init__(self, world: World, metrics: Metrics, loader: PromptLoader, reward, tokenizer, step: int = 0):
+        self.world = world
+        self.metrics = metrics
+        self.loader = loader
+        self.reward = reward
+        self.tokenizer = tokenizer
+        self.step = step
+        self.time = metrics.time
 
     def prompts(self, count: int) -> list[Prompt]:
         """This rank's share of the next `count` prompts.
@@ -77,70 +83,100 @@ class Draw:
         return self.reward.ahead(prompts, self.tokenizer, self.step, self.loader.seed)
 
     def grade(
-        self, prompts: list[Prompt], rollout: Rollout, grading=None, *, figures: bool = True, at_least=-math.inf
-    ) -> Batch:  # fmt: skip
+        self,
+        prompts: list[Prompt],
+        rollout: Rollout,
+        grading=None,
+        *,
+        with_metrics: bool = True,
+        at_least: float = -math.inf,
+    ) -> Batch:
         """Grade all responses. Collective: every rank calls it. Raises RunFailed, also for a score below `at_least`.
 
-        grading: the function from grade_early(), if it was used. figures: False keeps the responses out of the metrics
-        reward/, group/ and response/.
+        grading: the function from grade_early(), if it was used. with_metrics: False keeps these responses out of the
+        metrics reward/, group/ and response/.
         """
+        metrics = self.metrics if with_metrics else None
         with self.time("reward"):
             texts = texts_of(rollout, self.tokenizer)
-            add = self.add if figures else None
-            results = self.reward.score(prompts, texts, rollout, self.world, self.step, add, grading)
+            results = self.reward.score(prompts, texts, rollout, self.world, self.step, metrics, grading)
         batch = Batch.of(rollout, prompts, texts, results)
-        lowest = self.world.min(batch.scores.min()) if at_least > -math.inf else 0.0
-        if lowest < at_least:
-            said = f"step {self.step}: a response scored {lowest:.3g}, and this algorithm needs {at_least:g} or more"
-            raise RunFailed(f"{said}; change --reward or its weight", code="reward-failed")
-        if figures:
-            self.figures.rollout(batch.scores, len(texts) // len(prompts), batch)
+        if at_least > -math.inf:
+            self._check_lowest(batch.scores, at_least)
+        if metrics is not None:
+            metrics.rollout(batch.scores, len(texts) // len(prompts), batch)
             if rollout.episodes is not None:
-                self.reward.environment.log(rollout.episodes, self.add)
+                self.reward.environment.log(rollout.episodes, metrics)
         return batch
 
+    def _check_lowest(self, scores: torch.Tensor, at_least: float) -> None:
+        """Raise RunFailed on all ranks if a score of any rank is too low. Collective."""
+        lowest = self.world.min(scores.min())
+        if lowest < at_least:
+            raise RunFailed(
+                f"step {self.step}: a response scored {lowest:.3g}, and this algorithm needs {at_least:g} or more; "
+                "change --reward or its weight",
+                code="reward-failed",
+            )
+
     def until_full(
-        self, generate: Generate, keep: Callable[[torch.Tensor], torch.Tensor], *, wanted: int, prompts_per_draw: int,
-        most: int, kept: str,
-    ) -> Batch:  # fmt: skip
-        """Dynamic sampling: draw prompts until `wanted` of them, on all ranks together, pass the filter.
+        self,
+        generate: Generate,
+        keep: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        wanted: int,
+        prompts_per_draw: int,
+        max_draws: int,
+        filter_in_words: str,
+    ) -> Batch:
+        """Dynamic sampling: draw prompts until `wanted` of them, on all ranks together, pass the filter `keep`.
 
         All ranks make the same number of draws, until each has its share. Surplus prompts are discarded: in the next
-        step their responses would be off-policy. Collective: every rank calls it.
-        keep: (B, G) bool, True for right responses -> (B,) bool, True for groups that stay. most: largest number of
-        draws; after it the run stops with RunFailed, whose message uses kept: the filter in words.
+        step their responses would be off-policy. Collective: every rank calls it. Raises RunFailed after max_draws.
+
+        keep: (B, G) bool, True for right responses -> (B,) bool, True for groups that stay.
+        filter_in_words: ends the sentence "a rank has only 3 of its 8 prompts ...".
         """
         share = wanted // self.world.size
         parts: list[tuple[Batch, list[int]]] = []  # for each group that stays: its draw, and its rows there
-        for place in range(most):
+        for draw in range(max_draws):
             prompts = self.prompts(prompts_per_draw)
             grading = self.grade_early(prompts)
             with self.time("rollout"):
-                rollout = generate(prompts, place, grading)
-            drawn = self.grade(prompts, rollout, grading)
-            group_size = len(drawn) // len(prompts)
-            graded = drawn.response_mask.any(1).view(-1, group_size).all(1)  # (B,)
-            stays = keep(drawn.correct.bool().view(-1, group_size)) & graded  # (B,)
+                rollout = generate(prompts, draw, grading)
+            batch = self.grade(prompts, rollout, grading)
+            self.metrics.sum("sampling/prompts_generated", len(prompts))
+
+            group_size = len(batch) // len(prompts)
+            graded = batch.response_mask.any(1).view(-1, group_size).all(1)  # (B,)
+            stays = keep(batch.correct.bool().view(-1, group_size)) & graded  # (B,)
             for group in stays.nonzero().flatten().tolist():
-                parts.append((drawn, list(range(group * group_size, (group + 1) * group_size))))
-            self.add("sampling/prompts_generated", len(prompts), 0)
+                first_row = group * group_size
+                parts.append((batch, list(range(first_row, first_row + group_size))))
             if self.world.min(len(parts)) >= share:
                 break
         else:
             raise RunFailed(
-                f"step {self.step}: after --max-gen-batches {most} draws a rank has only "
-                f"{self.world.min(len(parts)):.0f} of its {share} prompts {kept}: too easy, too hard, or a constant "
-                "reward",
+                f"step {self.step}: after --max-gen-batches {max_draws} draws a rank has only "
+                f"{self.world.min(len(parts)):.0f} of its {share} prompts {filter_in_words}: too easy, too hard, or a "
+                "constant reward",
                 code="no-signal",
             )
-        self.add("sampling/prompts_kept", len(parts), 0)
-        parts = parts[:share]
-        return Batch.of(
-            select(parts),
-            [drawn.prompts[rows[0] // len(rows)] for drawn, rows in parts],
-            [drawn.responses[row] for drawn, rows in parts for row in rows],
-            [drawn.results[row] for drawn, rows in parts for row in rows],
-        )
+        self.metrics.sum("sampling/prompts_kept", len(parts))
+        return join(parts[:share])
+
+
+def join(parts: list[tuple[Batch, list[int]]]) -> Batch:
+    """One batch of some groups of several batches. parts: for each group its batch, and its rows there."""
+    prompts = []
+    responses = []
+    results = []
+    for batch, rows in parts:
+        prompts.append(batch.prompts[rows[0] // len(rows)])
+        for row in rows:
+            responses.append(batch.responses[row])
+            results.append(batch.results[row])
+    return Batch.of(select(parts), prompts, responses, results)
 
 
 class Prefetcher:
@@ -149,13 +185,25 @@ class Prefetcher:
     A step that is sampled ahead misses the latest update: its responses are one step off-policy.
     """
 
-    def __init__(self, sample: Sample, loader: PromptLoader, reward, tokenizer, world: World, tracker: Tracker,
-                 layout: Layout):  # fmt: skip
+    def __init__(
+        self,
+        sample: Sample,
+        loader: PromptLoader,
+        reward,
+        tokenizer,
+        world: World,
+        tracker: Tracker,
+        layout: Layout,
+    ):
         """Collective: every rank makes one."""
-        self.sample, self.loader, self.world, self.tracker = sample, loader, world, tracker
+        self.sample = sample
+        self.loader = loader
+        self.reward = reward
+        self.tokenizer = tokenizer
+        self.tracker = tracker
         self.ahead = layout.max_inflight_batches > 1
-        self.beside = world.beside() if self.ahead else world
-        self.draw = lambda figures: Draw(self.beside, figures, loader, reward, tokenizer)
+        # The thread's collectives must not meet those of the trainer, so it has a process group of its own.
+        self.world = world.beside() if self.ahead else world
         self.thread = ThreadPool(1) if self.ahead else None  # a daemon thread, so that a failed run can end
         self.waiting: AsyncResult | None = None
 
@@ -169,11 +217,16 @@ class Prefetcher:
             self.tracker.sampled, _ = self._collect(step, self.tracker)
             return self.tracker.sampled
         with self.tracker.time("wait"):
-            batch, figures = (self.waiting or self._begin(step)).get()
-        self.tracker.merge(figures)
+            batch, metrics = (self.waiting or self._begin(step)).get()
+        self.tracker.merge(metrics)
         self.tracker.sampled = batch
-        self.loader.in_flight = None if last else self.loader.position  # position that a checkpoint stores
-        self.waiting = None if last else self._begin(step + 1)
+        if last:
+            self.loader.in_flight = None
+            self.waiting = None
+        else:
+            # A checkpoint must store the position before the prompts that are now drawn ahead.
+            self.loader.in_flight = self.loader.position
+            self.waiting = self._begin(step + 1)
         return batch
 
     def wait(self) -> None:
@@ -182,11 +235,11 @@ class Prefetcher:
             self.waiting.wait()
 
     def _begin(self, step: int) -> AsyncResult:
-        return self.thread.apply_async(self._collect, (step, Figures(self.world)))
+        return self.thread.apply_async(self._collect, (step, Metrics(self.world)))
 
-    def _collect(self, step: int, figures: Figures) -> tuple[Batch, Figures]:
+    def _collect(self, step: int, metrics: Metrics) -> tuple[Batch, Metrics]:
         if self.ahead and self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # a thread starts with device 0
-        draw = self.draw(figures)
-        draw.step = figures.step = step
-        return self.sample(step, draw), figures
+        metrics.step = step
+        sampler = PromptSampler(self.world, metrics, self.loader, self.reward, self.tokenizer, step)
+        return self.sample(step, sampler), metrics

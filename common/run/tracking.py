@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common.errors import RunFailed, in_phase, redacted
@@ -19,95 +18,115 @@ from common.rollout.rollout import Rollout
 from common.run import folders, traces, trackers
 from common.run.directory import check_shared, describe, flags, read_metrics
 from common.run.guards import Trends
+from common.trainer.batching import MicroBatch
 
 REPORT_SECONDS = 60.0
 
 
-class Figures:
-    """Sums, counts and peaks of a part of a step, on every rank. Tensors are turned into numbers when the step ends."""
+class Metrics:
+    """The numbers of one step, or of a part of it, on this rank: sums with their counts, and maxima.
+
+    It only records. Tensors stay tensors until Tracker.write(), because a float() here would wait for the GPU. write()
+    then adds up micro-batches and ranks.
+    """
 
     def __init__(self, world: World):
-        self.world, self.step, self.phase = world, 0, "start"
-        self.sums: dict[str, list] = {}
-        self.peaks: dict[str, list] = {}
+        self.world = world
+        self.step = 0
+        self.phase = "start"
+        self.sums: dict[str, list[tuple]] = {}  # name -> pairs (total, count); a count of 0 everywhere makes a sum
+        self.maxima: dict[str, list] = {}
 
-    def add(self, name: str, total, count=1) -> None:
-        """Add to a mean: `total` over `count` items (numbers or tensors), summed over micro-batches and ranks."""
+    def mean(self, name: str, total, count=1) -> None:
+        """Record a part of a mean: `total` over `count` items. Totals and counts of all parts and ranks are added."""
         self.sums.setdefault(name, []).append((total, count))
 
-    def peak(self, name: str, value) -> None:
-        """Log the largest value of the step over micro-batches and ranks."""
-        self.peaks.setdefault(name, []).append(value)
+    def sum(self, name: str, value) -> None:
+        """Record a part of a sum. The parts of all micro-batches and ranks are added."""
+        self.sums.setdefault(name, []).append((value, 0))
+
+    def max(self, name: str, value) -> None:
+        """Record a value of which the largest counts, over micro-batches and ranks."""
+        self.maxima.setdefault(name, []).append(value)
+
+    def loss(self, name: str, loss: torch.Tensor, micro: MicroBatch) -> None:
+        """Record a micro-batch's share of a loss. The metric is the mean of the whole loss over the optimizer steps.
+
+        The shares of all micro-batches and ranks add up to a mini-batch's loss. Its last micro-batch, which each rank
+        has, counts the optimizer step.
+        """
+        self.mean(name, loss.detach(), micro.last / self.world.size)
 
     @contextlib.contextmanager
     def time(self, phase: str):
-        """Log the seconds spent inside as time/<phase>: the sum over the step, the mean over ranks."""
-        began, self.phase = time.perf_counter(), phase
+        """Record the seconds spent inside as time/<phase>: the sum over the step, the mean over ranks."""
+        began = time.perf_counter()
+        self.phase = phase
         with in_phase(f"step {self.step}: {phase}"):
             yield
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        self.add(f"time/{phase}", (time.perf_counter() - began) / self.world.size, 0)
+        self.sum(f"time/{phase}", (time.perf_counter() - began) / self.world.size)
 
     def rollout(self, scores: torch.Tensor, group_size: int, batch: Rollout) -> None:
-        """Log reward/ and group/ metrics of the graded responses, and response/ metrics of all N responses."""
+        """Record reward/ and group/ metrics of the graded responses, and response/ metrics of all N responses."""
         graded = batch.response_mask.any(1).to(scores.device)  # (N,)
         groups = scores[graded].view(-1, group_size)  # (B, G)
-        self.add("reward/mean", groups.sum(), groups.numel())
+        self.mean("reward/mean", groups.sum(), groups.numel())
         if group_size > 1:
-            self.add("reward/std", groups.std(dim=1).sum(), len(groups))
-            self.add("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
-        self.add("reward/ungraded_frac", (~graded).sum(), len(batch))
-        tokens = sum(map(len, batch.response_ids))
-        if batch.episodes is not None:  # An environment's tokens are not the policy's.
+            self.mean("reward/std", groups.std(dim=1).sum(), len(groups))
+            self.mean("group/zero_std_frac", (groups.amax(1) == groups.amin(1)).sum(), len(groups))
+        self.mean("reward/ungraded_frac", (~graded).sum(), len(batch))
+        if batch.episodes is None:
+            tokens = sum(len(ids) for ids in batch.response_ids)
+        else:
+            # The policy did not sample what an environment answered.
             tokens = sum(sum(turns.sampled) for turns in batch.episodes)
-        self.add("response/length_mean", tokens, len(batch))
-        self.add("response/truncated_frac", batch.truncated.sum(), len(batch))
-        self.add("throughput/tokens_per_s", tokens, 0)  # write() divides it by the seconds of the step
+        self.mean("response/length_mean", tokens, len(batch))
+        self.mean("response/truncated_frac", batch.truncated.sum(), len(batch))
+        self.sum("throughput/tokens_per_s", tokens)  # write() divides it by the seconds of the step
 
     def mismatch(
         self, old_logprobs: torch.Tensor, batch: Rollout, weight_version: int, rows: torch.Tensor | None = None
     ) -> None:
-        """Log mismatch/ metrics of d = trainer's - engine's log-prob, for the tokens of `rows` (N,) bool; None: all.
+        """Record mismatch/ metrics of d = trainer's - engine's log-prob, for the tokens of `rows` (N,) bool; None: all.
 
         KL = mean(e^d - 1 - d). mismatch/staleness is the mean age of all tokens, in pushes of weights to the engine:
         for tokens of older weights d also contains what was learned since. weight_version: the trainer's. Collective.
         """
-        mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
+        mask = batch.response_mask
+        if rows is not None:
+            mask = mask & rows[:, None]
+        tokens = mask.sum()
         difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
-        self.add("mismatch/logprob_abs_mean", difference.abs().sum(), mask.sum())
-        self.add("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), mask.sum())
-        behind = (weight_version - batch.weight_versions) * batch.response_mask
-        self.add("mismatch/staleness", behind.sum(), batch.response_mask.sum())
-        self.peak("mismatch/logprob_abs_max", difference.abs().max())
+        self.mean("mismatch/logprob_abs_mean", difference.abs().sum(), tokens)
+        self.mean("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), tokens)
+        self.max("mismatch/logprob_abs_max", difference.abs().max())
+
+        staleness = (weight_version - batch.weight_versions) * batch.response_mask
+        self.mean("mismatch/staleness", staleness.sum(), batch.response_mask.sum())
+
         weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # importance weights without a cap
-        self.add("mismatch/weight_over_2_frac", (weights > 2).sum(), mask.sum())
-        total, squares = (self.world.sum(each.sum()) for each in (weights, weights.square()))
-        size = total**2 / max(squares, 1e-9)  # Kish's effective number of tokens, of all ranks
-        self.add("mismatch/effective_frac", size / self.world.size, mask.sum())
+        self.mean("mismatch/weight_over_2_frac", (weights > 2).sum(), tokens)
+        # Kish's effective number of tokens: (sum w)^2 / sum w^2, over all ranks.
+        total = self.world.sum(weights.sum())
+        squares = self.world.sum(weights.square().sum())
+        effective_tokens = total**2 / max(squares, 1e-9)
+        self.mean("mismatch/effective_frac", effective_tokens / self.world.size, tokens)
 
-    def update(self, loss, entropy, response_mask, clipped) -> None:
-        """Log loss/policy and train/ metrics of a micro-batch: the loss is a share of the mini-batch's loss."""
-        tokens = response_mask.sum()
-        self.add("loss/policy", loss.detach() * self.world.size, 0)
-        self.add("train/entropy", (entropy * response_mask).sum(), tokens)
-        self.add("train/clip_frac", clipped, tokens)
-
-    def explained_variance(self, values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor) -> None:
-        """Log critic/explained_variance over the response tokens of all ranks. Collective: every rank calls it."""
-        self.add("critic/explained_variance", explained_variance(values, returns, response_mask, self.world.sum))
-
-    def merge(self, other: "Figures") -> None:
-        """Add metrics that a thread collected during an earlier step. Its time/ is renamed to overlapped/."""
-        for name, entries in other.sums.items():
-            name = f"overlapped/{name.removeprefix('time/')}" if name.startswith("time/") else name
-            self.sums.setdefault(name, []).extend(entries)
-        for name, entries in other.peaks.items():
-            self.peaks.setdefault(name, []).extend(entries)
+    def merge(self, other: "Metrics") -> None:
+        """Add metrics that a thread recorded during an earlier step. Its time/ becomes overlapped/."""
+        for name, parts in other.sums.items():
+            if name.startswith("time/"):
+                name = "overlapped/" + name.removeprefix("time/")
+            self.sums.setdefault(name, []).extend(parts)
+        for name, values in other.maxima.items():
+            self.maxima.setdefault(name, []).extend(values)
 
 
-def new_folder(path: str) -> str:
-    """Make a folder and return its path, to which -2, -3 ... is added if another run has just made it."""
+def new_folder(name: str) -> str:
+    """Make the folder runs/NAME-DATE-TIME and return its path. If another run has just made it, -2, -3 ... is added."""
+    path = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = Path(path if number == 1 else f"{path}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -115,17 +134,21 @@ def new_folder(path: str) -> str:
             return str(folder)
 
 
-class Tracker(Figures):
-    """Collects the metrics of each step on every rank; rank 0 writes them."""
+class Tracker(Metrics):
+    """Records the metrics of each step on every rank. Rank 0 writes them."""
 
     def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
-        """run_dir: "" is runs/<name>-DATE-TIME. start: number of steps that a resumed run has done. Collective."""
+        """run_dir: "" makes runs/NAME-DATE-TIME. start: number of steps that a resumed run has done. Collective."""
         super().__init__(world)
-        chosen = [run_dir or (new_folder(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}") if world.is_main else "")]
-        dist.broadcast_object_list(chosen, src=0)  # clocks of ranks may differ
-        self.run_dir = Path(chosen[0])
-        self.step_began, self.step_seconds = time.perf_counter(), 0.0
-        self.reported, self.report_seconds = time.perf_counter(), 0.0  # when report.html was written, and in how long
+        if not run_dir and world.is_main:
+            run_dir = new_folder(name)
+        paths = [run_dir]
+        dist.broadcast_object_list(paths, src=0)  # the clocks of the ranks may differ
+        self.run_dir = Path(paths[0])
+        self.step_began = time.perf_counter()
+        self.step_seconds = 0.0
+        self.report_written = time.perf_counter()
+        self.report_seconds = 0.0  # how long it took to write report.html
         self.trends = Trends(heard=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
@@ -134,18 +157,27 @@ class Tracker(Figures):
         check_shared(self.run_dir, world)
         if not world.is_main:
             return
-        for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl") if start else []:
-            # A resumed run repeats the steps after its checkpoint.
-            if int(file.stem.rpartition("_")[2]) > start:
-                file.unlink()
-        folders.write(self.run_dir / "run.json", redacted(json.dumps(describe(args, name, world), indent=2)) + "\n")
+
+        record = json.dumps(describe(args, name, world), indent=2)
+        folders.write(self.run_dir / "run.json", redacted(record) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        # The rows of those steps go, too. The last row may be incomplete.
-        kept = read_metrics(self.run_dir) if start and self.metrics_file.is_file() else []
-        folders.write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept if row["step"] <= start))
-        # A log file gets the line of each step, and no bar.
+        self.forget_steps_after(start)
+        # disable=None: a log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
         self.sink = trackers.open_sink(track, self.run_dir, flags(args))
+
+    def forget_steps_after(self, start: int) -> None:
+        """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint."""
+        rows = []
+        if start:
+            for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl"):
+                step = int(file.stem.rpartition("_")[2])
+                if step > start:
+                    file.unlink()
+            if self.metrics_file.is_file():
+                rows = read_metrics(self.run_dir)  # without the last row if it is incomplete
+        lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= start]
+        folders.write(self.metrics_file, "".join(lines))
 
     def begin(self, step: int) -> None:
         """Start a step."""
@@ -157,8 +189,8 @@ class Tracker(Figures):
         return f"step {self.step}, which is at its {self.phase}{seconds}"
 
     def first(self, accuracy: float) -> None:
-        """Log the accuracy before the first step, as step 0. Collective: every rank calls it."""
-        self.add("eval/accuracy", accuracy)
+        """Write the accuracy before the first step, as step 0. Collective: every rank calls it."""
+        self.mean("eval/accuracy", accuracy)
         self.write(0)
 
     def write(self, step: int) -> dict[str, float]:
@@ -168,20 +200,14 @@ class Tracker(Figures):
         """
         now = time.perf_counter()
         if step:
-            self.add("time/step", now - self.step_began)
-        self.step_began, self.step_seconds = now, now - self.step_began
-        names, peaks = sorted(self.sums), sorted(self.peaks)
-        sums = [[sum(float(entry[i]) for entry in self.sums[name]) for i in (0, 1)] for name in names]
-        sums = torch.tensor(sums, dtype=torch.float64)
-        largest = torch.tensor([max(map(float, self.peaks[name])) for name in peaks], dtype=torch.float64)
-        dist.all_reduce(sums)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        for name, (total, count) in zip(names, sums.tolist()):
-            self.sums[name] = total / count if count else total
-        metrics = {"step": step, **self.sums, **dict(zip(peaks, largest.tolist()))}
+            self.mean("time/step", now - self.step_began)
+        self.step_seconds = now - self.step_began
+        self.step_began = now
+        metrics = {"step": step, **self._reduced()}
         if "throughput/tokens_per_s" in metrics:
             metrics["throughput/tokens_per_s"] /= metrics["time/step"]
-        self.sums, self.peaks = {}, {}
+        self.sums = {}
+        self.maxima = {}
         if self.world.is_main:
             with open(self.metrics_file, "a") as file:
                 file.write(json.dumps(metrics) + "\n")
@@ -194,20 +220,33 @@ class Tracker(Figures):
         self.trends.check(metrics)
         return metrics
 
-    def save_rollouts(self, step: int, *given, **optional) -> None:
-        """Write rollouts/step_NNNNNN.jsonl with the arguments of traces.write. Collective: every rank calls it."""
-        traces.write(self.run_dir / "rollouts" / f"step_{step:06d}.jsonl", self.world, *given, **optional)
+    def _reduced(self) -> dict[str, float]:
+        """All metrics of the step, over all ranks. Ranks record the same names, so sorted names match. Collective."""
+        names = sorted(self.sums)
+        totals_and_counts = []
+        for name in names:
+            total = sum(float(total) for total, _ in self.sums[name])
+            count = sum(float(count) for _, count in self.sums[name])
+            totals_and_counts.append([total, count])
+        reduced = torch.tensor(totals_and_counts, dtype=torch.float64)
+        dist.all_reduce(reduced)
 
-    def grad_norm(self, step: int, norm, name: str = "train/grad_norm", loss: str = "loss/policy") -> None:
-        """Log the gradient norm, and stop before an update that would write NaN into the weights. Raises RunFailed."""
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            said = f"step {step}: {name} is {float(norm)}; this update was not applied"
-            failed = RunFailed(said + self.blame(step), code="non-finite")
-            self.before_failing()
-            raise failed
-        self.add(name, norm)
-        self.add(loss, 0.0)  # counts one optimizer step, over which the loss is averaged
+        largest_names = sorted(self.maxima)
+        largest = [max(float(value) for value in self.maxima[name]) for name in largest_names]
+        largest = torch.tensor(largest, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+
+        metrics = {}
+        for name, (total, count) in zip(names, reduced.tolist()):
+            metrics[name] = total / count if count else total
+        for name, value in zip(largest_names, largest.tolist()):
+            metrics[name] = value
+        return metrics
+
+    def save_rollouts(self, step: int, *columns, **more_columns) -> None:
+        """Write rollouts/step_NNNNNN.jsonl with the arguments of traces.write. Collective: every rank calls it."""
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+        traces.write(path, self.world, *columns, **more_columns)
 
     def blame(self, step: int) -> str:
         """Write the step's responses to rollouts/refused_NNNNNN.jsonl; the path ends the error message. Collective."""
@@ -218,9 +257,9 @@ class Tracker(Figures):
         return f"; its responses are in {path}"
 
     def refresh_report(self) -> None:
-        """Write report.html, at most once in REPORT_SECONDS, and in a twentieth of the time at most."""
+        """Rewrite report.html at most once a minute, and spend at most 5 % of the run on it."""
         pause = max(REPORT_SECONDS, 20 * self.report_seconds)
-        if self.world.is_main and time.perf_counter() - self.reported > pause:
+        if self.world.is_main and time.perf_counter() - self.report_written > pause:
             self.write_report()
 
     def write_report(self) -> Path:
@@ -228,8 +267,9 @@ class Tracker(Figures):
         from common.run import report  # imports matplotlib, which takes a second
 
         began = time.perf_counter()
-        path, self.reported = report.write(self.run_dir), time.perf_counter()
-        self.report_seconds = self.reported - began  # Long responses make large files of rollouts.
+        path = report.write(self.run_dir)
+        self.report_written = time.perf_counter()
+        self.report_seconds = self.report_written - began  # Long responses make large files of rollouts.
         return path
 
     def close(self) -> None:
@@ -238,21 +278,6 @@ class Tracker(Figures):
             self.sink(None, None)
             self.bar.close()
             print(f"report: {self.write_report()}", flush=True)
-
-
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, total=float) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens; 0 for constant returns.
-
-    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
-    """
-    count = max(1, total(response_mask.sum()))
-
-    def variance(x: torch.Tensor) -> float:
-        x = x[response_mask].double()
-        return total(x.square().sum()) / count - (total(x.sum()) / count) ** 2
-
-    spread = variance(returns)
-    return 1 - variance(returns - values) / spread if spread > 1e-12 else 0.0
 
 
 def console_line(metrics: dict[str, float]) -> str:

@@ -52,6 +52,28 @@ class MicroBatch:
     scatter: torch.Tensor  # (R,) their places in a flattened (n, T), which is (3, 3) in the example above
     response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps the ranks in step
     images: dict = field(default_factory=dict)  # the model's further arguments, if prompts have images
+    last: bool = True  # the optimizer step follows, so the backward reduces gradients over the ranks
+
+
+@dataclass
+class MiniBatch:
+    """The rows of one optimizer step on this rank, and the micro-batches that compute its gradient."""
+
+    rows: torch.Tensor  # indices into the rollout of all its rows; a denominator counts these
+    micro_batches: list[MicroBatch]  # its rows that have a gradient; every rank has equally many micro-batches
+
+
+def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Compute, world: World) -> list[MiniBatch]:
+    """Cut a rollout into `count` mini-batches of equally many consecutive rows, and pack each. Collective.
+
+    has_gradient: (N,) bool. Other rows skip the forward, but they stay in `rows` and so in the denominator. Groups
+    stay whole, because the number of prompts on each rank is a multiple of `count` (the start of a run checks it).
+    """
+    mini_batches = []
+    for rows in torch.arange(len(rollout), device=has_gradient.device).chunk(count):
+        trained = rows[has_gradient[rows]]
+        mini_batches.append(MiniBatch(rows, pack(rollout, trained, compute, world)))
+    return mini_batches
 
 
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, together: int = 1) -> list[MicroBatch]:
@@ -73,12 +95,19 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, t
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()
     if world.sp_group is None:
-        return micro_batches
+        return mark_last(micro_batches)
     from common.trainer.sequence_parallel import cut, take_turns
 
     turns = take_turns([texts_of(rollout, groups) for groups in bins], world.sp_group)
     whole = lambda own, texts: lay_out(texts, [], rollout.response_mask) if own is None else micro_batches[own]
-    return [cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns]
+    return mark_last([cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns])
+
+
+def mark_last(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Set `last` of each. Every rank has equally many, so all ranks reduce their gradients in the same backward."""
+    for micro in micro_batches:
+        micro.last = micro is micro_batches[-1]
+    return micro_batches
 
 
 def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, together: int) -> list[list[list[int]]]:

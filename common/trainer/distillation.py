@@ -48,6 +48,7 @@ def divergences(
     """
     with torch.no_grad():
         theirs = teacher.hidden_and_head(micro)
+    model.reduce_gradients_after(micro, policy)
     shape = *model.logit_shape(teacher.config, temperature), image_tokens(teacher.config)
     found = policy.token_divergences(micro, temperature, *theirs, shape)
     kl, logprobs, entropy = [model.place(values, micro) for values in found]

@@ -104,6 +104,7 @@ def load(
     for layer in decoder_of(model).layers:
         fully_shard(layer, mesh=world.mesh, **settings)
     fully_shard(model, mesh=world.mesh, **settings)
+    sum_gradients(model)
 
     model.to_empty(device="cpu" if offload else world.device)
     model.tie_weights()
@@ -257,30 +258,47 @@ def token_values(self, micro: MicroBatch) -> torch.Tensor:
     return values.squeeze(-1).clone()  # FSDP warns of a view
 
 
-def accumulate(model: nn.Module, *, last: bool) -> None:
-    """Set how the next backward treats gradients. Call it before each backward; last: the optimizer step follows.
+def sum_gradients(model: nn.Module) -> None:
+    """Make FSDP add up the gradients of all ranks. Its default is their mean.
 
-    The last backward reduces gradients over the ranks, layer by layer. Until then each rank keeps whole gradients in
-    float32. If these would take too much memory, or with offload, every backward reduces its gradients over the ranks
-    that share one copy of the weights, and the last backward also over the copies. The sums differ only by rounding.
+    Each rank divides its loss by a denominator of all ranks, so the sum over ranks is the gradient of the whole
+    mini-batch. A plain sum also works where the backend (gloo) cannot scale while it reduces.
     """
-    model.set_requires_gradient_sync(last or not model.whole_gradients)
-    model.set_requires_all_reduce(last)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients_after(micro: MicroBatch, model: nn.Module) -> None:
+    """Tell FSDP what to do with the gradients of the backward that follows this micro-batch's forward.
+
+    Only the last micro-batch of an optimizer step reduces gradients over the ranks, layer by layer. Until then each
+    rank keeps whole gradients in float32. If these would take too much memory, or with offload, every backward reduces
+    its gradients over the ranks that share one copy of the weights, and the last backward also over the copies. The
+    sums differ only by rounding.
+    """
+    model.set_requires_gradient_sync(micro.last or not model.whole_gradients)
+    model.set_requires_all_reduce(micro.last)
 
 
 def response_logprobs(
-    policy: nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool = False
+    policy: nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
 
     temperature: the temperature of sampling. Collective: every rank calls it equally often.
     """
+    if torch.is_grad_enabled():
+        reduce_gradients_after(micro, policy)
     logprobs, entropy = policy.token_logprobs(micro, temperature, with_entropy)
     return place(logprobs, micro), place(entropy, micro) if with_entropy else None
 
 
 def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, see above."""
+    if torch.is_grad_enabled():
+        reduce_gradients_after(micro, critic)
     return place(critic.token_values(micro), micro)
 
 
@@ -294,7 +312,12 @@ def frozen_logprobs(
     policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
 ) -> torch.Tensor:
     """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
-    return frozen(policy, rollout, micro_batches, lambda micro: response_logprobs(policy, micro, temperature)[0])
+
+    def forward(micro: MicroBatch) -> torch.Tensor:
+        logprobs, _ = response_logprobs(policy, micro, temperature, with_entropy=False)
+        return logprobs
+
+    return frozen(policy, rollout, micro_batches, forward)
 
 
 def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:

@@ -75,11 +75,11 @@ def packed_update(
     """The update as common/ does it. Without `chunked` it computes the logits of all tokens at once."""
     micro_batches = batching.pack(batch, rows, compute, world)
     for micro in micro_batches:
-        model.accumulate(policy, last=micro is micro_batches[-1])
         if chunked:
-            logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
+            logprobs, _ = model.response_logprobs(policy, micro, 1.0)
             (logprobs.sum() / len(batch)).backward()
         else:
+            model.reduce_gradients_after(micro, policy)
             (whole_logits(policy, micro).sum() / len(batch)).backward()
 
 

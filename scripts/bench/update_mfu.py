@@ -102,8 +102,7 @@ def main(args: Args) -> None:
         policy, optimizer = policies[compute.kernels], optimizers[compute.kernels]
         micro_batches = batching.pack(batch, rows, compute, world)
         for micro in micro_batches:
-            model.accumulate(policy, last=micro is micro_batches[-1])
-            logprobs, _ = model.response_logprobs(policy, micro, 1.0, with_entropy=True)
+            logprobs, _ = model.response_logprobs(policy, micro, 1.0)
             (logprobs * micro.response_mask).mean().backward()
         optimizer.step()
         optimizer.zero_grad()

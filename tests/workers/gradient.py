@@ -65,8 +65,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks."""
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, together)
         for micro in micro_batches:
-            model.accumulate(trained, last=micro is micro_batches[-1])
-            (loss_of(micro) * world.size).backward()
+            loss_of(micro).backward()
         given = ((name, parameter.grad) for name, parameter in trained.named_parameters())
         out = {name: grad.full_tensor().clone() for name, grad in given if grad is not None}  # LoRA freezes most
         trained.zero_grad()

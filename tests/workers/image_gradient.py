@@ -25,9 +25,8 @@ def gradients(world: placement.World, data: str, model_path: str) -> dict[str, t
         compute = batching.Compute(token_budget=1000, train_vision=train_vision)
         policy = model.load(model_path, world, torch.float32, compute)
         for micro in batching.pack(batch, torch.arange(len(batch)), compute, world):
-            model.accumulate(policy, last=True)
             logprobs, _ = model.response_logprobs(policy, micro, 1.0)
-            (logprobs.sum() * world.size).backward()
+            logprobs.sum().backward()
         trained = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
         found |= {f"{train_vision} {name}": gradient for name, gradient in trained.items()}
     return found

@@ -10,7 +10,6 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -110,14 +109,14 @@ class Environments:
             raise RunFailed(said + here, code="environment-failed")
         return [turns.result for turns in episodes]
 
-    def log(self, episodes: list[Turns], log: Callable) -> None:
+    def log(self, episodes: list[Turns], metrics) -> None:
         """environment/{turns, calls, errors, failed_frac}, and time/environment: seconds that an episode waited."""
         count = len(episodes)
-        log("environment/turns", sum(len(turns.said) for turns in episodes), count)
-        log("environment/calls", sum(turns.facts["calls"] for turns in episodes), count)
-        log("environment/errors", sum(turns.facts["errors"] for turns in episodes), count)
-        log("environment/failed_frac", sum("failed" in turns.facts for turns in episodes), count)
-        log("time/environment", sum(turns.seconds for turns in episodes), count)
+        metrics.mean("environment/turns", sum(len(turns.said) for turns in episodes), count)
+        metrics.mean("environment/calls", sum(turns.facts["calls"] for turns in episodes), count)
+        metrics.mean("environment/errors", sum(turns.facts["errors"] for turns in episodes), count)
+        metrics.mean("environment/failed_frac", sum("failed" in turns.facts for turns in episodes), count)
+        metrics.mean("time/environment", sum(turns.seconds for turns in episodes), count)
 
     def try_out(self, prompt: Prompt) -> None:
         """Play an episode of one empty turn before a model is loaded. Raises BadInput if the environment fails."""
