@@ -44,12 +44,13 @@ def batch(texts: list[str], group_size: int):
 
 def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
     reward = mixture(right=(1.0, lambda item: float(item.response)), style=(-0.5, lambda item: 4.0))
-    logged = {}
-    results = reward.score(*batch(["1", "0"], 2), world, 1, lambda name, total, count=1: logged.update({name: total}))
+    metrics = Metrics(world)
+    results = reward.score(*batch(["1", "0"], 2), world, 1, metrics)
+    logged = {name: total for name, [(total, _)] in metrics.sums.items()}
     assert [(r.score, r.acc) for r in results] == [(-1.0, 1.0), (-2.0, 0.0)]
     assert results[0].info["parts"] == {"right": 1.0, "style": 4.0}
     assert logged["reward/right/mean"] == 1.0 and logged["reward/style/contribution"] == -4.0
-    assert logged["reward/right/std"] == 0.5 * 2  # a total over two responses, as add() wants it
+    assert logged["reward/right/std"] == 0.5 * 2  # a total over two responses, as mean() wants it
     assert logged["reward/style/weight"] == -0.5 and logged["time/reward/right"] >= 0
 
 
