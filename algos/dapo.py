@@ -30,9 +30,7 @@ from typing import Literal
 import torch
 
 from common import errors, placement, weight_sync
-from common.data.prompts import Prompt
 from common.rollout import engines
-from common.rollout.rollout import Rollout
 from common.run import guards, job
 from common.run.sampling import Batch, PromptSampler
 from common.trainer import batching, model
@@ -66,8 +64,13 @@ class Args(job.Flags):
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
 # A step takes several draws, so there are fewer steps than in the other files.
-EMBEDDED = job.EMBEDDED | {"steps": 26, "prompts_per_step": 32, "gen_prompts": 64, "learning_rate": 2.5e-4}
-EMBEDDED |= {"overlong_cache": 8}
+EMBEDDED = job.EMBEDDED | {
+    "steps": 26,
+    "prompts_per_step": 32,
+    "gen_prompts": 64,
+    "learning_rate": 2.5e-4,
+    "overlong_cache": 8,
+}
 
 
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
@@ -197,7 +200,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
 
-        def generate(prompts: list[Prompt], draw: int, grading) -> Rollout:
+        def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
@@ -247,6 +250,10 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                if not mini_batch.micro_batches:
+                    continue
+
                 # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
@@ -287,8 +294,6 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
-                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

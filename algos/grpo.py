@@ -227,6 +227,10 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                if not mini_batch.micro_batches:
+                    continue
+
                 # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # responses
 
@@ -274,8 +278,6 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
-                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
-                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

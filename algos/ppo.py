@@ -24,7 +24,6 @@ Result: embedded arithmetic, greedy, mean of three seeds: 84.0 % from 53.5 %. On
 """
 
 import dataclasses
-from functools import partial
 from typing import Literal
 
 import torch
@@ -64,8 +63,13 @@ class Args(job.Flags):
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
-EMBEDDED = job.EMBEDDED | {"steps": 50, "prompts_per_step": 64, "group_size": 4, "learning_rate": 1.5e-4}
-EMBEDDED |= {"critic_learning_rate": 1e-3}
+EMBEDDED = job.EMBEDDED | {
+    "steps": 50,
+    "prompts_per_step": 64,
+    "group_size": 4,
+    "learning_rate": 1.5e-4,
+    "critic_learning_rate": 1e-3,
+}
 
 
 def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
@@ -73,14 +77,13 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
-    response_mask = response_mask.bool()
     width = response_mask.shape[1]
     last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
-    rewards = torch.where(at_end & response_mask, scores[:, None], 0.0)
+    rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
 
 
 def compute_advantages(
@@ -114,15 +117,12 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
-    response_mask = response_mask.bool()
     count = total(response_mask.sum())
-    mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
-    centred = torch.where(response_mask, advantages - mean, 0.0)
+    mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
+    centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
     is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    if is_rounding:
-        return torch.zeros_like(centred)
-    return centred * (variance + 1e-8) ** -0.5
+    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -164,10 +164,8 @@ def value_loss(values, old_values, returns, response_mask, *, clip: float, denom
 
     All are (n, T). Values outside the mask, NaN included, change nothing. denominator: the same as in policy_loss.
     """
-    response_mask = response_mask.bool()
-    values = torch.where(response_mask, values, 0.0)
-    old_values = torch.where(response_mask, old_values, 0.0)
-    returns = torch.where(response_mask, returns, 0.0)
+    mask = response_mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     near = old_values + (values - old_values).clamp(-clip, clip)
     squared_errors = torch.max((values - returns).square(), (near - returns).square())  # (n, T)
     return 0.5 * squared_errors.sum() / denominator
@@ -178,18 +176,14 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mas
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
-    response_mask = response_mask.bool()
     count = max(1, total(response_mask.sum()))
 
     def variance(x: torch.Tensor) -> float:
-        x = x[response_mask].double()
-        mean = total(x.sum()) / count
-        return total(x.square().sum()) / count - mean**2
+        x = x[response_mask.bool()].double()
+        return total(x.square().sum()) / count - (total(x.sum()) / count) ** 2
 
     spread = variance(returns)
-    if spread <= 1e-12:
-        return 0.0
-    return 1 - variance(returns - values) / spread
+    return 1 - variance(returns - values) / spread if spread > 1e-12 else 0.0
 
 
 @torch.no_grad()
@@ -258,8 +252,7 @@ def main(args: Args) -> None:
         rollout_tp=args.rollout_tp,
     )
     # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
-    trained = {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)}
-    run = job.start(plan, world, engine, trained)
+    run = job.start(plan, world, engine, {"policy": (policy, optimizer), "critic": (critic, critic_optimizer)})
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
@@ -306,24 +299,25 @@ def main(args: Args) -> None:
             response_mask=batch.response_mask,
             kl_coef=args.kl_coef,
         )  # (N, T)
-        gae = partial(
-            compute_advantages,
+        # The policy's advantages and the critic's returns may have a lambda each, so GAE runs twice.
+        advantages, _ = compute_advantages(
             token_rewards=token_rewards,
             values=old_values,
             response_mask=batch.response_mask,
             gamma=1.0,
-        )
-        advantages, _ = gae(lam=args.lam[0])  # (N, T)
-        _, returns = gae(lam=1.0 if warming_up else args.lam[1])  # (N, T)
+            lam=args.lam[0],
+        )  # (N, T)
+        _, returns = compute_advantages(
+            token_rewards=token_rewards,
+            values=old_values,
+            response_mask=batch.response_mask,
+            gamma=1.0,
+            lam=1.0 if warming_up else args.lam[1],
+        )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
         # If all advantages are 0, Adam's momentum would still move the weights.
         learns = world.max(advantages.abs().max()) > 0
-        explained = explained_variance(
-            values=old_values,
-            returns=returns,
-            response_mask=batch.response_mask,
-            total=world.sum,
-        )
+        explained = explained_variance(old_values, returns, batch.response_mask, total=world.sum)
         tracker.mean("critic/explained_variance", explained)
 
         with tracker.time("update"):
@@ -334,11 +328,13 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, policy_step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                if not mini_batch.micro_batches:
+                    continue
+
                 # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
-                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
-                    continue
                 for micro in mini_batch.micro_batches:
                     values = model.response_values(critic, micro)  # (n, T)
                     loss = value_loss(
@@ -356,7 +352,7 @@ def main(args: Args) -> None:
                 tracker.mean("critic/grad_norm", grad_norm)
                 critic_optimizer.step()
                 critic_optimizer.zero_grad()
-                if warming_up:
+                if warming_up or not learns:
                     continue
 
                 for micro in mini_batch.micro_batches:
@@ -394,8 +390,6 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                if not learns:
-                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

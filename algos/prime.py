@@ -33,9 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from common import errors, placement, weight_sync
-from common.data.prompts import Prompt
 from common.rollout import engines
-from common.rollout.rollout import Rollout
 from common.run import guards, job
 from common.run.sampling import Batch, PromptSampler
 from common.trainer import batching, model
@@ -125,15 +123,12 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
-    response_mask = response_mask.bool()
     count = total(response_mask.sum())
-    mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
-    centred = torch.where(response_mask, advantages - mean, 0.0)
+    mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
+    centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
     is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    if is_rounding:
-        return torch.zeros_like(centred)
-    return centred * (variance + 1e-8) ** -0.5
+    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
 
 
 def keep_groups(correct: torch.Tensor, min_accuracy: float, max_accuracy: float) -> torch.Tensor:
@@ -270,7 +265,7 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
 
-        def generate(prompts: list[Prompt], draw: int, grading) -> Rollout:
+        def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
@@ -358,6 +353,10 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches:  # one optimizer step each
+                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                if not mini_batch.micro_batches:
+                    continue
+
                 # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
@@ -396,8 +395,6 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                if not mini_batch.micro_batches:  # No rank has a gradient: all ranks have equally many micro-batches.
-                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -66,14 +66,13 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
-    response_mask = response_mask.bool()
     width = response_mask.shape[1]
     last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
-    rewards = torch.where(at_end & response_mask, scores[:, None], 0.0)
+    rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask, old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
 
 
 def compute_advantages(token_rewards, scores, response_mask, group_size: int, baseline: str) -> torch.Tensor:
@@ -96,15 +95,12 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
 
     total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
     """
-    response_mask = response_mask.bool()
     count = total(response_mask.sum())
-    mean = total(torch.where(response_mask, advantages, 0.0).sum()) / max(1, count)
-    centred = torch.where(response_mask, advantages - mean, 0.0)
+    mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
+    centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
     is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    if is_rounding:
-        return torch.zeros_like(centred)
-    return centred * (variance + 1e-8) ** -0.5
+    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -257,6 +253,10 @@ def main(args: Args) -> None:
                 group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                if not mini_batch.micro_batches or not learns:
+                    continue
+
                 # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
@@ -295,8 +295,6 @@ def main(args: Args) -> None:
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
-                if not mini_batch.micro_batches or not learns:  # All ranks have equally many micro-batches, or none.
-                    continue
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

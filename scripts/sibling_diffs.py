@@ -1,4 +1,4 @@
-"""How far is each algorithm file from its nearest sibling, without docstrings? Makes a table of it.
+"""How many statements is each algorithm file away from its nearest sibling? Makes a table of it.
 
 python scripts/sibling_diffs.py                    # the table, into PAGE; files' lengths into README.md
 python scripts/sibling_diffs.py --show dr_grpo     # the diff itself
@@ -38,14 +38,12 @@ class Args:
 
 
 def code(name: str) -> list[str]:
-    """Lines of algos/NAME.py without docstrings: they say in words what the diff shows."""
-    source = (ROOT / f"algos/{name}.py").read_text()
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            first, last = node.body[0].lineno, node.body[0].end_lineno
-            lines[first - 1 : last] = [None] * (last - first + 1)
-    return [line for line in lines if line is not None]
+    """Statements of algos/NAME.py, one a line: without docstrings and comments, however the source is laid out."""
+    tree = ast.parse((ROOT / f"algos/{name}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return [line for line in ast.unparse(tree).splitlines() if line]
 
 
 def changes(name: str) -> list[str]:
@@ -54,7 +52,10 @@ def changes(name: str) -> list[str]:
 
 
 def table() -> str:
-    lines = ["| file | diff against | hunks | lines removed | lines added | what they are |", "|---" * 6 + "|"]
+    lines = [
+        "| file | diff against | hunks | statements removed | statements added | what they are |",
+        "|---" * 6 + "|",
+    ]
     for name, (sibling, what) in SIBLINGS.items():
         diff = changes(name)[2:]
         hunks, removed, added = (sum(line.startswith(mark) for line in diff) for mark in ("@@", "-", "+"))
