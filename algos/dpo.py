@@ -72,8 +72,15 @@ class Args:
 
 
 # The defaults without --model: pairs of a right and a wrong sum, both sampled by the model that is trained.
-EMBEDDED = {"dataset": (str(arithmetic.PAIRS),), "max_prompt_tokens": 64, "max_response_tokens": 48}
-EMBEDDED |= {"beta": 2.0, "steps": 60, "learning_rate": 2e-4, "warmup_steps": 2}
+EMBEDDED = {
+    "dataset": (str(arithmetic.PAIRS),),
+    "max_prompt_tokens": 64,
+    "max_response_tokens": 48,
+    "beta": 2.0,
+    "steps": 60,
+    "learning_rate": 2e-4,
+    "warmup_steps": 2,
+}
 
 
 def implicit_rewards(logprobs, ref_logprobs, response_mask, beta: float) -> torch.Tensor:

@@ -66,8 +66,15 @@ class Args(job.Flags):
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
-EMBEDDED = job.EMBEDDED | {"steps": 48, "prompts_per_step": 16, "gen_prompts": 48, "learning_rate": 2.5e-4}
-EMBEDDED |= {"prm_learning_rate": 3e-4, "accuracy_range": (0.1, 0.9), "c_process": 0.3}
+EMBEDDED = job.EMBEDDED | {
+    "steps": 48,
+    "prompts_per_step": 16,
+    "gen_prompts": 48,
+    "learning_rate": 2.5e-4,
+    "prm_learning_rate": 3e-4,
+    "accuracy_range": (0.1, 0.9),
+    "c_process": 0.3,
+}
 
 
 def implicit_rewards(
