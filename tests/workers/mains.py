@@ -134,7 +134,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
 
 
 def old(model_path: str, runs: Path) -> None:
-    """The old log-probs of a step are one forward of all rows that train, before any update, and nothing changes them."""
+    """The old log-probs of a step are one forward of all trained rows, before any update, and nothing changes them."""
     load = model.load
     frozen_logprobs = model.frozen_logprobs
     end_step = job.Run.end_step
