@@ -1,13 +1,12 @@
 """How many statements is each algorithm file away from its nearest sibling? Makes a table of it.
 
-python scripts/sibling_diffs.py                    # the table, into PAGE; files' lengths into README.md
+python scripts/sibling_diffs.py                    # the table, written into PAGE
 python scripts/sibling_diffs.py --show dr_grpo     # the diff itself
 """
 
 import ast
 import dataclasses
 import difflib
-import re
 import sys
 from pathlib import Path
 
@@ -63,22 +62,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_lengths(page: str) -> str:
-    """The page with the last cell of each row about a file of algos/ set to the number of its lines."""
-    row = re.compile(r"^(\| \[`(algos/\w+\.py)`\].*\| )\d+ \|$", re.MULTILINE)
-    return row.sub(lambda found: f"{found[1]}{len((ROOT / found[2]).read_text().splitlines())} |", page)
-
-
 def main(args: Args) -> None:
     if args.show and args.show not in SIBLINGS:
         sys.exit(f"error: --show {args.show}: expected {', '.join(SIBLINGS)}")
     if args.show:
         print("\n".join(changes(args.show)))
         return
-    page, readme = ROOT / PAGE, ROOT / "README.md"
+    page = ROOT / PAGE
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
-    readme.write_text(with_lengths(readme.read_text()))
     print(table())
 
 
