@@ -110,6 +110,7 @@ def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+SYSTEM = {"role": "system", "content": "Add."}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         ),
         ({**PAIR, "chosen": 2}, 'pairs.jsonl:2: "chosen" must be a text, .*, got 2'),
         ({**PAIR, "chosen": [USER]}, 'pairs.jsonl:2: "chosen" must be a text'),
-        ({**PAIR, "chosen": [GOOD], "rejected": [USER, BAD]}, "the messages before the response differ"),
+        ({**PAIR, "rejected": [SYSTEM, USER, BAD]}, 'in "rejected" are not the row\'s prompt'),
         ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, 'in "chosen" are not the row\'s prompt'),
         ({"chosen": "2", "rejected": "3"}, 'pairs.jsonl:2: "chosen" must be messages with role and content'),
     ],
