@@ -12,6 +12,7 @@ import base64
 import hashlib
 import struct
 import zlib
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -109,10 +110,7 @@ def picture(file: bytes) -> Image.Image:
 @lru_cache(maxsize=CACHED_PROMPTS)
 def tensors(ids: ImageIds) -> dict[str, torch.Tensor]:
     """What the model takes beside the ids: pixel_values, and what its family needs to know about them."""
-    return tensors_of(process(ids.model_path, ids.text, ids.pictures()))
-
-
-def tensors_of(processed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    processed = process(ids.model_path, ids.text, ids.pictures())
     return {name: value for name, value in processed.items() if name not in NO_TENSORS}
 
 
@@ -149,14 +147,12 @@ def process(model_path: str, text: str, pictures: list[Image.Image]) -> dict[str
 
 def check_same(model_path: str, ids: ImageIds) -> None:
     """Refuse a model whose processor makes other ids or tensors of a prompt than the policy's. Raises BadInput."""
+    ours = process(ids.model_path, ids.text, ids.pictures())
     try:
-        processed = process(model_path, ids.text, ids.pictures())
+        theirs = process(model_path, ids.text, ids.pictures())
     except REFUSALS as error:
         raise BadInput(f"--model {model_path}: its processor refuses a prompt: {first_line(error)}") from None
-    theirs = tensors_of(processed)
-    ours = tensors(ids)
-    same = theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-    if not same or processed["input_ids"][0].tolist() != list(ids):
+    if theirs.keys() != ours.keys() or not all(torch.equal(theirs[name], ours[name]) for name in ours):
         raise BadInput(f"--model {model_path}: its processor makes other tokens or pixels of images than the policy's")
 
 
@@ -167,16 +163,15 @@ def expanded(model_path: str, text: str, sizes: tuple[tuple[int, int], ...]) -> 
     return tuple(process(model_path, text, blank)["input_ids"][0].tolist())
 
 
+@dataclass(frozen=True)
 class RowImages:
     """The images of one row, for templates.render. A row may have none."""
 
-    def __init__(self, where: str, files: list[bytes], model_path: str, placeholders: dict[int, str], marked: bool):
-        """placeholders: token -> text. marked: <image> in a text stands for an image, even if the row has none."""
-        self.where = where
-        self.files = files
-        self.model_path = model_path
-        self.placeholders = placeholders
-        self.marked = marked
+    where: str  # place of the row
+    files: list[bytes]
+    model_path: str
+    placeholders: dict[int, str]  # token -> text
+    marked: bool  # <image> in a text stands for an image, even if the row has none
 
     def as_parts(self, messages: list[dict]) -> list[dict]:
         """Chat messages whose texts are cut at the marks, as chat templates want it.
@@ -198,15 +193,14 @@ class RowImages:
 
     def expand(self, text: str, compact: list[int]) -> list[int]:
         """The ids of a prompt as the trainer sees them: ImageIds if there are images. Raises BadInput."""
-        found = [token for token in compact if token in self.placeholders]
-        if found and not self.files:
-            raise BadInput(f"{self.where}: the text has {self.placeholders[found[0]]}, and the row has no image")
-        if len(found) != len(self.files):
-            raise BadInput(
-                f"{self.where}: the chat template writes {len(found)} placeholders for {len(self.files)} images"
-            )
+        placeholders = [self.placeholders[token] for token in compact if token in self.placeholders]
         if not self.files:
+            if placeholders:
+                raise BadInput(f"{self.where}: the text has {placeholders[0]}, and the row has no image")
             return compact
+        if len(placeholders) != len(self.files):
+            count = f"{len(placeholders)} placeholders for {len(self.files)} images"
+            raise BadInput(f"{self.where}: the chat template writes {count}")
         processor(self.model_path)  # where it cannot be loaded, no row is to blame
         try:
             ids = expanded(self.model_path, text, tuple(picture(file).size for file in self.files))

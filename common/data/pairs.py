@@ -34,25 +34,18 @@ def load_pairs(
         return pair(where, prompt, sources.columns(prompt.dataset, source.columns), tokenizer)
 
     responses = collect([(prompt.id, prompt) for prompt in prompts], make)
-    pairs = {}
     usable = []
-    equal = 0
+    pairs = {}
     for prompt, (chosen, rejected) in zip(prompts, responses):
-        if chosen == rejected:
-            equal += 1
-        elif max(len(chosen), len(rejected)) <= max_response_tokens:
+        longest = max(len(chosen), len(rejected))
+        if chosen != rejected and longest <= max_response_tokens:
             usable.append(prompt)
             pairs[prompt.id] = [chosen, rejected]
-    overlong = len(prompts) - len(usable) - equal
-    if equal:
-        say(f"left out {equal} of {len(prompts)} pairs: chosen and rejected are the same text")
-    if overlong:
-        say(f"left out {overlong} of {len(prompts)} pairs with a response over {max_response_tokens} tokens")
+    reason = f"equal responses, or one over --max-response-tokens {max_response_tokens}"
     if not usable:
-        raise BadInput(
-            f"--dataset {' '.join(dataset)}: no pair is left: all have two equal responses, or one that is longer than "
-            f"--max-response-tokens {max_response_tokens}"
-        )
+        raise BadInput(f"--dataset {' '.join(dataset)}: no pair is left: all have two {reason}")
+    if len(usable) < len(prompts):
+        say(f"left out {len(prompts) - len(usable)} of {len(prompts)} pairs with two {reason}")
     return usable, pairs
 
 

@@ -139,9 +139,7 @@ def load_one(
     if not short:
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_tokens}")
     if len(short) < len(prompts):
-        first = next(prompt.id for prompt in prompts if len(prompt.ids) > max_tokens)
-        dropped = len(prompts) - len(short)
-        say(f"{spec}: dropped {dropped} of {len(prompts)} prompts over {max_tokens} tokens, the first is {first}")
+        say(f"{spec}: dropped {len(prompts) - len(short)} of {len(prompts)} prompts over {max_tokens} tokens")
     return short
 
 

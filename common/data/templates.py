@@ -16,7 +16,7 @@ from common.errors import BadInput
 Messages = list[dict[str, Any]]
 Template = str | Messages | None
 REFUSALS = (TemplateError, ValueError, TypeError, IndexError)  # from a chat template, for messages it cannot show
-ABSENT = object()
+ABSENT = object()  # stands for a column that a row does not have, where None could be its value
 
 
 def check_columns(where: str, row: dict, columns: dict[str, str]) -> None:
@@ -166,10 +166,10 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> str:
     """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError."""
-    if is_chat(messages):  # with images, contents are lists of parts already
-        template = tokenizer.get_chat_template(tools=tools or None)  # some models have several
-        if takes_parts(tokenizer, template, tuple(message["role"] for message in messages)):
-            messages = as_parts(messages)
+    template = tokenizer.get_chat_template(tools=tools or None)  # some models have several
+    # With images, the contents are lists of parts already.
+    if is_chat(messages) and takes_parts(tokenizer, template, tuple(message["role"] for message in messages)):
+        messages = as_parts(messages)
     return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
 
 
@@ -182,29 +182,21 @@ def as_parts(messages: Messages) -> Messages:
 def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[str, ...]) -> bool:
     """Whether the chat template shows messages of these roles only if their contents are lists of parts.
 
-    Templates of some models that see images do: they walk a text by its characters, and write none of it. Raises
-    TemplateError for a template that shows neither form.
+    Templates of some models that see images loop over the parts of a content. They walk a text by its characters, and
+    write none of it. Raises TemplateError for a template that shows a message in neither form.
     """
     messages = [{"role": role, "content": f"c9d3-{i}-text"} for i, role in enumerate(roles)]
-    # The template may leave out what the assistant said before.
+    # What the assistant said may be left out: many templates drop the thinking of earlier turns.
     to_show = [message for message in messages if message["role"] in ("system", "user")]
-
-    def hidden(form: Messages) -> list[str]:
-        """The roles whose texts the template does not write."""
-        text = tokenizer.apply_chat_template(form, chat_template=template, tokenize=False)
-        return [message["role"] for message in to_show if message["content"] not in text]
-
-    try:
-        hidden_as_text = hidden(messages)
-    except REFUSALS:
-        hidden_as_text = None
-    if hidden_as_text == []:
-        return False
-    try:
-        if not hidden(as_parts(messages)):
-            return True
-    except REFUSALS:
-        pass
-    if hidden_as_text:
-        raise TemplateError(f'it does not show what the role "{hidden_as_text[0]}" says')
+    hidden = []
+    for form in (messages, as_parts(messages)):
+        try:
+            text = tokenizer.apply_chat_template(form, chat_template=template, tokenize=False)
+        except REFUSALS:
+            continue
+        hidden = [message["role"] for message in to_show if message["content"] not in text]
+        if not hidden:
+            return form is not messages
+    if hidden:
+        raise TemplateError(f'it does not show what the role "{hidden[0]}" says')
     return False  # it refuses both forms, and the messages themselves will show why
