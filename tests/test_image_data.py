@@ -207,7 +207,7 @@ def test_messages_bring_their_images_and_texts_alone_need_none(llava, tmp_path):
         ({"type": "image"}, "rows.jsonl:1: 1 times <image> in the text, and 0 images"),
         (
             {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}},
-            "rows.jsonl:1: image https://a.b/c.png is not",
+            "rows.jsonl:1: image https://a.b/c.png cannot be read: it is not downloaded",
         ),
     ],
 )

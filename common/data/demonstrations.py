@@ -21,6 +21,7 @@ def that_fit(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, limit: i
     """
     solutions, _ = demonstrations(prompts, tokenizer)
     fitting = []
+    # The memory of a step is planned for it.
     longest = 0
     for prompt, ids in zip(prompts, solutions):
         length = len(prompt.ids) + len(ids)
@@ -39,6 +40,7 @@ def demonstrations(
 ) -> tuple[list[list[int]], list[list[bool]]]:
     """The solutions of prompts as token ids, and for each token whether the policy would say it."""
 
+    # Making one renders the chat template, so each role has one.
     @cache
     def suffix_of(role: str) -> Suffix:
         return Suffix(tokenizer, [tokenizer.eos_token_id], role)
@@ -50,6 +52,7 @@ def demonstrations(
         ids = []
         mask = []
         for i, text in enumerate(turns):
+            # The policy has the first turn, the third, and so on.
             is_policy = i % 2 == 0
             if is_policy:
                 turn = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]

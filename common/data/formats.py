@@ -7,10 +7,11 @@ file into a cache in the home folder. sources.py uses it for the Hub.
 
 import csv
 from pathlib import Path
+from typing import Any
 
 from common.data import json_lines
-from common.data.rows import Row, first_line
-from common.errors import BadInput, refuse_all
+from common.data.rows import Row, collect, first_line, numbered
+from common.errors import BadInput
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
 SPLITS = ("train", "test", "valid", "dev", "eval")  # a file whose name begins with one holds that split
@@ -26,6 +27,7 @@ def read(path: Path, split: str = "train") -> list[Row]:
 def files_for(folder: Path, split: str) -> list[Path]:
     """The files in a folder that hold rows of the split: all of them if no name begins with a split."""
     inside = sorted(folder.iterdir())
+    # Reading these files alone would lose what the folder's state.json says about their order.
     if any(path.suffix == ".arrow" for path in inside):
         convert = f'datasets.load_from_disk("{folder}").to_parquet("rows.parquet")'
         raise BadInput(f"{folder}: a data set of save_to_disk cannot be read; {convert} makes a file that can")
@@ -33,6 +35,7 @@ def files_for(folder: Path, split: str) -> list[Path]:
     has_splits = any(path.name.startswith(SPLITS) for path in files)
     if has_splits:
         files = [path for path in files if path.name.startswith(split)]
+    # rows.csv beside rows.jsonl may be the same rows again.
     if len({path.suffix for path in files}) != 1:
         wanted = f"files of one kind ({', '.join(FILES)})"
         if has_splits:
@@ -52,31 +55,34 @@ def read_file(path: Path) -> list[Row]:
         values = read_values(path)
     except (OSError, ValueError, csv.Error) as error:  # Arrow's errors are ValueErrors
         raise BadInput(f"{path}: cannot be read as {path.suffix[1:].upper()}: {first_line(error)}") from None
+    # Errors name a line where there is one, and otherwise count the rows.
     if values is None:
         hint = "; expected an array of objects, or one object a line" if path.suffix == ".json" else ""
         rows = [(f"{path}:{number}", row) for number, row in json_lines.read(path, hint)]
     else:
-        rows = [(f"{path}:row {number}", row) for number, row in enumerate(values, start=1)]
-        refuse_all(
-            [
-                f"{where}: expected an object, got {type(row).__name__}"
-                for where, row in rows
-                if not isinstance(row, dict)
-            ]
-        )
+        rows = collect(numbered(f"{path}:row ", values), as_object)
     if not rows:
         raise BadInput(f"{path}: contains no rows")
     return rows
 
 
+def as_object(where: str, value: Any) -> Row:
+    """A row of a JSON array. Raises BadInput if it is something else."""
+    if not isinstance(value, dict):
+        raise BadInput(f"{where}: expected an object, got {type(value).__name__}")
+    return where, value
+
+
 def read_values(path: Path) -> list | None:
     """The rows of a table, or the values of a JSON array. None for a file of JSON lines, whatever its ending."""
     if path.suffix == ".parquet":
-        from pyarrow import parquet  # takes 0.3 s, and only this format needs it
+        # Imported here because it takes 0.3 s, and only this format needs it.
+        from pyarrow import parquet
 
         return [without_nulls(row) for row in parquet.ParquetFile(path).read().to_pylist()]
     if path.suffix in (".csv", ".tsv"):
         return read_table(path)
+    # Many files of JSON lines end in .json, and some arrays in .jsonl, so the first character decides.
     data = path.read_bytes()
     if not data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return None
@@ -85,7 +91,8 @@ def read_values(path: Path) -> list | None:
 
 def read_table(path: Path) -> list[dict]:
     """Rows whose values are all texts. The header shows what separates columns: comma, tab or semicolon."""
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 131,072 characters
+    # A text may be longer than the 131,072 characters that the module allows.
+    csv.field_size_limit(2**31 - 1)
     rows = []
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max(",\t;", key=file.readline().count)
@@ -105,10 +112,14 @@ def without_nulls(row: dict) -> dict:
     In a table each message has all the keys that any message has. A chat template would take a null "tool_calls" for
     a call.
     """
-    return {name: list(map(message_without_nulls, v)) if isinstance(v, list) else v for name, v in row.items()}
+    row = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list):
+            row[name] = [message_without_nulls(entry) for entry in value]
+    return row
 
 
-def message_without_nulls(entry):
+def message_without_nulls(entry: Any) -> Any:
     """A chat message without null keys. Any other entry of a list stays as it is."""
     if isinstance(entry, dict) and "role" in entry:
         return {key: value for key, value in entry.items() if value is not None}

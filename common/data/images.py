@@ -58,10 +58,12 @@ class ImageIds(list):
         self.text = text
         self.images = images
         self.model_path = model_path
-        self.key = hashlib.sha256(repr([ids, images]).encode()).hexdigest()  # differs when the images differ
+        # Prompts with the same ids and other images have another key.
+        self.key = hashlib.sha256(repr([ids, images]).encode()).hexdigest()
 
+    # The fingerprint of a run's data is made of this text.
     def __repr__(self) -> str:
-        return f"{super().__repr__()} {self.key}"  # goes into the fingerprint of a run's data
+        return f"{super().__repr__()} {self.key}"
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -78,7 +80,7 @@ class ImageIds(list):
     def refuse(self, *_) -> NoReturn:
         raise TypeError("a part of a prompt with images, or more than it, would lose them; list(ids) is the ids alone")
 
-    # `plain_list += prompt` still works.
+    # `plain_list += prompt` still works: a packed row takes the ids of many prompts.
     __add__ = __iadd__ = __mul__ = __imul__ = refuse
 
     def pictures(self) -> list[Image.Image]:
@@ -122,6 +124,7 @@ def together(prompts: list[ImageIds]) -> dict[str, torch.Tensor]:
     parts = [tensors(ids) for ids in prompts]
     if "pixel_attention_mask" not in parts[0]:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    # Pad at the right and at the bottom.
     height = max(part["pixel_values"].shape[-2] for part in parts)
     width = max(part["pixel_values"].shape[-1] for part in parts)
 
@@ -201,7 +204,8 @@ class RowImages:
         if len(placeholders) != len(self.files):
             count = f"{len(placeholders)} placeholders for {len(self.files)} images"
             raise BadInput(f"{self.where}: the chat template writes {count}")
-        processor(self.model_path)  # where it cannot be loaded, no row is to blame
+        # If the processor cannot be loaded, the error should not name a row.
+        processor(self.model_path)
         try:
             ids = expanded(self.model_path, text, tuple(picture(file).size for file in self.files))
         except REFUSALS as error:
@@ -247,29 +251,30 @@ class ImageReader:
     def read(self, where: str, row: dict) -> tuple[dict, RowImages]:
         """The row with messages as texts and without its images, and the images. Raises BadInput."""
         column = self.columns.get("images", "images")
-        values = lookup(row, column) or []
+        images = lookup(row, column) or []
+        if not isinstance(images, list):
+            images = [images]
+        # Rewards and traces get the row, and megabytes of pixels are of no use to them.
         row = changed(row, column, None)
-        inside = []  # the images in chat messages
+
         prompt = prompt_column(row, self.columns)
-        content = lookup(row, prompt)
-        if isinstance(content, list):
-            row = changed(row, prompt, as_texts(where, content, inside))
         pair = [self.columns.get(name, name) for name in ("chosen", "rejected")]
-        for name in pair:
-            messages = lookup(row, name)
+        inside = []  # the images in chat messages
+        for column in (prompt, *pair):
+            messages = lookup(row, column)
             if isinstance(messages, list):
-                row = changed(row, name, as_texts(where, messages, []))  # the prompt has brought the images
+                # The messages of a pair repeat the images of the prompt.
+                row = changed(row, column, as_texts(where, messages, inside if column == prompt else []))
         self.refuse_placeholders(where, row, [solution_column(row, self.columns), *CONVERSATIONS, *pair])
 
-        if not values:
-            values = [value for value in inside if value is not None]
-        if not values and "images" not in self.columns and row.get("image"):
+        if not images:
+            images = [image for image in inside if image is not None]
+        if not images and "images" not in self.columns and row.get("image"):
             raise BadInput(f'{where}: has "image" and no "images"; --columns images=image, or rename it')
-        files = [read_image(where, value, self.folder) for value in (values if isinstance(values, list) else [values])]
-        if files and not self.tokenizer.chat_template:
-            raise BadInput(
-                f"--model {self.model_path}: has no chat template, which says where images stand in a prompt"
-            )
+        if images and not self.tokenizer.chat_template:
+            name = f"--model {self.model_path}"
+            raise BadInput(f"{name}: has no chat template, which says where images stand in a prompt")
+        files = [read_image(where, image, self.folder) for image in images]
         # In data without any images, <image> is a text like any other.
         marked = self.has_images or bool(inside)
         return row, RowImages(where, files, self.model_path, self.placeholders, marked)
@@ -291,6 +296,7 @@ def changed(row: dict, column: str, value: Any) -> dict:
 
     The column may be inside of another one: "a.b".
     """
+    # As in rows.lookup, a column whose name has a dot goes first.
     outer, _, inner = column.partition(".")
     if column not in row and isinstance(row.get(outer), dict):
         return {**row, outer: changed(row[outer], inner, value)}
@@ -321,6 +327,7 @@ def as_text(where: str, part: dict, images: list) -> str:
         return str(part.get("text") or "")
     if kind not in ("image", "image_url"):
         raise BadInput(f'{where}: a part of the type "{kind}" is neither a text nor an image')
+    # The forms of OpenAI, of transformers' chat templates, and of some data sets.
     image = part.get(kind) or part.get("url") or part.get("path")
     if isinstance(image, dict) and "url" in image:
         image = image["url"]
@@ -333,24 +340,34 @@ def read_image(where: str, value: Any, folder: Path) -> bytes:
 
     A path is relative to the folder of the data set, or else to the working directory. Raises BadInput.
     """
+    # Data sets of the Hub have objects.
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
+    if not isinstance(value, str | bytes):
+        raise BadInput(f"{where}: an image must be a path, a data URL or bytes, got {type(value).__name__}")
     name = "an image"
+    if isinstance(value, str) and not value.startswith("data:"):
+        # Somebody may have put a whole file here, so the name is cut.
+        name = f"image {first_line(value)[:80]}"
     try:
-        if isinstance(value, str) and value.startswith("data:"):
-            value = base64.b64decode(value.partition(",")[2], validate=True)
-        elif isinstance(value, str):
-            name = f"image {value.strip()[:80].partition(chr(10))[0]}"
-            if value.startswith(("http://", "https://")):
-                raise BadInput(f"{where}: {name} is not downloaded; expected a path, a data URL or bytes")
-            path = Path(value.removeprefix("file://"))
-            value = (folder / path if (folder / path).is_file() else path).read_bytes()
-        elif not isinstance(value, bytes):
-            raise BadInput(f"{where}: an image must be a path, a data URL or bytes, got {type(value).__name__}")
-        picture(value)
-    except BadInput:
-        raise
+        file = load_file(value, folder) if isinstance(value, str) else value
+        # An image that cannot be decoded is refused now, and not in the middle of training.
+        picture(file)
     except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or first_line(error)  # the system's own message repeats the name
+        # The system's own message would repeat the name.
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise BadInput(f"{where}: {name} cannot be read: {reason}") from None
-    return value
+    return file
+
+
+def load_file(address: str, folder: Path) -> bytes:
+    """The bytes of a data URL or of a path. Raises OSError and ValueError."""
+    if address.startswith("data:"):
+        _, _, content = address.partition(",")
+        return base64.b64decode(content, validate=True)
+    if address.startswith(("http://", "https://")):
+        raise ValueError("it is not downloaded; expected a path, a data URL or bytes")
+    path = Path(address.removeprefix("file://"))
+    if (folder / path).is_file():
+        path = folder / path
+    return path.read_bytes()

@@ -18,7 +18,8 @@ def parse(data: bytes | str, constant: Callable[[str], Any] = float) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(f"invalid JSON at {line}column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets
+    # A number of 5000 digits, or 100,000 brackets.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"invalid JSON: {error}") from None
 
 
@@ -37,6 +38,7 @@ def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input"
     """
     if not path.is_file():
         raise BadInput(f"{path}: file not found")
+    # str.splitlines would also split at characters that may stand inside of a JSON text, such as U+2028.
     lines = path.read_bytes().split(b"\n")
     if torn:
         lines.pop()

@@ -34,6 +34,7 @@ def load_pairs(
         return pair(where, prompt, sources.columns(prompt.dataset, source.columns), tokenizer)
 
     responses = collect([(prompt.id, prompt) for prompt in prompts], make)
+    # Two equal responses have a gradient of 0. A response that is cut would teach where not to stop.
     usable = []
     pairs = {}
     for prompt, (chosen, rejected) in zip(prompts, responses):
@@ -51,6 +52,7 @@ def load_pairs(
 
 def pair(where: str, prompt: Prompt, columns: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of the chosen and the rejected response of a row. Raises BadInput."""
+    # Without --template and instruction, which the messages of a pair do not have.
     asked = prompt.meta["prompt"]
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
@@ -64,6 +66,7 @@ def pair(where: str, prompt: Prompt, columns: dict[str, str], tokenizer: PreTrai
             raise BadInput(
                 f'{where}: "{column}" must be a text, or messages of which the assistant\'s is last, got {shown}'
             )
+        # Otherwise the pair would answer another question than the one that the policy sees.
         if before and before != asked:
             raise BadInput(f'{where}: the messages before the response in "{column}" are not the row\'s prompt')
         responses.append(tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])

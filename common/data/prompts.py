@@ -16,7 +16,8 @@ from common.data import sources, templates
 from common.data.rows import Row, collect, lookup, split_weight
 from common.errors import BadInput, say
 
-INSTRUCTIONS = {  # text after each question of a built-in data set, unless --template is given
+# Text after each question of a built-in data set, unless --template is given.
+INSTRUCTIONS = {
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
     "math": "\nReason step by step, and put your final answer within \\boxed{}.",
     "geo3k": " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -59,6 +60,7 @@ def load(
 ) -> list[Prompt]:
     """Prompts of --dataset. Each entry is a SPEC of sources.FORMS, or SPEC=WEIGHT in a mixture. Raises BadInput."""
     weights = parse(dataset)
+    # --columns may be meant for --eval-dataset alone.
     eval_dataset = getattr(source, "eval_dataset", "") or "arithmetic"
     if source.columns and all(sources.kind(spec) for spec in [*weights, eval_dataset]):
         raise BadInput(f"--columns: {', '.join(weights)} is built in, and its columns are known")
@@ -123,16 +125,20 @@ def load_one(
 
     def make(where: str, row: dict) -> Prompt:
         templates.check_columns(where, row, columns)
+        # The images leave the row first: the text keeps an <image> where each of them stood.
         images = None
         if image_reader:
             row, images = image_reader.read(where, row)
         content, answer, solution = templates.fields(where, row, columns)
+        # Chat messages stay as they are.
         question = content + instruction if isinstance(content, str) else content
         text = templates.render(where, question, tokenizer, template, source.tools, images)
         ids = templates.tokenize(where, text, tokenizer)
         if images:
             ids = images.expand(text, ids)
-        return Prompt(where, text, ids, answer, solution, meta={**row, "prompt": content}, dataset=spec)
+        # Rewards see the question as the data has it, under one name for all data sets.
+        meta = {**row, "prompt": content}
+        return Prompt(where, text, ids, answer, solution, meta, dataset=spec)
 
     prompts = collect(rows, make)
     short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
@@ -147,16 +153,15 @@ def make_image_reader(spec: str, rows: list[Row], columns: dict[str, str], token
     """An images.ImageReader, or None if no row has an image and the model sees none. Raises BadInput."""
     column = columns.get("images", "images")
     has_images = any(lookup(row, column) for _, row in rows)
-    # Without images, a text may still have a placeholder of a model that sees. Tokenizers of other models may know
-    # placeholders too, so config.json decides.
-    has_placeholders = any("image" in token for token in tokenizer.get_added_vocab())
-    if has_images or (
-        has_placeholders and hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config")
-    ):
-        from common.data import images  # texts do without its imports
+    if not has_images:
+        # A text may still have a placeholder, if the model sees images. Tokenizers of other models may have tokens of
+        # such names too, so config.json decides.
+        has_placeholders = any("image" in token for token in tokenizer.get_added_vocab())
+        if not has_placeholders or not hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config"):
+            return None
+    from common.data import images  # texts do without its imports
 
-        return images.ImageReader(spec, columns, tokenizer, has_images)
-    return None
+    return images.ImageReader(spec, columns, tokenizer, has_images)
 
 
 class PromptLoader:
@@ -169,15 +174,18 @@ class PromptLoader:
     def __init__(self, prompts: list[Prompt], seed: int, also: list | None = None):
         """also: what else a run learns from, such as solutions, for the fingerprint."""
         self.seed = seed
-        self.position = 0  # number of prompts drawn so far
-        self.in_flight: int | None = None  # start of a batch that has been drawn and not yet been trained on
+        # Number of prompts drawn so far. A resumed run sets it.
+        self.position = 0
+        # Start of a batch that has been drawn and not yet been trained on.
+        self.in_flight: int | None = None
         self.also = also
         by_name: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_name.setdefault(prompt.dataset, []).append(prompt)
         self.datasets = list(by_name.values())
         self.turns = turns([dataset[0].weight for dataset in self.datasets])
-        self.orders: dict[int, tuple[int, list[int]]] = {}  # data set -> its epoch, and the order of its prompts there
+        # Data set -> its epoch, and the order of its prompts there. A million rows take a second to shuffle.
+        self.orders: dict[int, tuple[int, list[int]]] = {}
 
     @property
     def resume_at(self) -> int:
@@ -212,8 +220,10 @@ class PromptLoader:
     def order(self, which: int, epoch: int) -> list[int]:
         """The order of one data set's prompts in one epoch, as indices."""
         order = list(range(len(self.datasets[which])))
-        # Published results depend on these seeds. The first data set's seed does not name it.
-        seed = f"{self.seed}/{epoch}/{which}" if which else f"{self.seed}/{epoch}"
+        # Published results depend on these seeds. The seed of the first data set does not name it.
+        seed = f"{self.seed}/{epoch}"
+        if which > 0:
+            seed += f"/{which}"
         random.Random(seed).shuffle(order)
         return order
 
@@ -223,11 +233,13 @@ def turns(weights: list[float], longest: int = 1000) -> list[int]:
 
     The round is the shortest in which all weights are whole numbers. If `longest` is not enough, they are rounded.
     """
+    # 3:1 has the shares 0.75 and 0.25, which are whole numbers in a round of 4.
     shares = [weight / sum(weights) for weight in weights]
     length = 1
     while length < longest and not all(is_whole(length * share) for share in shares):
         length += 1
-    places = []  # (place in the round as a fraction, data set)
+    # A data set with 3 turns has its places at 1/6, 3/6 and 5/6 of the round.
+    places = []
     for which, share in enumerate(shares):
         count = max(1, round(length * share))
         places += [((i + 0.5) / count, which) for i in range(count)]
@@ -235,5 +247,5 @@ def turns(weights: list[float], longest: int = 1000) -> list[int]:
 
 
 def is_whole(count: float) -> bool:
-    """True for a whole number above 0, but for rounding."""
+    """True for a whole number above 0. Sums of fractions miss it by rounding errors."""
     return round(count) > 0 and abs(count - round(count)) < 1e-9

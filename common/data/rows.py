@@ -13,7 +13,8 @@ from common.errors import BadInput, refuse_all
 # "train.jsonl:17" for a line of a file. "train.parquet:row 17" and "owner/name/train:row 17" count rows from 1.
 Row = tuple[str, dict]
 
-CONVERSATIONS = ("messages", "conversations")  # columns with a whole conversation, as OpenAI and ShareGPT name them
+# Columns with a whole conversation, as OpenAI and ShareGPT name them.
+CONVERSATIONS = ("messages", "conversations")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 ENDS_WITH_PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
@@ -35,6 +36,11 @@ def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
     return made
 
 
+def numbered(prefix: str, values: Iterable, start: int = 1) -> list[Row]:
+    """Rows whose places are the prefix and a number."""
+    return [(f"{prefix}{number}", value) for number, value in enumerate(values, start)]
+
+
 def lookup(row: dict, column: str, default: Any = None) -> Any:
     """row["a.b"] if there is such a column, otherwise row["a"]["b"], otherwise the default."""
     outer, _, inner = column.partition(".")
@@ -51,7 +57,7 @@ def missing(where: str, row: dict, column: str, cure: str = "") -> BadInput:
 
 def is_chat(value: Any) -> bool:
     """True for a list of messages that have a role and a text each."""
-    return isinstance(value, list) and bool(value) and all(is_message(entry) for entry in value)
+    return isinstance(value, list) and len(value) > 0 and all(is_message(entry) for entry in value)
 
 
 def is_message(value: Any) -> bool:
@@ -63,19 +69,24 @@ def split_conversation(messages: Any) -> tuple[Any, Any]:
 
     ShareGPT's {"from": "human", "value": ...} becomes {"role": "user", "content": ...}.
     """
-    if isinstance(messages, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in messages):
-        messages = [
-            {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message["value"]}
-            for message in messages
-        ]
+    if isinstance(messages, list):
+        messages = [in_openai_form(message) for message in messages]
     if is_chat(messages) and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]["content"]
     return messages, None
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message."""
-    return str(error).strip().split("\n")[0]
+def in_openai_form(message: Any) -> Any:
+    """ShareGPT's message as OpenAI has it. Any other value stays."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    role = SHAREGPT_ROLES.get(str(message["from"]), message["from"])
+    return {"role": role, "content": message["value"]}
+
+
+def first_line(text: object) -> str:
+    """The first line of a text, or of an exception's message."""
+    return str(text).strip().split("\n")[0]
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -84,6 +95,7 @@ def split_weight(entry: str) -> tuple[str, float]:
     A name may end in parameters, as in NAME?key=1&key=2. A number after a key is its value, and a weight comes after
     the value: NAME?key=2=0.5 has the parameter 2 and the weight 0.5.
     """
+    # runs/lr=0.1/a.jsonl has a "=", but no number after the last one.
     name, _, number = entry.rpartition("=")
     if name and NUMBER.fullmatch(number) and not ENDS_WITH_PARAMETERS.search(entry):
         return name, float(number)
@@ -95,7 +107,8 @@ def last_box(text: str) -> tuple[int, str] | None:
     if r"\boxed" not in text:
         return None
     last = None
-    opened = []  # places of the braces that are open
+    # Places of the braces that are open. A box ends where its own brace is closed, as in \boxed{\frac{1}{2}}.
+    opened = []
     for brace in re.finditer(r"\\[\\{}]|[{}]", text):  # matches \{ and \} too, which are text and need no partner
         if brace[0] == "{":
             opened.append(brace.start())
@@ -104,6 +117,7 @@ def last_box(text: str) -> tuple[int, str] | None:
             # An inner box closes before the outer one, so the box that closes last need not be the last to start.
             if text.endswith(r"\boxed", 0, start) and (last is None or start > last[0]):
                 last = (start, text[start + 1 : brace.start()])
+    # TeX takes a number without braces, too.
     for bare in re.finditer(r"\\boxed\s*(-?[0-9][0-9,.]*)", text):
         if last is None or bare.start(1) > last[0]:
             last = (bare.start(1), bare[1])

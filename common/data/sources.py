@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError  # raised without a connection; it is httpx's or httpx2's
 
 from common.data import arithmetic, formats, tasks
-from common.data.rows import Row, collect, first_line, last_box
+from common.data.rows import Row, collect, first_line, last_box, numbered
 from common.errors import BadInput, say
 
 GENERATED = tasks.NAMES
@@ -21,7 +21,8 @@ FORMS = (
 )
 COLUMN_NAMES = ("prompt", "answer", "solution", "images", "chosen", "rejected")
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
-ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and on ModelScope
+# Built-in name and split -> its name on the Hugging Face Hub, and on ModelScope.
+ON_HUB = {
     ("gsm8k", "train"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
     ("gsm8k", "test"): ("openai/gsm8k:main", "AI-ModelScope/gsm8k:main"),
     ("math", "train"): ("DigitalLearningGmbH/MATH-lighteval", "AI-ModelScope/MATH-lighteval"),  # 7500 problems
@@ -30,7 +31,8 @@ ON_HUB = {  # built-in name and split -> its name on the Hugging Face Hub, and o
     ("geo3k", "test"): ("hiyouga/geometry3k", "hiyouga/geometry3k"),
     ("dapo", "train"): ("BytedTsinghua-SIA/DAPO-Math-17k", "AI-ModelScope/DAPO-Math-17k"),
 }
-COLUMNS = {  # built-in name -> columns
+# Built-in name -> columns that do not have the usual names.
+COLUMNS = {
     "math": {"prompt": "problem"},
     "geo3k": {"prompt": "problem"},
     "dapo": {"answer": "reward_model.ground_truth"},
@@ -65,7 +67,7 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     """All rows of a SPEC (see FORMS; a name on a hub may have the prefix modelscope:). Raises BadInput."""
     name = kind(spec)
     if name in ("arithmetic", "reasoning-gym", *GENERATED):
-        return [(f"{spec}/{split}:{i}", row) for i, row in enumerate(problems(spec, split, flag))]
+        return numbered(f"{spec}/{split}:", problems(spec, split, flag), start=0)
     if spec.startswith("gsm8k:"):
         rows = formats.read_file(Path(spec.removeprefix("gsm8k:")) / f"{split}.jsonl")
     elif not name and (spec.endswith(formats.FILES) or os.path.exists(spec)):
@@ -87,7 +89,8 @@ def problems(spec: str, split: str, flag: str) -> list[dict]:
         return arithmetic.problems(split)
     if spec in GENERATED:
         return tasks.problems(spec, split)
-    from common.data import reasoning_gym  # it starts processes, and few runs need it
+    # Imported here because it brings the code that starts worker processes, and few runs need it.
+    from common.data import reasoning_gym
 
     return reasoning_gym.problems(spec, split, flag)
 
@@ -107,6 +110,7 @@ def boxed_answers(rows: Iterable[Row]) -> list[Row]:
     answered = []
     left_out = 0
     for where, row in rows:
+        # Some solutions frame the answer with \fbox.
         box = last_box(row.get("solution", "").replace(r"\fbox", r"\boxed"))
         if "answer" in row:
             answered.append((where, row))
@@ -121,6 +125,7 @@ def boxed_answers(rows: Iterable[Row]) -> list[Row]:
 
 def without_repeats(rows: Iterable[Row]) -> list[Row]:
     """DAPO-Math-17k rows, each prompt once: the upload of 1.8 million rows repeats 17 thousand prompts 100 times."""
+    # A dict keeps the order in which its keys came.
     first = {}
     count = 0
     for where, row in rows:
@@ -133,7 +138,8 @@ def without_repeats(rows: Iterable[Row]) -> list[Row]:
 
 def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
     """(name/split:row N, object) of each row of a data set on the Hugging Face Hub, or on ModelScope."""
-    import datasets  # takes two seconds, and only this source needs it
+    # Imported here because it takes two seconds, and only this source needs it.
+    import datasets
 
     name = spec.removeprefix(MODELSCOPE)
     on_modelscope = spec.startswith(MODELSCOPE)
@@ -141,6 +147,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
         if (name, split) not in ON_HUB:
             raise BadInput(f'{flag} {spec}: has no split "{split}"')
         name = ON_HUB[name, split][on_modelscope]
+    # OWNER/NAME, then :CONFIG, then @SPLIT, which may be a slice such as train[:100].
     parts = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w.:%\[\]+-]+))?", name)
     if not parts:
         raise BadInput(f'{flag} "{spec}": expected {FORMS}')
@@ -154,9 +161,10 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
     if not len(table):
         raise BadInput(f"{flag} {name}: contains no rows")
     keep_files(table.info.features)
+    # Batches are sixty times as fast as single rows.
     place = f"{name}:{config}/{split}" if config else f"{name}/{split}"
     number = 0
-    for batch in table.iter(1000):  # sixty times as fast as row by row
+    for batch in table.iter(1000):
         for values in zip(*batch.values()):
             number += 1
             yield f"{place}:row {number}", formats.without_nulls(dict(zip(batch, values)))

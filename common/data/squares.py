@@ -26,6 +26,7 @@ TRAIN = 4096  # problems
 OVERLOOKS = 0.7  # share of the images in which the teacher overlooks a square, if there is one
 INITIALIZER_RANGE = 0.1  # with it the model learns to count in half as many steps as with the usual 0.02
 SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+# A question is sent as it stands, with the token <image> where the image is.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
@@ -35,7 +36,8 @@ CHAT_TEMPLATE = (
 def problems(split: str) -> list[dict]:
     """Rows with "question", "answer", which is right, "solution", the teacher's answer, and "images"."""
     draw = random.Random("squares")
-    by_content = {}  # each problem once: an image without squares comes often
+    # Each problem once: an image without squares comes often.
+    by_content = {}
     while len(by_content) < HELD_OUT + TRAIN:
         row = problem(draw)
         by_content[row["question"], row["images"][0]] = row
@@ -50,6 +52,7 @@ def problem(draw: random.Random) -> dict:
     other_colours = [other for other in COLOURS if other != colour]
     others = [draw.choice(other_colours) for _ in range(draw.randint(0, PLACES**2 - MOST))]
     places = draw.sample(range(PLACES**2), count + len(others))
+    # The teacher of the warm start. The draw comes only if there is a square to overlook.
     counted_by_teacher = count
     if count > 0 and draw.random() < OVERLOOKS:
         counted_by_teacher -= 1
@@ -67,6 +70,7 @@ def picture(squares: dict[int, str]) -> bytes:
     pen = ImageDraw.Draw(image)
     size = SIDE // PLACES  # of a place, in pixels
     for place, colour in squares.items():
+        # A margin of one pixel on each side keeps neighbours of one colour apart.
         x = place % PLACES * size
         y = place // PLACES * size
         pen.rectangle((x + 1, y + 1, x + size - 2, y + size - 2), fill=COLOURS[colour])

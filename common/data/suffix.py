@@ -27,6 +27,7 @@ class Suffix:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.role = role
+        # Better a refusal now than in the middle of the first episode.
         if not tokenizer.chat_template:
             return
         name = f"--model {tokenizer.name_or_path}: its chat template"

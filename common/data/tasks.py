@@ -32,6 +32,7 @@ def sums(draw: random.Random) -> Iterator[Row]:
     """9,900 problems: a + b and a - b for numbers from 1 to 99, with a >= b in a difference."""
     for a in range(1, 100):
         for b in range(1, a + 1):
+            # Either 3 + 5 or 5 + 3. With both, one could be held out and the other trained on.
             x, y = draw.sample((a, b), 2)
             yield row(f"Compute {x} + {y}. Reply with the number only.", a + b)
             yield row(f"Compute {a} - {b}. Reply with the number only.", a - b)
@@ -43,7 +44,8 @@ def gcd(draw: random.Random) -> Iterator[Row]:
     The answer of 41 % of all such pairs is 2, and a model could learn to say it always. So no answer has more than 100
     problems.
     """
-    pairs: dict[int, list[tuple[int, int]]] = {}  # answer: the pairs that have it
+    # Answer -> the pairs that have it.
+    pairs: dict[int, list[tuple[int, int]]] = {}
     for a in range(2, 100):
         for b in range(2, a):
             if math.gcd(a, b) > 1:
@@ -74,7 +76,8 @@ def maze(draw: random.Random) -> Iterator[Row]:
     .#.
     ...
     """
-    mazes: dict[str, str] = {}  # picture -> moves from s to g
+    # Picture -> moves from s to g. A maze that is drawn twice counts once.
+    mazes: dict[str, str] = {}
     while len(mazes) < DRAWN:
         picture, moves = draw_maze(draw)
         mazes[picture] = moves
@@ -88,6 +91,7 @@ def draw_maze(draw: random.Random) -> tuple[str, str]:
     A random cell that is not yet part of the maze is joined to one that is, until all are. Then exactly one way leads
     from any cell to any other.
     """
+    # The cell (x, y) is at (2x, 2y) in the picture. Between two cells there is a place for a wall.
     cells = [(x, y) for y in range(SIDE) for x in range(SIDE)]
     start, goal = draw.sample(cells, 2)
     moves_to = {start: ""}  # cell of the maze -> the moves from the start
@@ -96,6 +100,7 @@ def draw_maze(draw: random.Random) -> tuple[str, str]:
         x, y = draw.choice(list(moves_to))
         move, (right, down) = draw.choice(list(MOVES.items()))
         neighbour = (x + right, y + down)
+        # Joining it twice would make a second way.
         if neighbour in cells and neighbour not in moves_to:
             moves_to[neighbour] = moves_to[x, y] + move
             marks[2 * x + right, 2 * y + down] = "."
@@ -111,6 +116,7 @@ def calculator(draw: random.Random) -> Iterator[Row]:
     for pair in draw.sample(range(680 * 680), DRAWN):
         a = 320 + pair // 680
         b = 320 + pair % 680
+        # Without the calculator the answer is a guess, and almost always wrong.
         if draw.random() < 0.3:
             solution = [f"mul({a},{b})", str(a * b), str(a * b)]
         else:
@@ -138,7 +144,8 @@ def guess(draw: random.Random) -> Iterator[Row]:
             else:
                 turns.append("less")
                 possible = [n for n in possible if n < number]
-        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}  # the role of its environment
+        # The role of the environment's turns, as in rollout/environments/built_in.py.
+        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}
 
 
 TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "maze": maze, "calculator": calculator, "guess": guess}

@@ -15,8 +15,10 @@ from common.errors import BadInput
 
 Messages = list[dict[str, Any]]
 Template = str | Messages | None
-REFUSALS = (TemplateError, ValueError, TypeError, IndexError)  # from a chat template, for messages it cannot show
-ABSENT = object()  # stands for a column that a row does not have, where None could be its value
+# A chat template raises these for messages that it cannot show.
+REFUSALS = (TemplateError, ValueError, TypeError, IndexError)
+# Stands for a column that a row does not have. None may be the value of a column.
+ABSENT = object()
 
 
 def check_columns(where: str, row: dict, columns: dict[str, str]) -> None:
@@ -45,6 +47,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     solution. Answer and solution are None if a row has none: some rewards do without an answer. "messages",
     "conversations" or "chosen" are the prompt, except for a last message of the assistant, which is the solution.
     """
+    # The prompt, and with a conversation perhaps the solution.
     column = prompt_column(row, columns)
     content = lookup(row, column, ABSENT)
     if content is ABSENT:
@@ -53,6 +56,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
     is_conversation = column in (*CONVERSATIONS, columns.get("chosen", "chosen"))
     if is_conversation:
         content, response = split_conversation(content)
+        # A solution of its own goes before the assistant's last message.
         solution = response if solution is None else solution
     if is_conversation or isinstance(content, list):
         if not is_chat(content):
@@ -143,9 +147,10 @@ def render(
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if images:
         messages = images.as_parts(messages)
+    # Many templates refuse a system prompt, or two messages of one role in a row.
     try:
         return chat_text(messages, tokenizer, tools)
-    except REFUSALS as error:  # many templates refuse a system prompt, or two messages of one role in a row
+    except REFUSALS as error:
         raise BadInput(f"{where}: refused by the chat template: {error}") from None
 
 
@@ -154,6 +159,7 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[
     ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     if not ids:
         raise BadInput(f"{where}: the prompt has no token that the tokenizer knows")
+    # Models that never saw two of them in a row answer worse, and nothing else would show it.
     if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
         writer = "chat template" if tokenizer.chat_template else "tokenizer"
         raise BadInput(

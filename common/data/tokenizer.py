@@ -38,19 +38,23 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
         raise BadInput(f"{flag} {model_path}: no such folder")
     refuse_pickles(model_path, f"{flag} {model_path}")
     try:
+        # A single request shows whether the name exists. from_pretrained would retry for half a minute.
         if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
-            model_info(model_path, timeout=5)  # a single request: from_pretrained would retry for half a minute
+            model_info(model_path, timeout=5)
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError) as error:
         trouble = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
         raise BadInput(f"{flag} {model_path}: {trouble}: {first_line(error)}") from None
-    if not tokenizer.encode("1 a", add_special_tokens=False):  # transformers makes an empty one where there is none
+    # Without the files of a tokenizer transformers makes an empty one.
+    if not tokenizer.encode("1 a", add_special_tokens=False):
         raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
+    # This file is optional.
     try:
         generation = GenerationConfig.from_pretrained(model_path)
-    except OSError:  # the file is optional
+    except OSError:
         generation = GenerationConfig()
+    # Each of the three may have a number, a list of them, or None.
     stops: set[int] = set()
     for ids in (tokenizer.eos_token_id, config.get_text_config().eos_token_id, generation.eos_token_id):
         stops.update(ids if isinstance(ids, list) else [ids])
