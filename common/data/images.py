@@ -111,7 +111,7 @@ def picture(file: bytes) -> Image.Image:
 
 @lru_cache(maxsize=CACHED_PROMPTS)
 def tensors(ids: ImageIds) -> dict[str, torch.Tensor]:
-    """What the model takes beside the ids: pixel_values, and what its family needs to know about them."""
+    """The model takes these beside the ids: pixel_values, and what its family needs to know about them."""
     processed = process(ids.model_path, ids.text, ids.pictures())
     return {name: value for name, value in processed.items() if name not in NO_TENSORS}
 
@@ -296,7 +296,7 @@ def changed(row: dict, column: str, value: Any) -> dict:
 
     The column may be inside of another one: "a.b".
     """
-    # As in rows.lookup, a column whose name has a dot goes first.
+    # A column whose name has a dot goes first, as in rows.lookup.
     outer, _, inner = column.partition(".")
     if column not in row and isinstance(row.get(outer), dict):
         return {**row, outer: changed(row[outer], inner, value)}

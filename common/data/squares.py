@@ -68,7 +68,7 @@ def picture(squares: dict[int, str]) -> bytes:
     """A PNG file. squares: place -> colour."""
     image = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))
     pen = ImageDraw.Draw(image)
-    size = SIDE // PLACES  # of a place, in pixels
+    size = SIDE // PLACES  # pixels of a place
     for place, colour in squares.items():
         # A margin of one pixel on each side keeps neighbours of one colour apart.
         x = place % PLACES * size

@@ -192,7 +192,7 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[
     write none of it. Raises TemplateError for a template that shows a message in neither form.
     """
     messages = [{"role": role, "content": f"c9d3-{i}-text"} for i, role in enumerate(roles)]
-    # What the assistant said may be left out: many templates drop the thinking of earlier turns.
+    # A template may leave out the assistant: many drop the thinking of earlier turns.
     to_show = [message for message in messages if message["role"] in ("system", "user")]
     hidden = []
     for form in (messages, as_parts(messages)):

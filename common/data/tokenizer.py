@@ -1,4 +1,4 @@
-"""What can be known of a model without its weights: its folder, tokenizer, end tokens, class and placeholders.
+"""Facts about a model that need no weights: its folder, tokenizer, end tokens, class and placeholders.
 
 Prompts, the trainer and the engines all ask, and this is the lowest package that they share.
 """
