@@ -53,4 +53,6 @@ class Suffix:
             return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]
         # The template ends the turn, but the policy has sampled an end token already.
-        return ids[1:] if ids[0] in self.stop_token_ids else ids
+        if ids and ids[0] in self.stop_token_ids:
+            return ids[1:]
+        return ids
