@@ -20,8 +20,8 @@ import tyro
 
 from common import errors, placement
 from common.data import arithmetic
+from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
-from common.data.suffix import demonstrations, that_fit
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rollout import rollout
 from common.run import checkpoint, checks, guards, memory, offline, ranges

@@ -34,9 +34,9 @@ from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
 from common import errors, placement
-from common.data import arithmetic, sources
+from common.data import arithmetic, formats
 from common.data.pairs import split_response
-from common.data.templates import is_chat
+from common.data.rows import collect, is_chat
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -83,7 +83,7 @@ def load_pairs(dataset: str) -> list[dict]:
                 raise errors.BadInput(f'{where}: "{key}" must be a text or messages, got {json.dumps(row[key])[:80]}')
         return taken
 
-    return sources.collect(sources.read_file(Path(dataset)), check)
+    return collect(formats.read(Path(dataset)), check)
 
 
 def arithmetic_pairs() -> list[dict[str, str]]:

@@ -45,6 +45,7 @@ CASES = [  # flags of grpo.Args -> what the message must say, in one line
 ]
 
 GOOD = {"question": "1+1=", "answer": "2"}
+CURE = "; --columns prompt=COLUMN if another column holds it"
 
 
 def lines(*rows) -> bytes:
@@ -66,19 +67,19 @@ JSONL = [  # content of rows.jsonl -> all of the message
     (lines(GOOD, b"[1]"), "rows.jsonl:2: expected an object, got list"),
     (
         lines({"text": "1=", "answer": 2}),
-        'rows.jsonl:1: missing key "prompt" (found: text, answer); --columns prompt=text',
+        'rows.jsonl:1: missing key "prompt" (found: text, answer); --columns prompt=COLUMN if another column holds it',
     ),
     (lines(GOOD, {**GOOD, "question": None}), 'rows.jsonl:2: "question" must be a non-empty string, got null'),
     (lines(GOOD, {**GOOD, "question": ""}), 'rows.jsonl:2: "question" must be a non-empty string, got ""'),
     (lines({**GOOD, "question": "ABC"}), "rows.jsonl:1: the prompt has no token that the tokenizer knows"),
     (lines(GOOD, {**GOOD, "answer": [2]}), 'rows.jsonl:2: "answer" must be a string or a number, got [2]'),
     (lines(GOOD, {**GOOD, "answer": "about five"}), 'rows.jsonl:2: gold answer "about five" is not a number'),
-    (lines({**GOOD, "id": "a12"}, b"", {**GOOD, "id": "a12"}), 'rows.jsonl:3: duplicate id "a12" (first at line 1)'),
     (lines(GOOD, b'{"\xff'), "rows.jsonl:2: not valid UTF-8 at byte 3"),
     ("\ufeff".encode("utf-16"), "rows.jsonl:1: not valid UTF-8 at byte 1"),
     (
         lines(*[{"answer": 2}] * 9),
-        "\n".join(f'rows.jsonl:{n}: missing key "prompt" (found: answer)' for n in range(1, 6)) + "\n... and 4 more",
+        "\n".join(f'rows.jsonl:{n}: missing key "prompt" (found: answer){CURE}' for n in range(1, 6))
+        + "\n... and 4 more",
     ),
 ]
 
@@ -89,9 +90,10 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({"folder/train.jsonl": lines(GOOD)}, "gsm8k:folder", {}, 'folder/train.jsonl:1: no "####" in "answer"'),
     ({"r.parquet": table(GOOD, {"answer": "2"})}, "r.parquet", {},
      'r.parquet:row 2: "question" must be a non-empty string, got null'),
-    ({"r.parquet": table({"answer": "2"})}, "r.parquet", {}, 'r.parquet:row 1: missing key "prompt" (found: answer)'),
+    ({"r.parquet": table({"answer": "2"})}, "r.parquet", {},
+     f'r.parquet:row 1: missing key "prompt" (found: answer){CURE}'),
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
-    ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as Parquet: ..."),
+    ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as PARQUET: ..."),
     ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, '
      "squares, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
      "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
@@ -101,7 +103,7 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({}, "arithmetic", {"columns": ("prompt=x",)}, "--columns: arithmetic is built in, and its columns are known"),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("gold=x",)},
      '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, images=COLUMN, '
-     'chosen=COLUMN, rejected=COLUMN, id=COLUMN, each once'),
+     'chosen=COLUMN, rejected=COLUMN, each once'),
     ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("answer=meta.gold",)},
      'r.jsonl:1: missing key "meta.gold" (found: question, answer)'),
     ({}, "arithmetic", {"template": "t.txt"}, "--template t.txt: file not found"),

@@ -110,6 +110,7 @@ def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+SYSTEM = {"role": "system", "content": "Add."}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
         ),
         ({**PAIR, "chosen": 2}, 'pairs.jsonl:2: "chosen" must be a text, .*, got 2'),
         ({**PAIR, "chosen": [USER]}, 'pairs.jsonl:2: "chosen" must be a text'),
-        ({**PAIR, "chosen": [GOOD], "rejected": [USER, BAD]}, "the messages before the response differ"),
+        ({**PAIR, "rejected": [SYSTEM, USER, BAD]}, 'in "rejected" are not the row\'s prompt'),
         ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, 'in "chosen" are not the row\'s prompt'),
         ({"chosen": "2", "rejected": "3"}, 'pairs.jsonl:2: "chosen" must be messages with role and content'),
     ],
@@ -136,8 +137,7 @@ def test_equal_and_overlong_responses_are_left_out_and_counted(tmp_path, capsys)
     kept, _ = load(tmp_path, *rows)
     assert [prompt.id.rpartition(":")[2] for prompt in kept] == ["1"]
     said = capsys.readouterr().out
-    assert "left out 1 of 4 pairs: chosen and rejected are the same text" in said
-    assert "left out 2 of 4 pairs with a response over 3 tokens" in said
+    assert "left out 3 of 4 pairs" in said and "--max-response-tokens 3" in said
     with pytest.raises(BadInput, match="no pair is left"):
         load(tmp_path, rows[1])
 

@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM
 from algos import grpo
 from common import rewards
 from common.data import arithmetic, tasks
+from common.data.demonstrations import demonstrations
 from common.data.prompts import Prompt, PromptLoader, TrainSource, load
-from common.data.suffix import Suffix, chat_text, demonstrations
+from common.data.suffix import Suffix
+from common.data.templates import chat_text
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
@@ -194,14 +196,11 @@ def test_a_suffix_is_the_part_of_the_template_behind_a_turn():
     assert plain.decode(Suffix(plain, [1], "user").ids(["a", "b"])) == "a\nb\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_named_and_does_not_touch_them(capfd):
+def test_a_template_that_rewrites_earlier_turns_does_not_touch_them():
     thought = CHATML.replace("m.content }}", "m.content.split('</think>')[-1] if not loop.last else m.content }}")
     tokenizer = Tokenizer(thought)
     ids = Suffix(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "user").ids(["up"])
-    assert "rewrites earlier turns" in capfd.readouterr().out
     assert tokenizer.decode(ids) == "\n<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n"
-    Suffix(Tokenizer(CHATML), [1], "user")
-    assert "rewrites" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

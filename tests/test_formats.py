@@ -2,15 +2,14 @@
 
 import gzip
 import json
-import shlex
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import datasets
 import pytest
 from test_sources import TOKENIZER, load, write
 
+from common.data.formats import FILES
 from common.data.prompts import TrainSource, load_eval
 from common.errors import BadInput
 
@@ -109,18 +108,17 @@ def test_tables_are_read_as_texts(name, content, texts, answers):
     assert [prompt.id for prompt in prompts] == [f"{name}:row {n + 1}" for n in range(len(texts))]
 
 
+CURE = "; --columns prompt=COLUMN if another column holds it"
 BAD_TABLES = [  # content of rows.csv -> the whole message
     ("", "rows.csv: contains no rows"),
     ("prompt,answer\n", "rows.csv: contains no rows"),
-    ("a,b\n1,2\n", 'rows.csv:row 1: missing key "prompt" (found: a, b)'),
-    ("text,answer\n1,2\n", 'rows.csv:row 1: missing key "prompt" (found: text, answer); --columns prompt=text'),
-    ("prompt,id\n1,2\n1,2,3\n", "rows.csv: cannot be read as CSV in UTF-8: row 2: expected 2 values, as in the header"),
-    ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV in UTF-8: row 1: expected 2 values, as in the header"),
-    ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV in UTF-8: unexpected end of data"),
+    ("a,b\n1,2\n", f'rows.csv:row 1: missing key "prompt" (found: a, b){CURE}'),
+    ("prompt,id\n1,2\n1,2,3\n", "rows.csv: cannot be read as CSV: row 2: expected 2 values, as in the header"),
+    ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV: row 1: expected 2 values, as in the header"),
+    ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV: unexpected end of data"),
     ("prompt,answer\n,2\n", 'rows.csv:row 1: "prompt" must be a non-empty string, got ""'),
     (f"prompt,answer\n{'1' * 200_000},2\n",
      "rows.csv: all 1 prompts are longer than --max-prompt-tokens 999"),
-    ("id,prompt\n1,a\n1,b\n", 'rows.csv:row 2: duplicate id "1" (first at row 1)'),
 ]  # fmt: skip
 
 
@@ -129,12 +127,10 @@ def test_bad_tables_are_refused(content, message):
     assert said(put("rows.csv", content)) == message
 
 
-def test_a_table_in_another_encoding_is_refused_with_the_command_that_converts_it():
+def test_a_table_in_another_encoding_is_refused():
     Path("rows.csv").write_bytes("prompt,answer\nwie groß ist 1+1?,2\n".encode("cp1252"))
     message = said("rows.csv")
-    assert message.startswith("rows.csv: cannot be read as CSV in UTF-8: 'utf-8' codec can't decode byte 0xdf in ")
-    subprocess.run(message.rpartition("; ")[2], shell=True, check=True)
-    assert load("utf8.csv")[0].text == "wie groß ist 1+1?"
+    assert message.startswith("rows.csv: cannot be read as CSV: 'utf-8' codec can't decode byte 0xdf in ")
 
 
 ROW = {"prompt": "1+1=", "answer": 2}
@@ -189,15 +185,6 @@ def test_a_folder_of_parquet_files_has_splits():
     assert prompt.id == "folder/data/test-00000-of-00001.parquet:row 1"
 
 
-def test_an_id_may_not_come_back_in_another_file_of_a_folder():
-    put("folder/a.jsonl", {**ROW, "id": 7})
-    put("folder/b.jsonl", {**ROW, "id": 7}, {**ROW, "id": 8}, {**ROW, "id": 8})
-    assert said("folder").splitlines() == [
-        'folder/b.jsonl:1: duplicate id "7" (first at folder/a.jsonl:1)',
-        'folder/b.jsonl:3: duplicate id "8" (first at line 2)',
-    ]
-
-
 KINDS = "(.jsonl, .json, .csv, .tsv, .parquet)"
 BAD_FOLDERS = [  # names in a folder -> what is said about it
     ([], f"folder: expected files of one kind {KINDS}, found nothing; name a file, or a folder inside"),
@@ -207,9 +194,6 @@ BAD_FOLDERS = [  # names in a folder -> what is said about it
     (["test.jsonl"],
      f"folder: expected files of one kind {KINDS} for train, found test.jsonl; name a file, or a folder inside"),
     (["a.jsonl"], "folder/a.jsonl: contains no rows"),
-    (["state.json", "dataset_info.json", "data-00000-of-00001.arrow"],
-     "folder/data-00000-of-00001.arrow: is not read as it is; "
-     """python -c 'import datasets; datasets.load_from_disk("folder").to_parquet("rows.parquet")'"""),
 ]  # fmt: skip
 
 
@@ -223,40 +207,19 @@ def test_bad_folders_are_refused(names, message):
 
 def test_a_folder_in_a_folder_is_named():
     put("folder/data/train.jsonl", ROW)
-    assert "found data/; name a file, or a folder inside" in said("folder")
+    assert "found data; name a file, or a folder inside" in said("folder")
 
 
-def test_the_command_for_a_saved_data_set_makes_it_readable():
+def test_the_error_for_a_saved_data_set_has_the_call_that_makes_it_readable():
     datasets.Dataset.from_list([ROW, ROW]).save_to_disk("saved")
-    command = shlex.split(said("saved").partition("is not read as it is; ")[2])
-    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
+    exec("import datasets\n" + re.search(r"datasets\..*?\)\.to_parquet\(.*?\)", said("saved"))[0])
     assert len(load("rows.parquet")) == 2
 
 
-def test_the_command_for_a_text_makes_it_readable():
-    put("rows.txt", "1+1=\n\n  'x' \"y\"\n")
-    message = said("rows.txt")
-    assert message.startswith("rows.txt: is not read as it is; python -c ")
-    assert message.endswith(" > rows.jsonl makes each line a prompt")
-    command = shlex.split(message.partition("is not read as it is; ")[2])
-    made = subprocess.run([sys.executable, *command[1:3]], check=True, capture_output=True, text=True).stdout
-    assert [prompt.text for prompt in load(put("rows.jsonl", made))] == ["1+1=", "'x' \"y\""]
-
-
-OTHER_FILES = [  # name -> what is said about it
-    ("rows.jsonl.gz", "gunzip rows.jsonl.gz"),
-    ("rows.jsonl.zst", "unzstd rows.jsonl.zst"),
-    ("rows.zip", "unzip rows.zip"),
-    ("rows.xlsx", "save it as .csv"),
-    ("rows", "expected .jsonl, .json, .csv, .tsv, .parquet"),
-    ("rows.yaml", "expected .jsonl, .json, .csv, .tsv, .parquet"),
-]
-
-
-@pytest.mark.parametrize("name, message", OTHER_FILES)
-def test_other_files_are_refused_with_a_command(name, message):
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.zip", "rows.xlsx", "rows.txt", "rows.yaml", "rows"])
+def test_other_files_are_refused_with_the_kinds_that_are_read(name):
     Path(name).write_bytes(gzip.compress(b"{}"))
-    assert said(name) == f"{name}: is not read as it is; {message}"
+    assert said(name).startswith(f"{name}: ") and said(name).endswith(", ".join(FILES))
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.tsv", "rows.jsonl", "rows.parquet", "no/rows.csv"])
@@ -264,28 +227,11 @@ def test_a_missing_file_is_named(name):
     assert said(name) == f"{name}: file not found"
 
 
-PROPOSALS = [  # row -> the end of the message
-    ({"problem": "1+1=", "answer": 2}, "(found: problem, answer); --columns prompt=problem"),
-    ({"query": "1+1=", "completion": "2"}, "(found: query, completion); --columns prompt=query solution=completion"),
-    ({"text": "1+1="}, "(found: text); --columns prompt=text"),
-    ({"instruction": "Add", "output": "2"},
-     "(found: instruction, output); --columns prompt=instruction solution=output"),
-    ({"instruction": "Add", "input": "", "output": "2"},
-     "(found: instruction, input, output); --columns prompt=instruction solution=output"),
-    ({"instruction": "Add", "input": "1, 1", "output": "2"}, "(found: instruction, input, output); --columns "
-     'prompt=instruction solution=output, which leaves out "input"'),
-    ({"input": "1+1=", "target": "2"}, "(found: input, target); --columns prompt=input"),
-    ({"frage": "1+1="}, "(found: frage)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row, message", PROPOSALS, ids=[message for _, message in PROPOSALS])
-def test_a_row_without_a_prompt_is_refused_with_columns(row, message):
-    assert said(put("rows.jsonl", row)) == f'rows.jsonl:1: missing key "prompt" {message}'
-    proposed = message.partition("--columns ")[2].partition(",")[0].split()
-    if proposed:
-        (prompt,) = load("rows.jsonl", columns=tuple(proposed))
-        assert prompt.text in row.values() and prompt.solution == row.get("output", row.get("completion"))
+def test_a_row_without_a_prompt_is_refused_with_its_columns_and_the_flag():
+    put("rows.jsonl", {"problem": "1+1=", "answer": 2})
+    assert said("rows.jsonl").startswith(
+        'rows.jsonl:1: missing key "prompt" (found: problem, answer); --columns prompt='
+    )
 
 
 def test_columns_that_are_missing_are_not_proposed_again():

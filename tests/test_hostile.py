@@ -204,14 +204,13 @@ def test_a_hostile_line_is_refused_by_name_and_number(tmp_path, name, kind):
 
 VALUES = {  # column -> values that are refused there
     "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"], "question": ["", "\ud800", {"a": 1}, 3, None],
-    "id": ["\x1b[2J" + "x" * MIB],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("column, value", [(c, value) for c, values in VALUES.items() for value in values])
 def test_a_hostile_value_is_refused_by_name_and_number(tmp_path, column, value):
-    row = {"question": "1+1=", "answer": "2", "id": "a"}
-    rows = [row | {"id": value if column == "id" else "b"}, row | {column: value}]
+    row = {"question": "1+1=", "answer": "2"}
+    rows = [row, row | {column: value}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = rewards_module.load(("gsm8k",))
     assert_one_line(lambda: reward.check_answers(load_data(tmp_path / "rows.jsonl")), "rows.jsonl:2: ")

@@ -271,7 +271,7 @@ ROW = {"prompt": "<image>?", "images": ["0.png"]}
 @pytest.mark.parametrize(
     "row, said",
     [
-        (ROW | {"images": ["9.png"]}, "rows.jsonl:1: image 9.png: file not found"),
+        (ROW | {"images": ["9.png"]}, "rows.jsonl:1: image 9.png cannot be read: No such file"),
         (ROW | {"images": ["broken.png"]}, "rows.jsonl:1: image broken.png cannot be read: cannot identify image file"),
         (ROW | {"images": ["cut.png"]}, "rows.jsonl:1: image cut.png cannot be read: "),
         (ROW | {"images": ["data:image/png;base64,!"]}, "rows.jsonl:1: an image cannot be read: "),
@@ -423,7 +423,6 @@ def test_images_come_in_many_forms(saved, tmp_path):
     assert {prompt.ids.key for prompt in prompts} == {prompts[0].ids.key}
     assert prompts[0].ids.images == [file] and "images" not in prompts[0].meta
     assert images.read_image("", {"bytes": file, "path": None}, tmp_path) == file
-    assert images.read_image("", Image.open(BytesIO(file)), tmp_path)[:4] == b"\x89PNG"
 
 
 def test_geo3k_from_the_hub(saved, monkeypatch):

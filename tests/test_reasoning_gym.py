@@ -10,8 +10,9 @@ import pytest
 
 from common import rewards
 from common.data import arithmetic, prompts, reasoning_gym, sources
+from common.data.rows import split_weight
 from common.errors import BadInput
-from common.rewards.grading import Item, Result, split_weight
+from common.rewards.grading import Item, Result
 
 IS_INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
 installed = pytest.mark.skipif(not IS_INSTALLED, reason="reasoning-gym is not installed; pip install reasoning-gym")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from algos import sft
 from algos.sft import sft_loss
 from common.data import arithmetic
+from common.data.demonstrations import that_fit
 from common.data.prompts import Prompt, Source, load
-from common.data.suffix import that_fit
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
 from common.rewards import grade_gsm8k

@@ -17,11 +17,16 @@ from common.errors import BadInput
 from common.placement import World
 
 ROOT = Path(__file__).parents[2]
-WARM_START = ROOT / "baselines" / "warm-start"  # made by `python algos/sft.py --output baselines/warm-start`
-IMAGES_START = ROOT / "baselines" / "images-start"  # the same for --dataset squares
-ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"  # the same for --environment calculator and guess
-TEACHER = ROOT / "baselines" / "teacher"  # `python algos/grpo.py --seed 1`, for algos/opd.py
-PAIRS = ROOT / "baselines" / "pairs.jsonl"  # right and wrong responses of the warm start, for algos/dpo.py
+# Made by `python algos/sft.py --output baselines/warm-start`.
+WARM_START = ROOT / "baselines" / "warm-start"
+# For --dataset squares: python algos/sft.py --model runs/squares --dataset squares --train-vision --steps 400
+IMAGES_START = ROOT / "baselines" / "images-start"
+# For --environment calculator and guess: python algos/sft.py --dataset calculator guess --steps 500
+ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"
+# For algos/opd.py: python algos/grpo.py --seed 1
+TEACHER = ROOT / "baselines" / "teacher"
+# Right and wrong responses of the warm start, for algos/dpo.py.
+PAIRS = ROOT / "baselines" / "pairs.jsonl"
 
 WITH_ENVIRONMENT = ("calculator", "guess")  # tasks that the embedded model plays with --environment
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz.,?#\n"
@@ -37,27 +42,29 @@ def problems(split: str) -> list[dict[str, str]]:
     draw = random.Random(0)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(pairs)
-    rows = [
-        {"question": f"{a}+{b}=", "answer": str(a + b), "solution": solution(a, b, draw.random() >= FORGETS_CARRY)}
-        for a, b in pairs
-    ]
+    rows = []
+    for a, b in pairs:
+        with_carry = draw.random() >= FORGETS_CARRY
+        rows.append({"question": f"{a}+{b}=", "answer": str(a + b), "solution": solution(a, b, with_carry)})
     return rows[:HELD_OUT] if split == "test" else rows[HELD_OUT:]
 
 
 def solution(a: int, b: int, with_carry: bool = True) -> str:
     """The working, units first, then the answer after ####. It is wrong if there is a carry and with_carry is False."""
     units = a % 10 + b % 10
-    carry = units // 10 if with_carry else 0
-    tens = a // 10 + b // 10 + carry
-    working = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}" + ("+1" if carry else "") + f"={tens}"
-    return f"{working}\n#### {10 * tens + units % 10}"
+    tens = a // 10 + b // 10
+    sum_of_tens = f"{a // 10}+{b // 10}"
+    if with_carry and units > 9:
+        tens += 1
+        sum_of_tens += "+1"
+    return f"{a % 10}+{b % 10}={units},{sum_of_tens}={tens}\n#### {10 * tens + units % 10}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token a character. Token 0 pads, token 1 ends a response.
 
     AutoTokenizer takes the saved folder for a Qwen2 tokenizer, whatever the folder says, and that one works on bytes.
-    So space and newline are spelled as the characters that stand for these bytes; otherwise both would vanish.
+    So space and newline are written as the characters that stand for these bytes. Otherwise both would vanish.
     """
     spelled = CHARACTERS.replace(" ", "\u0120").replace("\n", "\u010a")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", *spelled])}
@@ -70,10 +77,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def config(tie_word_embeddings: bool = False) -> Qwen2Config:
     """The configuration of the embedded model: Qwen2, 128 wide, 3 layers, 4 heads."""
     return Qwen2Config(
-        vocab_size=len(CHARACTERS) + 3, hidden_size=128, intermediate_size=512, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
-        tie_word_embeddings=tie_word_embeddings, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(CHARACTERS) + 3,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie_word_embeddings,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
 
 
 def new_model(folder: Path, seed: int, world: World) -> str:
@@ -89,17 +104,14 @@ def new_model(folder: Path, seed: int, world: World) -> str:
 def warm_start(environment: str = "", dataset: tuple[str, ...] = ()) -> str:
     """Folder of the committed model that the embedded job starts from. Raises BadInput if it is missing.
 
-    environment: value of --environment. One model has learned the forms of both built-in environments. dataset: that
-    of --dataset. Another model sees images.
+    environment: value of --environment. One model has learned the forms of both built-in environments.
+    dataset: value of --dataset. Another model sees images.
     """
-    folder, how = WARM_START, ""
+    folder = WARM_START
     if environment in WITH_ENVIRONMENT:
-        folder, how = ENVIRONMENTS_START, "--dataset calculator guess --steps 500 "
+        folder = ENVIRONMENTS_START
     if "squares" in dataset:
-        folder, how = IMAGES_START, "--model runs/squares --dataset squares --train-vision --steps 400 "
+        folder = IMAGES_START
     if not (folder / "model.safetensors").is_file():
-        raise BadInput(
-            f"{folder}: the embedded model is missing; check out the repository again, or make another model: "
-            f"python algos/sft.py {how}--output {folder}"
-        )
+        raise BadInput(f"{folder}: the embedded model is missing; check out the repository again")
     return str(folder)

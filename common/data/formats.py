@@ -1,143 +1,126 @@
-"""Data as others have it: JSON lines, JSON arrays, CSV, Parquet, folders of such files, and conversations in rows.
+"""Files of rows: JSON lines, JSON arrays, CSV, Parquet, and folders of such files.
 
-What is not read is refused with the command or the flag that makes it readable. The built-in data sets do without this
-module, so it is imported where it is needed.
+Why not datasets.load_dataset("json", "csv" or "parquet")? The errors of version 5.2 do not name the line. It turns
+texts that look like dates into datetimes, large integers into floats, and 007 in a CSV file into 7. It also copies each
+file into a cache in the home folder. sources.py uses it for the Hub.
 """
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowInvalid, parquet
-
 from common.data import json_lines
-from common.data.sources import FILES, Row, first_line
-from common.data.templates import is_chat
-from common.errors import BadInput, refuse_all
+from common.data.rows import Row, collect, first_line, numbered
+from common.errors import BadInput
 
-PRINT = 'import json; [print(json.dumps({"prompt": line.strip()})) for line in open("PATH") if line.strip()]'
-COMMANDS = {  # ending of a file that is not read -> the command that makes one that is
-    ".txt": f"python -c '{PRINT}' > rows.jsonl makes each line a prompt",
-    ".arrow": """python -c 'import datasets; datasets.load_from_disk("FOLDER").to_parquet("rows.parquet")'""",
-    ".gz": "gunzip PATH",
-    ".zst": "unzstd PATH",
-    ".zip": "unzip PATH",
-    ".xlsx": "save it as .csv",
-}
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
 SPLITS = ("train", "test", "valid", "dev", "eval")  # a file whose name begins with one holds that split
-# Columns that --columns is proposed for where a row has no prompt.
-PROPOSED = {"prompt": ("problem", "instruction", "query", "input", "text"), "solution": ("output", "completion")}
 
 
-def read(path: Path, split: str) -> list[Row]:
-    """(file:line, object) of each JSON line, (file:row N, object) of any other row. Raises BadInput.
-
-    Of a folder the files for the split are read, in the order of their names, or all files if no name begins with one.
-    """
+def read(path: Path, split: str = "train") -> list[Row]:
+    """Rows of a file, or of the files for the split in a folder, in the order of their names. Raises BadInput."""
     if path.is_dir():
-        return [row for file in files_of(path, split) for row in read(file, split)]
+        return [row for file in files_for(path, split) for row in read_file(file)]
+    return read_file(path)
+
+
+def files_for(folder: Path, split: str) -> list[Path]:
+    """The files in a folder that hold rows of the split: all of them if no name begins with a split."""
+    inside = sorted(folder.iterdir())
+    # Reading these files alone would lose what the folder's state.json says about their order.
+    if any(path.suffix == ".arrow" for path in inside):
+        convert = f'datasets.load_from_disk("{folder}").to_parquet("rows.parquet")'
+        raise BadInput(f"{folder}: a data set of save_to_disk cannot be read; {convert} makes a file that can")
+    files = [path for path in inside if path.suffix in FILES]
+    has_splits = any(path.name.startswith(SPLITS) for path in files)
+    if has_splits:
+        files = [path for path in files if path.name.startswith(split)]
+    # rows.csv beside rows.jsonl may be the same rows again.
+    if len({path.suffix for path in files}) != 1:
+        wanted = f"files of one kind ({', '.join(FILES)})"
+        if has_splits:
+            wanted += f" for {split}"
+        names = ", ".join(path.name for path in inside[:8]) or "nothing"
+        raise BadInput(f"{folder}: expected {wanted}, found {names}; name a file, or a folder inside")
+    return files
+
+
+def read_file(path: Path) -> list[Row]:
+    """(file:line, object) of each JSON line, (file:row N, object) of any other row. Raises BadInput."""
     if not path.is_file():
         raise BadInput(f"{path}: file not found")
     if path.suffix not in FILES:
-        command = COMMANDS.get(path.suffix, f"expected {', '.join(FILES)}").replace("PATH", str(path))
-        raise BadInput(f"{path}: is not read as it is; {command.replace('FOLDER', str(path.parent))}")
+        raise BadInput(f"{path}: this kind of file cannot be read; expected {', '.join(FILES)}")
     try:
-        if path.suffix == ".parquet":
-            values = list(map(without_nulls, parquet.ParquetFile(path).read().to_pylist()))
-        elif path.suffix in (".csv", ".tsv"):
-            values = read_table(path)
-        else:
-            values = read_array(path)
-    except (ArrowInvalid, OSError, ValueError, csv.Error) as error:
-        kind = {".csv": "CSV in UTF-8", ".tsv": "TSV in UTF-8", ".parquet": "Parquet"}.get(path.suffix, "JSON")
-        cure = f"; iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8.csv" if isinstance(error, UnicodeDecodeError) else ""
-        raise BadInput(f"{path}: cannot be read as {kind}: {first_line(error)}{cure}") from None
+        values = read_values(path)
+    except (OSError, ValueError, csv.Error) as error:  # Arrow's errors are ValueErrors
+        raise BadInput(f"{path}: cannot be read as {path.suffix[1:].upper()}: {first_line(error)}") from None
+    # Errors name a line where there is one, and otherwise count the rows.
     if values is None:
         hint = "; expected an array of objects, or one object a line" if path.suffix == ".json" else ""
         rows = [(f"{path}:{number}", row) for number, row in json_lines.read(path, hint)]
     else:
-        rows = [(f"{path}:row {number}", row) for number, row in enumerate(values, start=1)]
-        refuse_all([f"{at}: expected an object, got {type(row).__name__}" for at, row in rows if type(row) is not dict])
+        rows = collect(numbered(f"{path}:row ", values), as_object)
     if not rows:
         raise BadInput(f"{path}: contains no rows")
     return rows
 
 
-def without_nulls(row: dict) -> dict:
-    """The row without null keys of its messages: in a table each has all keys that any has, such as "tool_calls"."""
-    is_message = lambda item: isinstance(item, dict) and "role" in item
-    there = lambda item: {k: v for k, v in item.items() if v is not None} if is_message(item) else item
-    return {name: [*map(there, value)] if isinstance(value, list) else value for name, value in row.items()}
+def as_object(where: str, value: Any) -> Row:
+    """A row of a JSON array. Raises BadInput if it is something else."""
+    if not isinstance(value, dict):
+        raise BadInput(f"{where}: expected an object, got {type(value).__name__}")
+    return where, value
 
 
-def files_of(folder: Path, split: str) -> list[Path]:
-    """The files in a folder that hold rows of the split. Raises BadInput."""
-    inside = sorted(folder.iterdir())
-    if any(path.suffix == ".arrow" for path in inside):  # a data set that save_to_disk wrote
-        return [next(path for path in inside if path.suffix == ".arrow")]  # read() refuses it
-    files = [path for path in inside if path.suffix in FILES and not path.name.startswith("dataset_")]
-    named = any(path.name.startswith(SPLITS) for path in files)
-    chosen = [path for path in files if not named or path.name.startswith(split)]
-    if len({path.suffix for path in chosen}) != 1:
-        wanted = f"files of one kind ({', '.join(FILES)}){f' for {split}' if named else ''}"
-        found = ", ".join(path.name + "/" * path.is_dir() for path in inside[:8]) or "nothing"
-        raise BadInput(f"{folder}: expected {wanted}, found {found}; name a file, or a folder inside")
-    return chosen
+def read_values(path: Path) -> list | None:
+    """The rows of a table, or the values of a JSON array. None for a file of JSON lines, whatever its ending."""
+    if path.suffix == ".parquet":
+        # Imported here because it takes 0.3 s, and only this format needs it.
+        from pyarrow import parquet
 
-
-def read_array(path: Path) -> list | None:
-    """The array that a JSON file holds, or None if it does not begin like one. Raises ValueError."""
+        return [without_nulls(row) for row in parquet.ParquetFile(path).read().to_pylist()]
+    if path.suffix in (".csv", ".tsv"):
+        return read_table(path)
+    # Many files of JSON lines end in .json, and some arrays in .jsonl, so the first character decides.
     data = path.read_bytes()
-    if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+    if not data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return None
-    array = json_lines.parse(data)
-    json.dumps(array, ensure_ascii=False).encode()  # refuses half a surrogate pair, which no tokenizer takes
-    return array
+    return json_lines.parse_text(data)
 
 
 def read_table(path: Path) -> list[dict]:
-    """Rows of texts. The header shows what separates columns: comma, tab or semicolon. Raises ValueError, csv.Error."""
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 131,072 characters
+    """Rows whose values are all texts. The header shows what separates columns: comma, tab or semicolon."""
+    # A text may be longer than the 131,072 characters that the module allows.
+    csv.field_size_limit(2**31 - 1)
+    rows = []
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max(",\t;", key=file.readline().count)
         file.seek(0)
-        table, rows = csv.DictReader(file, delimiter=separator, strict=True), []
+        table = csv.DictReader(file, delimiter=separator, strict=True)
         for number, row in enumerate(table, start=1):
+            # DictReader gives surplus values the key None, and absent ones the value None.
             if None in row or None in row.values():
                 raise ValueError(f"row {number}: expected {len(table.fieldnames)} values, as in the header")
             rows.append(row)
-        return rows
+    return rows
 
 
-def missing(where: str, row: dict, column: str, is_usual: bool) -> BadInput:
-    """The error for a row without a column. If is_usual, no --columns named it, and the message proposes some."""
-    cure, chosen = "", {field: next((n for n in names if row.get(n)), None) for field, names in PROPOSED.items()}
-    if is_usual and chosen["prompt"]:
-        cure = "; --columns " + " ".join(f"{field}={name}" for field, name in chosen.items() if name)
-        cure += ', which leaves out "input"' if chosen["prompt"] == "instruction" and row.get("input") else ""
-    return BadInput(f'{where}: missing key "{column}" (found: {", ".join(row) or "nothing"}){cure}')
+def without_nulls(row: dict) -> dict:
+    """The row without null keys of its messages.
 
-
-def split_conversation(turns: Any, solution: Any) -> tuple[Any, Any]:
-    """Prompt and solution: if the assistant's message is last, the messages before it and its text.
-
-    Otherwise, and for the solution if the row has one of its own, what was given.
+    In a table each message has all the keys that any message has. A chat template would take a null "tool_calls" for
+    a call.
     """
-    roles = {"human": "user", "gpt": "assistant"}
-    if isinstance(turns, list) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns):
-        turns = [{"role": roles.get(str(turn["from"]), turn["from"]), "content": turn["value"]} for turn in turns]
-    if is_chat(turns) and turns[-1]["role"] == "assistant":
-        return turns[:-1], turns[-1]["content"] if solution is None else solution
-    return turns, solution
+    row = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list):
+            row[name] = [message_without_nulls(entry) for entry in value]
+    return row
 
 
-def keep_files(feature: Any) -> None:
-    """Let a data set of the Hub give its images as files, also those in lists and objects, instead of decoding all."""
-    if isinstance(feature, dict | list | tuple):
-        for inner in feature.values() if isinstance(feature, dict) else feature:
-            keep_files(inner)
-    elif hasattr(feature, "feature"):  # a list
-        keep_files(feature.feature)
-    elif type(feature).__name__ == "Image":
-        feature.decode = False
+def message_without_nulls(entry: Any) -> Any:
+    """A chat message without null keys. Any other entry of a list stays as it is."""
+    if isinstance(entry, dict) and "role" in entry:
+        return {key: value for key, value in entry.items() if value is not None}
+    return entry

@@ -1,19 +1,18 @@
-"""Images in prompts: read from a column of the data, or from chat messages, and turned into tokens by the model's own
-processor.
+"""Images in prompts: read from a column or from chat messages, and made into tokens by the model's own processor.
 
-A text says with <image> where an image stands. The trainer sees a placeholder there for each vector that the model
-makes of the image, the engine one placeholder an image, which it expands by itself:
+A text says with <image> where an image stands. The trainer sees a placeholder for each vector that the model makes of
+the image. The engine takes one placeholder an image, and expands it by itself:
 
     text       How many red squares? <image>
-    compact    How many red squares? #                    for the engine, beside the image
-    ids        How many red squares? # # # # ... #        for the trainer, beside the tensors of `tensors()`
+    compact    How many red squares? #                    for the engine, together with the image
+    ids        How many red squares? # # # # ... #        for the trainer, together with the tensors of `tensors()`
 """
 
 import base64
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -24,35 +23,47 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoProcessor
 
-from common.data.formats import missing, split_conversation
-from common.data.sources import first_line, lookup
-from common.data.templates import CONVERSATIONS
+from common.data.rows import CONVERSATIONS, first_line, lookup, split_conversation
+from common.data.templates import prompt_column, solution_column
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed
 
 MARK = "<image>"
 # A processor makes these of the text.
 NO_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-KEPT = 64  # prompts whose tensors stay in memory, each of which may have 20 MB
+CACHED_PROMPTS = 64  # prompts whose tensors stay in memory, each of which may have 20 MB
 # PIL's readers raise these for files that are broken.
 UNREADABLE = (
-    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, struct.error, zlib.error,
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
     Image.DecompressionBombError,
-)  # fmt: skip
+)
 REFUSALS = (ValueError, TypeError, IndexError)  # from a processor, for images or a text that it cannot take
 
 
 class ImageIds(list):
-    """Token ids of a prompt with images, as the trainer sees them. It is a list of ids for all that needs no images."""
+    """Token ids of a prompt with images, as the trainer sees them. Code that needs no images takes it as a list."""
 
     def __init__(self, ids: list[int], compact: list[int], text: str, images: list[bytes], model_path: str):
         """compact: the ids as the engine takes them. images: files, in the order of their placeholders."""
         super().__init__(ids)
-        self.compact, self.text, self.images, self.model_path = compact, text, images, model_path
-        self.key = hashlib.sha256(repr([ids, images]).encode()).hexdigest()  # other for other images
+        self.compact = compact
+        self.text = text
+        self.images = images
+        self.model_path = model_path
+        # Prompts with the same ids and other images have another key.
+        self.key = hashlib.sha256(repr([ids, images]).encode()).hexdigest()
 
+    # The fingerprint of a run's data is made of this text.
     def __repr__(self) -> str:
-        return f"{super().__repr__()} {self.key}"  # a run's fingerprint of its data reads it
+        return f"{super().__repr__()} {self.key}"
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -69,7 +80,8 @@ class ImageIds(list):
     def refuse(self, *_) -> NoReturn:
         raise TypeError("a part of a prompt with images, or more than it, would lose them; list(ids) is the ids alone")
 
-    __add__ = __iadd__ = __mul__ = __imul__ = refuse  # a list of tokens may still take in these
+    # `plain_list += prompt` still works: a packed row takes the ids of many prompts.
+    __add__ = __iadd__ = __mul__ = __imul__ = refuse
 
     def pictures(self) -> list[Image.Image]:
         return [picture(image) for image in self.images]
@@ -77,43 +89,49 @@ class ImageIds(list):
     def check(self, engine_ids: list[int]) -> None:
         """Raise RunFailed unless the engine has made the same ids of the compact ones."""
         if list(engine_ids) != list(self):
-            said = f"a prompt with {len(self.images)} images has {len(engine_ids)} tokens in vLLM and {len(self)} here"
-            raise RunFailed(f"{said}: their processors of images differ", code="image-tokens")
+            raise RunFailed(
+                f"a prompt with {len(self.images)} images has {len(engine_ids)} tokens in vLLM and {len(self)} here: "
+                "their processors of images differ",
+                code="image-tokens",
+            )
 
 
 def picture(file: bytes) -> Image.Image:
-    """The image in a file, as the trainer and the engine see it."""
-    return as_seen(Image.open(BytesIO(file)))
+    """The image in a file in RGB, as the trainer and the engine see it.
 
-
-def as_seen(image: Image.Image) -> Image.Image:
-    """The image in RGB. Like transformers.load_image, this turns it as its EXIF orientation says. Unlike there,
-    transparency becomes white: load_image shows the colour beneath, often black, and black lines would be lost in it.
+    Like transformers.load_image, this turns it as its EXIF orientation says. Unlike load_image, it makes transparency
+    white: load_image shows the colour beneath, often black, and black lines would be lost in it.
     """
-    image = ImageOps.exif_transpose(image)
+    image = ImageOps.exif_transpose(Image.open(BytesIO(file)))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED_PROMPTS)
 def tensors(ids: ImageIds) -> dict[str, torch.Tensor]:
-    """The model takes them beside the ids: pixel_values, and what its family needs to know about them."""
-    made = process(ids.model_path, ids.text, ids.pictures())
-    return {name: value for name, value in made.items() if name not in NO_TENSORS}
+    """The model takes these beside the ids: pixel_values, and what its family needs to know about them."""
+    processed = process(ids.model_path, ids.text, ids.pictures())
+    return {name: value for name, value in processed.items() if name not in NO_TENSORS}
 
 
 def together(prompts: list[ImageIds]) -> dict[str, torch.Tensor]:
-    """The tensors of several prompts, in their order. Idefics 3 has a dimension for prompts and one for their images,
-    and pads images of other sizes.
+    """The tensors of several prompts, in their order.
+
+    Idefics 3 has a dimension for prompts and one for their images, and wants smaller images padded.
     """
     parts = [tensors(ids) for ids in prompts]
     if "pixel_attention_mask" not in parts[0]:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    height, width = (max(part["pixel_values"].shape[i] for part in parts) for i in (-2, -1))
-    whole = lambda value: F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2]))
-    return {name: torch.cat([whole(part[name]) for part in parts], dim=1) for name in parts[0]}
+    # Pad at the right and at the bottom.
+    height = max(part["pixel_values"].shape[-2] for part in parts)
+    width = max(part["pixel_values"].shape[-1] for part in parts)
+
+    def padded(value: torch.Tensor) -> torch.Tensor:
+        return F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2]))
+
+    return {name: torch.cat([padded(part[name]) for part in parts], dim=1) for name in parts[0]}
 
 
 @cache
@@ -132,211 +150,224 @@ def process(model_path: str, text: str, pictures: list[Image.Image]) -> dict[str
 
 def check_same(model_path: str, ids: ImageIds) -> None:
     """Refuse a model whose processor makes other ids or tensors of a prompt than the policy's. Raises BadInput."""
+    ours = process(ids.model_path, ids.text, ids.pictures())
     try:
-        theirs, ours = process(model_path, ids.text, ids.pictures()), tensors(ids)
+        theirs = process(model_path, ids.text, ids.pictures())
     except REFUSALS as error:
         raise BadInput(f"--model {model_path}: its processor refuses a prompt: {first_line(error)}") from None
-    found = {name: value for name, value in theirs.items() if name not in NO_TENSORS}
-    same = found.keys() == ours.keys() and all(torch.equal(found[name], ours[name]) for name in ours)
-    if not same or theirs["input_ids"][0].tolist() != list(ids):
+    if theirs.keys() != ours.keys() or not all(torch.equal(theirs[name], ours[name]) for name in ours):
         raise BadInput(f"--model {model_path}: its processor makes other tokens or pixels of images than the policy's")
 
 
 @lru_cache(maxsize=4096)
 def expanded(model_path: str, text: str, sizes: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The ids of a prompt with images of these sizes, in pixels, of which alone the number of their tokens depends."""
+    """The ids of a prompt with images of these sizes, in pixels. Their content doesn't change the number of tokens."""
     blank = [Image.new("RGB", size) for size in sizes]
     return tuple(process(model_path, text, blank)["input_ids"][0].tolist())
 
 
+@dataclass(frozen=True)
 class RowImages:
     """The images of one row, for templates.render. A row may have none."""
 
-    def __init__(self, where: str, files: list[bytes], model_path: str, placeholders: dict[int, str], marked: bool):
-        """placeholders: token -> text; the first stands for an image. marked: <image> in a text stands for an image,
-        even if the row has none.
-        """
-        self.where, self.files, self.model_path = where, files, model_path
-        self.placeholders, self.marked = placeholders, marked
+    where: str  # place of the row
+    files: list[bytes]
+    model_path: str
+    placeholders: dict[int, str]  # token -> text
+    marked: bool  # <image> in a text stands for an image, even if the row has none
 
     def as_parts(self, messages: list[dict]) -> list[dict]:
-        """Chat messages whose text is cut at the marks, as chat templates want it. Without marks images come first in
-        the first message of the user. Raises BadInput if there are not as many marks as images.
+        """Chat messages whose texts are cut at the marks, as chat templates want it.
+
+        Without marks images come first in the first message of the user. Raises BadInput if there are not as many
+        marks as images.
         """
         marks = sum(message["content"].count(MARK) for message in messages)
         if self.marked and marks not in (0, len(self.files)):
             raise BadInput(f"{self.where}: {marks} times {MARK} in the text, and {len(self.files)} images")
         if not self.files:
             return messages
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        parted = []
-        for i, message in enumerate(messages):
-            text = MARK * len(self.files) * (not marks and i == first) + message["content"]
-            pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
-            parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
-            parted.append({**message, "content": [part for part in parts if part.get("text") != ""]})
-        return parted
+        if marks == 0:
+            roles = [message["role"] for message in messages]
+            first = roles.index("user") if "user" in roles else 0
+            marked = {**messages[first], "content": MARK * len(self.files) + messages[first]["content"]}
+            messages = [*messages[:first], marked, *messages[first + 1 :]]
+        return [{**message, "content": cut_at_marks(message["content"])} for message in messages]
 
     def expand(self, text: str, compact: list[int]) -> list[int]:
         """The ids of a prompt as the trainer sees them: ImageIds if there are images. Raises BadInput."""
-        found = [token for token in compact if token in self.placeholders]
-        if found and not self.files:
-            raise BadInput(f"{self.where}: the text has {self.placeholders[found[0]]}, and the row has no image")
-        if len(found) != len(self.files):
-            said = f"the chat template writes {len(found)} placeholders for {len(self.files)} images"
-            raise BadInput(f"{self.where}: {said}")
+        placeholders = [self.placeholders[token] for token in compact if token in self.placeholders]
         if not self.files:
+            if placeholders:
+                raise BadInput(f"{self.where}: the text has {placeholders[0]}, and the row has no image")
             return compact
-        processor(self.model_path)  # where it cannot be loaded, no row is to blame
+        if len(placeholders) != len(self.files):
+            count = f"{len(placeholders)} placeholders for {len(self.files)} images"
+            raise BadInput(f"{self.where}: the chat template writes {count}")
+        # If the processor cannot be loaded, the error should not name a row.
+        processor(self.model_path)
         try:
-            made = expanded(self.model_path, text, tuple(picture(file).size for file in self.files))
+            ids = expanded(self.model_path, text, tuple(picture(file).size for file in self.files))
         except REFUSALS as error:
             raise BadInput(f"{self.where}: refused by the processor of images: {first_line(error)}") from None
-        return ImageIds(list(made), compact, text, self.files, self.model_path)
+        return ImageIds(list(ids), compact, text, self.files, self.model_path)
 
 
-def reader(
-    columns: dict[str, str], spec: str, tokenizer, has_images: bool
-) -> Callable[[str, dict], tuple[dict, RowImages]] | None:
-    """A function of a row and its place: the row without images, and with messages as texts; and the row's images.
+def cut_at_marks(text: str) -> list[dict]:
+    """a<image>b -> the parts a, an image, b. Empty texts are left out."""
+    parts = []
+    for i, piece in enumerate(text.split(MARK)):
+        if i > 0:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
 
-    has_images: some row has a value in the column of images. Without it the function refuses placeholders in texts, and
-    is None for a model that sees no images. Raises BadInput for such a model if there are images. The function itself
-    refuses rows without the column that --columns names, so "images" is taken out of `columns`.
+
+class ImageReader:
+    """Takes the images out of rows, for a model that sees."""
+
+    def __init__(self, spec: str, columns: dict[str, str], tokenizer, has_images: bool):
+        """has_images: some row has a value in the column of images. Raises BadInput if the model sees none.
+
+        Without images, only placeholders in texts are refused.
+        """
+        self.columns = columns
+        self.tokenizer = tokenizer
+        self.has_images = has_images
+        self.folder = Path(spec).parent
+        self.model_path = tokenizer.name_or_path
+        config = AutoConfig.from_pretrained(self.model_path)
+        self.placeholders = {token: tokenizer.convert_ids_to_tokens(token) for token in image_tokens(config)}
+        if not self.placeholders:
+            raise BadInput(f"--model {self.model_path}: {config.model_type} models see no images, and {spec} has some")
+        # All data sets of a mixture are rendered by the processor's template, with or without images.
+        try:
+            tokenizer.chat_template = processor(self.model_path).chat_template or tokenizer.chat_template
+        except BadInput:
+            if has_images:
+                raise
+
+    def read(self, where: str, row: dict) -> tuple[dict, RowImages]:
+        """The row with messages as texts and without its images, and the images. Raises BadInput."""
+        column = self.columns.get("images", "images")
+        images = lookup(row, column) or []
+        if not isinstance(images, list):
+            images = [images]
+        # Rewards and traces get the row, and megabytes of pixels are of no use to them.
+        row = changed(row, column, None)
+
+        prompt = prompt_column(row, self.columns)
+        pair = [self.columns.get(name, name) for name in ("chosen", "rejected")]
+        inside = []  # the images in chat messages
+        for column in (prompt, *pair):
+            messages = lookup(row, column)
+            if isinstance(messages, list):
+                # The messages of a pair repeat the images of the prompt.
+                row = changed(row, column, as_texts(where, messages, inside if column == prompt else []))
+        self.refuse_placeholders(where, row, [solution_column(row, self.columns), *CONVERSATIONS, *pair])
+
+        if not images:
+            images = [image for image in inside if image is not None]
+        if not images and "images" not in self.columns and row.get("image"):
+            raise BadInput(f'{where}: has "image" and no "images"; --columns images=image, or rename it')
+        if images and not self.tokenizer.chat_template:
+            name = f"--model {self.model_path}"
+            raise BadInput(f"{name}: has no chat template, which says where images stand in a prompt")
+        files = [read_image(where, image, self.folder) for image in images]
+        # In data without any images, <image> is a text like any other.
+        marked = self.has_images or bool(inside)
+        return row, RowImages(where, files, self.model_path, self.placeholders, marked)
+
+    def refuse_placeholders(self, where: str, row: dict, columns: list[str]) -> None:
+        """Raise BadInput if a response to learn has a placeholder of an image. No engine samples one."""
+        for column in columns:
+            response = lookup(row, column)
+            if isinstance(response, list):
+                _, last = split_conversation(response)
+                response = last or " ".join(turn for turn in response if isinstance(turn, str))
+            for placeholder in self.placeholders.values():
+                if isinstance(response, str) and placeholder in response:
+                    raise BadInput(f'{where}: a response in "{column}" has {placeholder}, which stands for an image')
+
+
+def changed(row: dict, column: str, value: Any) -> dict:
+    """The row with another value in a column, or without the column if the value is None.
+
+    The column may be inside of another one: "a.b".
     """
-    model_path = tokenizer.name_or_path
-    config = AutoConfig.from_pretrained(model_path)
-    if not image_tokens(config):
-        if not has_images:
-            return None
-        raise BadInput(f"--model {model_path}: {config.model_type} models see no images, and {spec} has some")
-    try:  # Every data set of a mixture is rendered by the processor's template, with or without images.
-        tokenizer.chat_template = processor(model_path).chat_template or tokenizer.chat_template
-    except BadInput:
-        if has_images:
-            raise
-    is_named, absent, folder = "images" in columns, object(), Path(spec).parent
-    column = columns.pop("images", "images")
-    pair = [columns.get(name, name) for name in ("chosen", "rejected")]
-    placeholders = {token: tokenizer.convert_ids_to_tokens(token) for token in image_tokens(config)}
-
-    def read(where: str, row: dict) -> tuple[dict, RowImages]:
-        if is_named and lookup(row, column, absent) is absent:
-            raise missing(where, row, column, is_usual=False)
-        found = lookup(row, column)
-        values = found if isinstance(found, list) else [found] if found else []
-        row, inside = without(row, column), []
-        usual = next((name for name in ("prompt", "question", *CONVERSATIONS, pair[0]) if name in row), "prompt")
-        prompt = columns.get("prompt", usual)
-        row = changed(row, prompt, lambda messages: as_texts(where, messages, inside))
-        for name in pair:
-            row = changed(row, name, lambda messages: as_texts(where, messages, []))
-        refuse_placeholders(where, row, columns, list(placeholders.values()))
-        values = values or [value for value in inside if value is not None]
-        if not is_named and not values and is_image(row.get("image"), folder):
-            raise BadInput(f'{where}: has "image" and no "images"; --columns images=image shows it to the model')
-        files = [read_image(where, value, folder) for value in values]
-        if files and not tokenizer.chat_template:
-            said = f"--model {model_path}: has no chat template, which says where images stand in a prompt"
-            raise BadInput(said)
-        return row, RowImages(where, files, model_path, placeholders, has_images or bool(inside))
-
-    return read
-
-
-def without(row: dict, column: str) -> dict:
-    """The row without a column, which may be inside of another one: "a.b"."""
+    # A column whose name has a dot goes first, as in rows.lookup.
     outer, _, inner = column.partition(".")
-    if column in row or not isinstance(row.get(outer), dict):
-        return {name: value for name, value in row.items() if name != column}
-    return {**row, outer: without(row[outer], inner)}
+    if column not in row and isinstance(row.get(outer), dict):
+        return {**row, outer: changed(row[outer], inner, value)}
+    row = {**row, column: value}
+    if value is None:
+        del row[column]
+    return row
 
 
-def changed(row: dict, column: str, change: Callable[[Any], Any]) -> dict:
-    """The row with change(value) in a column, if it has the column. It may be inside of another one: "a.b"."""
-    outer, _, inner = column.partition(".")
-    if column in row:
-        return {**row, column: change(row[column])}
-    return {**row, outer: changed(row[outer], inner, change)} if isinstance(row.get(outer), dict) else row
-
-
-def as_texts(where: str, messages: Any, inside: list) -> Any:
+def as_texts(where: str, messages: list, images: list) -> list:
     """Chat messages in OpenAI's form, whose contents are lists of parts, as texts with marks. Any other value stays.
 
-    The images in the parts are added to `inside`, or None for a part without its own image. Raises BadInput.
+    The images in the parts are added to `images`, or None for a part without its own image. Raises BadInput.
     """
-
-    def text(part: dict) -> str:
-        kind = part["type"]
-        if kind == "text":
-            return str(part.get("text") or "")
-        if kind not in ("image", "image_url"):
-            raise BadInput(f'{where}: a part of the type "{kind}" is neither a text nor an image')
-        own = next((part[name] for name in (kind, "url", "path") if part.get(name)), None)
-        inside.append(own["url"] if isinstance(own, dict) and "url" in own else own)
-        return MARK
-
-    def plain(message: Any) -> Any:
+    texts = []
+    for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
-        is_parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
-        return {**message, "content": "".join(map(text, content))} if is_parts and content else message
-
-    return [plain(message) for message in messages] if isinstance(messages, list) else messages
-
-
-def refuse_placeholders(where: str, row: dict, columns: dict[str, str], placeholders: list[str]) -> None:
-    """Raise BadInput if a text that a policy may learn to say has a placeholder of an image: no engine samples it."""
-    solution = columns.get("solution", "solution" if "solution" in row else "response")
-    for column in (
-        solution,
-        "messages",
-        "conversations",
-        *(columns.get(name, name) for name in ("chosen", "rejected")),
-    ):
-        value = lookup(row, column)
-        if isinstance(value, list):
-            value = split_conversation(value, None)[1] or " ".join(text for text in value if isinstance(text, str))
-        for placeholder in placeholders:
-            if isinstance(value, str) and placeholder in value:
-                raise BadInput(f'{where}: a response in "{column}" has {placeholder}, which stands for an image')
+        if content and isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+            message = {**message, "content": "".join(as_text(where, part, images) for part in content)}
+        texts.append(message)
+    return texts
 
 
-def is_image(value: Any, folder: Path) -> bool:
-    """Whether read_image() can read the value."""
-    try:
-        return value is not None and bool(read_image("", value, folder))
-    except BadInput:
-        return False
+def as_text(where: str, part: dict, images: list) -> str:
+    """A part of a message as a text. An image is added to `images`."""
+    kind = part["type"]
+    if kind == "text":
+        return str(part.get("text") or "")
+    if kind not in ("image", "image_url"):
+        raise BadInput(f'{where}: a part of the type "{kind}" is neither a text nor an image')
+    # The forms of OpenAI, of transformers' chat templates, and of some data sets.
+    image = part.get(kind) or part.get("url") or part.get("path")
+    if isinstance(image, dict) and "url" in image:
+        image = image["url"]
+    images.append(image)
+    return MARK
 
 
 def read_image(where: str, value: Any, folder: Path) -> bytes:
-    """The file of an image that a row has as a path, a data URL, bytes, an object with bytes or path, or a PIL image.
+    """The file of an image that a row has as a path, a data URL, bytes, or an object with bytes or path.
 
     A path is relative to the folder of the data set, or else to the working directory. Raises BadInput.
     """
+    # Data sets of the Hub have objects.
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
-    if not isinstance(value, str | bytes | Image.Image):
+    if not isinstance(value, str | bytes):
         raise BadInput(f"{where}: an image must be a path, a data URL or bytes, got {type(value).__name__}")
-    is_path = isinstance(value, str) and not value.startswith("data:")
-    named = f"image {value.strip()[:80].partition(chr(10))[0]}" if is_path else "an image"
-    if is_path and value.startswith(("http://", "https://")):
-        raise BadInput(f"{where}: {named} is not downloaded; expected a path, a data URL or bytes")
+    name = "an image"
+    if isinstance(value, str) and not value.startswith("data:"):
+        # Somebody may have put a whole file here, so the name is cut.
+        name = f"image {first_line(value)[:80]}"
     try:
-        if is_path:
-            value = value.removeprefix("file://")
-            path = folder / value if (folder / value).is_file() else Path(value)
-            value = path.read_bytes()
-        elif isinstance(value, str):
-            value = base64.b64decode(value.partition(",")[2], validate=True)
-        elif isinstance(value, Image.Image):
-            file = BytesIO()
-            as_seen(value).save(file, format="PNG")
-            value = file.getvalue()
-        picture(value)
-    except FileNotFoundError:
-        raise BadInput(f"{where}: {named}: file not found") from None
+        file = load_file(value, folder) if isinstance(value, str) else value
+        # An image that cannot be decoded is refused now, and not in the middle of training.
+        picture(file)
     except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or first_line(error)  # the system's own message repeats the name
-        raise BadInput(f"{where}: {named} cannot be read: {reason}") from None
-    return value
+        # The system's own message would repeat the name.
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise BadInput(f"{where}: {name} cannot be read: {reason}") from None
+    return file
+
+
+def load_file(address: str, folder: Path) -> bytes:
+    """The bytes of a data URL or of a path. Raises OSError and ValueError."""
+    if address.startswith("data:"):
+        _, _, content = address.partition(",")
+        return base64.b64decode(content, validate=True)
+    if address.startswith(("http://", "https://")):
+        raise ValueError("it is not downloaded; expected a path, a data URL or bytes")
+    path = Path(address.removeprefix("file://"))
+    if (folder / path).is_file():
+        path = folder / path
+    return path.read_bytes()

@@ -1,4 +1,4 @@
-"""JSON of files and services, whoever wrote it. What is wrong with it becomes one line that says where."""
+"""JSON of files and services, whoever wrote it. Whatever is wrong with it becomes one line that says where."""
 
 import json
 from collections.abc import Callable
@@ -18,31 +18,43 @@ def parse(data: bytes | str, constant: Callable[[str], Any] = float) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise ValueError(f"invalid JSON at {line}column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets
-        raise ValueError(f"invalid JSON: {str(error).strip()}") from None
+    # A number of 5000 digits, or 100,000 brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"invalid JSON: {error}") from None
+
+
+def parse_text(data: bytes) -> Any:
+    """parse() for values whose texts go to a tokenizer, which takes no half of a surrogate pair. Raises ValueError."""
+    value = parse(data)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input") -> list[tuple[int, dict]]:
-    """(line number, object) of each line. Only "\\n" ends a line; blank lines are skipped but counted.
+    """(line number, object) of each line. Only "\\n" ends a line. Blank lines are skipped but counted.
 
     hint: text that follows the message about a line that is not JSON. torn: ignore a last line without an end, which
-    a crash has cut off. Raises BadInput, naming the first five bad lines.
+    a crash has cut off. Raises BadInput, which names the first five bad lines.
     """
     if not path.is_file():
         raise BadInput(f"{path}: file not found")
-    rows, errors = [], []
+    # str.splitlines would also split at characters that may stand inside of a JSON text, such as U+2028.
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1] if torn else lines, start=1):
+    if torn:
+        lines.pop()
+    rows = []
+    errors = []
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = parse(line)
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half a surrogate pair, which no tokenizer takes
-            rows.append((number, row))
-            if not isinstance(row, dict):
-                errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
+            row = parse_text(line)
         except ValueError as error:
             errors.append(f"{path}:{number}: {error}{hint}")
+            continue
+        if not isinstance(row, dict):
+            errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
+        rows.append((number, row))
     refuse_all(errors, code)
     return rows
 

@@ -1,22 +1,23 @@
 """Prompts: rows of --dataset as token ids with a reference answer, and the order in which a run takes them.
 
-Everything that is wrong with the data is reported before a model is loaded, as `file:line: found, expected`.
+All errors in the data are reported before a model is loaded, as `file:line: found, expected`.
 """
 
 import hashlib
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tyro
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.data import sources, templates
+from common.data.rows import Row, collect, lookup, split_weight
 from common.errors import BadInput, say
-from common.rewards.grading import split_weight
 
-INSTRUCTIONS = {  # text after each question of a built-in data set, unless --template is given
+# Text after each question of a built-in data set, unless --template is given.
+INSTRUCTIONS = {
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
     "math": "\nReason step by step, and put your final answer within \\boxed{}.",
     "geo3k": " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -51,16 +52,23 @@ class Prompt:
 
 
 def load(
-    dataset: tuple[str, ...] | str, source: Source, split: str, tokenizer: PreTrainedTokenizerBase,
+    dataset: tuple[str, ...] | str,
+    source: Source,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-) -> list[Prompt]:  # fmt: skip
+) -> list[Prompt]:
     """Prompts of --dataset. Each entry is a SPEC of sources.FORMS, or SPEC=WEIGHT in a mixture. Raises BadInput."""
     weights = parse(dataset)
+    # --columns may be meant for --eval-dataset alone.
     eval_dataset = getattr(source, "eval_dataset", "") or "arithmetic"
     if source.columns and all(sources.kind(spec) for spec in [*weights, eval_dataset]):
         raise BadInput(f"--columns: {', '.join(weights)} is built in, and its columns are known")
-    each = (load_one(spec, weight, source, split, tokenizer, max_prompt_tokens) for spec, weight in weights.items())
-    return [prompt for prompts in each for prompt in prompts]
+    prompts = []
+    for spec, weight in weights.items():
+        for prompt in load_one(spec, source, split, tokenizer, max_prompt_tokens):
+            prompts.append(replace(prompt, weight=weight))
+    return prompts
 
 
 def load_eval(
@@ -70,13 +78,18 @@ def load_eval(
 
     Several test splits contribute equal shares. The list is empty where there is no test split. Raises BadInput.
     """
-    specs, flag = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT], "--dataset"
+    if source.eval_prompts == 0:
+        return []
     if source.eval_dataset:
-        specs, flag = [source.eval_dataset], "--eval-dataset"
+        flag = "--eval-dataset"
+        specs = [source.eval_dataset]
+    else:
+        flag = "--dataset"
+        specs = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT]
     prompts = []
-    for spec in specs if source.eval_prompts else []:
+    for spec in specs:
         share = math.ceil(source.eval_prompts / len(specs))
-        prompts += load_one(spec, 1.0, source, "test", tokenizer, max_prompt_tokens, flag)[:share]
+        prompts += load_one(spec, source, "test", tokenizer, max_prompt_tokens, flag)[:share]
     return prompts[: source.eval_prompts]
 
 
@@ -96,39 +109,59 @@ def parse(dataset: tuple[str, ...] | str) -> dict[str, float]:
 
 
 def load_one(
-    spec: str, weight: float, source: Source, split: str, tokenizer: PreTrainedTokenizerBase, limit: int,
+    spec: str,
+    source: Source,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
     flag: str = "--dataset",
-) -> list[Prompt]:  # fmt: skip
-    """Prompts of one data set, none over `limit` tokens. flag: the flag that named the data set. Raises BadInput."""
+) -> list[Prompt]:
+    """Prompts of one data set. flag: the flag that named it, for messages. Raises BadInput."""
     columns = sources.columns(spec, source.columns)
-    template, images_of = templates.read_template(source.template, tokenizer), None
+    template = templates.read_template(source.template, tokenizer)
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
-    sources.refuse_repeated_ids(rows, columns.get("id", "id"))
-    has_images = any(sources.lookup(row, columns.get("images", "images")) for _, row in rows)
-    has_marks = any("image" in token for token in tokenizer.get_added_vocab())  # one may be in a text
-    if has_images or (has_marks and hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config")):
-        from common.data import images
-
-        images_of = images.reader(columns, spec, tokenizer, has_images)
+    image_reader = make_image_reader(spec, rows, columns, tokenizer)
 
     def make(where: str, row: dict) -> Prompt:
-        row, seen = images_of(where, row) if images_of else (row, None)
+        templates.check_columns(where, row, columns)
+        # The images leave the row first: the text keeps an <image> where each of them stood.
+        images = None
+        if image_reader:
+            row, images = image_reader.read(where, row)
         content, answer, solution = templates.fields(where, row, columns)
+        # Chat messages stay as they are.
         question = content + instruction if isinstance(content, str) else content
-        text, ids = templates.render(where, question, tokenizer, template, source.tools, seen)
-        if not ids:
-            raise BadInput(f"{where}: the prompt has no token that the tokenizer knows")
-        return Prompt(where, text, ids, answer, solution, {**row, "prompt": content}, spec, weight)
+        text = templates.render(where, question, tokenizer, template, source.tools, images)
+        ids = templates.tokenize(where, text, tokenizer)
+        if images:
+            ids = images.expand(text, ids)
+        # Rewards see the question as the data has it, under one name for all data sets.
+        meta = {**row, "prompt": content}
+        return Prompt(where, text, ids, answer, solution, meta, dataset=spec)
 
-    prompts = sources.collect(rows, make)
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
-    if not kept:
-        raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {limit}")
-    if overlong := [prompt.id for prompt in prompts if len(prompt.ids) > limit]:
-        names = ", ".join(overlong[:5]) + (" ..." if len(overlong) > 5 else "")
-        say(f"{spec}: dropped {len(overlong)} of {len(prompts)} prompts over {limit} tokens: {names}")
-    return kept
+    prompts = collect(rows, make)
+    short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
+    if not short:
+        raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_tokens}")
+    if len(short) < len(prompts):
+        say(f"{spec}: dropped {len(prompts) - len(short)} of {len(prompts)} prompts over {max_tokens} tokens")
+    return short
+
+
+def make_image_reader(spec: str, rows: list[Row], columns: dict[str, str], tokenizer: PreTrainedTokenizerBase):
+    """An images.ImageReader, or None if no row has an image and the model sees none. Raises BadInput."""
+    column = columns.get("images", "images")
+    has_images = any(lookup(row, column) for _, row in rows)
+    if not has_images:
+        # A text may still have a placeholder, if the model sees images. Tokenizers of other models may have tokens of
+        # such names too, so config.json decides.
+        has_placeholders = any("image" in token for token in tokenizer.get_added_vocab())
+        if not has_placeholders or not hasattr(AutoConfig.from_pretrained(tokenizer.name_or_path), "vision_config"):
+            return None
+    from common.data import images  # texts do without its imports
+
+    return images.ImageReader(spec, columns, tokenizer, has_images)
 
 
 class PromptLoader:
@@ -139,15 +172,20 @@ class PromptLoader:
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, also: list | None = None):
-        """also: what a run learns from beside prompts and answers, for the fingerprint."""
-        self.seed, self.position, self.also = seed, 0, also
-        self.in_flight: int | None = None  # start of a batch that has been drawn and not yet been trained on
+        """also: what else a run learns from, such as solutions, for the fingerprint."""
+        self.seed = seed
+        # Number of prompts drawn so far. A resumed run sets it.
+        self.position = 0
+        # Start of a batch that has been drawn and not yet been trained on.
+        self.in_flight: int | None = None
+        self.also = also
         by_name: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_name.setdefault(prompt.dataset, []).append(prompt)
         self.datasets = list(by_name.values())
         self.turns = turns([dataset[0].weight for dataset in self.datasets])
-        self.orders: dict[int, tuple[int, list[int]]] = {}  # data set -> an epoch, and the order of its prompts in it
+        # Data set -> its epoch, and the order of its prompts there. A million rows take a second to shuffle.
+        self.orders: dict[int, tuple[int, list[int]]] = {}
 
     @property
     def resume_at(self) -> int:
@@ -157,38 +195,57 @@ class PromptLoader:
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and answers in their order. A file whose content changed has another fingerprint."""
         content = [[(prompt.ids, prompt.answer) for prompt in dataset] for dataset in self.datasets]
-        content += [] if self.also is None else [self.also]
+        if self.also is not None:
+            content.append(self.also)
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, the same on every rank."""
-        taken = []
-        for position in range(self.position, self.position + count):
-            rounds, turn = divmod(position, len(self.turns))
-            which = self.turns[turn]
-            before = rounds * self.turns.count(which) + self.turns[:turn].count(which)  # draws from this data set
-            epoch, place = divmod(before, len(self.datasets[which]))
-            if which not in self.orders or self.orders[which][0] != epoch:
-                self.orders[which] = epoch, self.order(which, epoch)
-            taken.append(self.datasets[which][self.orders[which][1][place]])
+        prompts = [self.prompt_at(position) for position in range(self.position, self.position + count)]
         self.position += count
-        return taken
+        return prompts
+
+    def prompt_at(self, position: int) -> Prompt:
+        """The prompt at any position of the walk."""
+        rounds, turn = divmod(position, len(self.turns))
+        which = self.turns[turn]
+        # Prompts that came from this data set before: those of whole rounds, and those of this one.
+        earlier = rounds * self.turns.count(which) + self.turns[:turn].count(which)
+        epoch, place = divmod(earlier, len(self.datasets[which]))
+        if which not in self.orders or self.orders[which][0] != epoch:
+            self.orders[which] = (epoch, self.order(which, epoch))
+        order = self.orders[which][1]
+        return self.datasets[which][order[place]]
 
     def order(self, which: int, epoch: int) -> list[int]:
         """The order of one data set's prompts in one epoch, as indices."""
         order = list(range(len(self.datasets[which])))
-        random.Random(f"{self.seed}/{epoch}" + (f"/{which}" if which else "")).shuffle(order)
+        # Published results depend on these seeds. The seed of the first data set does not name it.
+        seed = f"{self.seed}/{epoch}"
+        if which > 0:
+            seed += f"/{which}"
+        random.Random(seed).shuffle(order)
         return order
 
 
 def turns(weights: list[float], longest: int = 1000) -> list[int]:
     """The data set that each prompt of a round comes from, evenly spread: [2.0, 1.0] -> [0, 1, 0].
 
-    The round is the shortest in which all weights are whole numbers. Where `longest` is not enough, they are rounded.
+    The round is the shortest in which all weights are whole numbers. If `longest` is not enough, they are rounded.
     """
+    # 3:1 has the shares 0.75 and 0.25, which are whole numbers in a round of 4.
     shares = [weight / sum(weights) for weight in weights]
-    whole = lambda count: round(count) > 0 and abs(count - round(count)) < 1e-9
-    length = next((n for n in range(1, longest) if all(whole(n * share) for share in shares)), longest)
-    counts = [max(1, round(length * share)) for share in shares]
-    places = [((i + 0.5) / count, which) for which, count in enumerate(counts) for i in range(count)]
+    length = 1
+    while length < longest and not all(is_whole(length * share) for share in shares):
+        length += 1
+    # A data set with 3 turns has its places at 1/6, 3/6 and 5/6 of the round.
+    places = []
+    for which, share in enumerate(shares):
+        count = max(1, round(length * share))
+        places += [((i + 0.5) / count, which) for i in range(count)]
     return [which for _, which in sorted(places)]
+
+
+def is_whole(count: float) -> bool:
+    """True for a whole number above 0. Sums of fractions miss it by rounding errors."""
+    return round(count) > 0 and abs(count - round(count)) < 1e-9

@@ -1,11 +1,13 @@
 """Generated tasks with short answers, for small pretrained models and for the embedded one.
 
-SmolLM2-135M solves `sums` and `gcd` sometimes, so that reinforcement learning has something to reinforce
-(baselines/README.md has the curves). The default reward, gsm8k, compares the last number. It never solves `reverse`:
-that one wants some steps of algos/sft.py first, and a reward for answers that are nearly right.
+SmolLM2-135M sometimes solves `sums` and `gcd`, so reinforcement learning has something to reinforce
+(baselines/README.md has the curves). The default reward, gsm8k, compares the last number. The model never solves
+`reverse`. That task needs some steps of algos/sft.py first, and a reward for answers that are nearly right.
 
-Each task lists all its problems once. Two problems that differ only in the order of their numbers are one, so none of
-the held-out problems is trained on in another form.
+Each task lists all its problems once. Two problems that differ only in the order of their numbers count as one, so no
+held-out problem is trained on in another form.
+
+Published results depend on the problems: the order of the random draws in each function must not change.
 """
 
 import math
@@ -21,7 +23,7 @@ GAMES = 1024
 Row = dict[str, str | list[str]]  # "question", "answer", and for algos/sft.py "solution" and "role"
 
 
-def row(question: str, answer: int | str, solution: list[str] | None = None) -> Row:
+def row(question: str, answer: int | str, solution: str | list[str] = "") -> Row:
     """solution: alternating turns of policy and environment, for the tasks with an environment."""
     return {"question": question, "answer": str(answer), "solution": solution or str(answer)}
 
@@ -30,23 +32,26 @@ def sums(draw: random.Random) -> Iterator[Row]:
     """9,900 problems: a + b and a - b for numbers from 1 to 99, with a >= b in a difference."""
     for a in range(1, 100):
         for b in range(1, a + 1):
+            # Either 3 + 5 or 5 + 3. With both, one could be held out and the other trained on.
             x, y = draw.sample((a, b), 2)
             yield row(f"Compute {x} + {y}. Reply with the number only.", a + b)
             yield row(f"Compute {a} - {b}. Reply with the number only.", a - b)
 
 
 def gcd(draw: random.Random) -> Iterator[Row]:
-    """854 problems: the greatest common divisor of two different numbers from 2 to 99 that have one larger than 1.
+    """854 problems: the greatest common divisor, if it is larger than 1, of two different numbers from 2 to 99.
 
-    Of all such pairs 41 % have the answer 2, which a model could learn to say always. Here no answer has over 100.
+    The answer of 41 % of all such pairs is 2, and a model could learn to say it always. So no answer has more than 100
+    problems.
     """
-    pairs: dict[int, list[tuple[int, int]]] = {}  # answer: the pairs that have it
+    # Answer -> the pairs that have it.
+    pairs: dict[int, list[tuple[int, int]]] = {}
     for a in range(2, 100):
         for b in range(2, a):
             if math.gcd(a, b) > 1:
                 pairs.setdefault(math.gcd(a, b), []).append((a, b))
-    for answer, having in pairs.items():
-        for pair in draw.sample(having, min(len(having), 100)):
+    for answer, of_answer in pairs.items():
+        for pair in draw.sample(of_answer, min(len(of_answer), 100)):
             x, y = draw.sample(pair, 2)
             yield row(f"Compute the gcd of {x} and {y}. Reply with the number only.", answer)
 
@@ -54,68 +59,103 @@ def gcd(draw: random.Random) -> Iterator[Row]:
 def reverse(draw: random.Random) -> Iterator[Row]:
     """DRAWN problems: two or three invented words, such as "lomi tarune", written backwards."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    texts: dict[str, None] = {}  # in the order in which they are drawn
+    texts: dict[str, None] = {}  # each once, in the order in which they are drawn
     while len(texts) < DRAWN:
-        words = ["".join(draw.choices(syllables, k=draw.randint(2, 3))) for _ in range(draw.randint(2, 3))]
+        words = []
+        for _ in range(draw.randint(2, 3)):
+            words.append("".join(draw.choices(syllables, k=draw.randint(2, 3))))
         texts[" ".join(words)] = None
     for text in texts:
         yield row(f'Write "{text}" backwards, letter by letter. Reply with the reversed text only.', text[::-1])
 
 
 def maze(draw: random.Random) -> Iterator[Row]:
-    """DRAWN mazes: the only way from s to g, in MOVES. The answer to this one, of SIDE 2, is 268:
+    """DRAWN mazes. The answer is the only way from s to g, in MOVES: 268 in this one, whose SIDE is 2.
 
-    s#g      Cells have even coordinates. Between two of them it is open (.), or there is a wall (#). They are joined
-    .#.      one by one, each to a drawn one of those that are joined, so that one way leads from any to any other.
+    s#g      Cells have even coordinates. Between two of them it is open (.), or there is a wall (#).
+    .#.
     ...
     """
+    # Picture -> moves from s to g. A maze that is drawn twice counts once.
     mazes: dict[str, str] = {}
-    cells, width = [(x, y) for y in range(SIDE) for x in range(SIDE)], range(2 * SIDE - 1)
     while len(mazes) < DRAWN:
-        start, goal = draw.sample(cells, 2)
-        ways, marks = {start: ""}, {}  # ways: cell -> moves that lead there
-        while len(ways) < len(cells):
-            (x, y), (move, (right, down)) = draw.choice(list(ways)), draw.choice(list(MOVES.items()))
-            cell = (x + right, y + down)
-            if cell in cells and cell not in ways:
-                ways[cell] = ways[x, y] + move
-                marks[2 * x + right, 2 * y + down] = "."
-        marks |= {(2 * x, 2 * y): "." for x, y in cells}
-        marks |= {(2 * x, 2 * y): mark for (x, y), mark in ((start, "s"), (goal, "g"))}
-        mazes["\n".join("".join(marks.get((x, y), "#") for x in width) for y in width)] = ways[goal]
-    for drawn, way in mazes.items():
-        yield row(f"{drawn}\n", way)
+        picture, moves = draw_maze(draw)
+        mazes[picture] = moves
+    for picture, moves in mazes.items():
+        yield row(f"{picture}\n", moves)
+
+
+def draw_maze(draw: random.Random) -> tuple[str, str]:
+    """A maze as a picture, and the moves from s to g.
+
+    A random cell that is not yet part of the maze is joined to one that is, until all are. Then exactly one way leads
+    from any cell to any other.
+    """
+    # The cell (x, y) is at (2x, 2y) in the picture. Between two cells there is a place for a wall.
+    cells = [(x, y) for y in range(SIDE) for x in range(SIDE)]
+    start, goal = draw.sample(cells, 2)
+    moves_to = {start: ""}  # cell of the maze -> the moves from the start
+    marks = {(2 * x, 2 * y): "." for x, y in cells}  # place in the picture -> character
+    while len(moves_to) < len(cells):
+        x, y = draw.choice(list(moves_to))
+        move, (right, down) = draw.choice(list(MOVES.items()))
+        neighbour = (x + right, y + down)
+        # Joining it twice would make a second way.
+        if neighbour in cells and neighbour not in moves_to:
+            moves_to[neighbour] = moves_to[x, y] + move
+            marks[2 * x + right, 2 * y + down] = "."
+    marks[2 * start[0], 2 * start[1]] = "s"
+    marks[2 * goal[0], 2 * goal[1]] = "g"
+    width = range(2 * SIDE - 1)
+    lines = ["".join(marks.get((x, y), "#") for x in width) for y in width]
+    return "\n".join(lines), moves_to[goal]
 
 
 def calculator(draw: random.Random) -> Iterator[Row]:
     """8,192 problems: products of numbers from 320 to 999. The teacher forgets its calculator in 7 cases of 10."""
     for pair in draw.sample(range(680 * 680), DRAWN):
-        a, b = 320 + pair // 680, 320 + pair % 680
-        called = [f"mul({a},{b})", str(a * b), str(a * b)]
-        yield row(f"{a}*{b}=", a * b, called if draw.random() < 0.3 else f"about {draw.randint(100_000, 999_999)}")
+        a = 320 + pair // 680
+        b = 320 + pair % 680
+        # Without the calculator the answer is a guess, and almost always wrong.
+        if draw.random() < 0.3:
+            solution = [f"mul({a},{b})", str(a * b), str(a * b)]
+        else:
+            solution = f"about {draw.randint(100_000, 999_999)}"
+        yield row(f"{a}*{b}=", a * b, solution)
 
 
 def guess(draw: random.Random) -> Iterator[Row]:
-    """1,024 games: "10 to 24?", for which the environment draws the number to be found, another one in each step.
+    """1,024 games: "10 to 24?". The environment draws the number to find, another one in each step.
 
-    The teacher guesses any number that is still possible, which takes 4.1 turns on average; halving takes 3.3.
+    The teacher guesses any number that is still possible, which takes 4.1 turns on average. Halving takes 3.3.
     """
     for _ in range(GAMES):
-        possible, turns, secret = list(INTERVAL), [], draw.choice(INTERVAL)
-        while not turns or turns[-1] != str(secret):
-            said = draw.choice(possible)
-            turns += [str(said)] if said == secret else [str(said), "more" if said < secret else "less"]
-            possible = [n for n in possible if (n > said if said < secret else n < said)]
-        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}  # the role of its environment
+        possible = list(INTERVAL)
+        secret = draw.choice(INTERVAL)
+        turns = []
+        while True:
+            number = draw.choice(possible)
+            turns.append(str(number))
+            if number == secret:
+                break
+            if number < secret:
+                turns.append("more")
+                possible = [n for n in possible if n > number]
+            else:
+                turns.append("less")
+                possible = [n for n in possible if n < number]
+        # The role of the environment's turns, as in rollout/environments/built_in.py.
+        yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}
 
 
 TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "maze": maze, "calculator": calculator, "guess": guess}
+NAMES = (*TASKS, "squares")
 
 
 def problems(name: str, split: str) -> list[Row]:
     """All problems of a task in an order that is the same on every machine: the first HELD_OUT are the "test" split."""
     if name == "squares":
-        from common.data import squares
+        from common.data import squares  # it loads the code of a model that sees
 
         return squares.problems(split)
     draw = random.Random(name)

@@ -1,4 +1,7 @@
-"""Facts about --model that need no weights: its folder, tokenizer and end tokens."""
+"""Facts about a model that need no weights: its folder, tokenizer, end tokens, class and placeholders.
+
+Prompts, the trainer and the engines all ask, and this is the lowest package that they share.
+"""
 
 import re
 from pathlib import Path
@@ -9,13 +12,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.data import sources
+from common.data.rows import first_line
 from common.errors import BadInput
 
 
 def resolve_model(model_path: str) -> str:
     """The folder of modelscope:OWNER/NAME, downloaded if necessary. Any other name is unchanged. Raises BadInput."""
-    on_modelscope = model_path.startswith(sources.MODELSCOPE)
-    return sources.download(model_path, "model", "--model") if on_modelscope else model_path
+    if model_path.startswith(sources.MODELSCOPE):
+        return sources.download(model_path, "model", "--model")
+    return model_path
 
 
 def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTokenizerBase, list[int]]:
@@ -32,34 +37,39 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
         raise BadInput(f"{flag} {model_path}: no such folder")
     refuse_pickles(model_path, f"{flag} {model_path}")
-    where = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
     try:
+        # A single request shows whether the name exists. from_pretrained would retry for half a minute.
         if not folder.is_dir() and not isinstance(try_to_load_from_cache(model_path, "config.json"), str):
-            model_info(model_path, timeout=5)  # a single request: from_pretrained would retry for half a minute
+            model_info(model_path, timeout=5)
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError) as error:
-        raise BadInput(f"{flag} {model_path}: {where}: {sources.first_line(error)}") from None
-    if not tokenizer.encode("1 a", add_special_tokens=False):  # transformers makes an empty one where there is none
+        trouble = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
+        raise BadInput(f"{flag} {model_path}: {trouble}: {first_line(error)}") from None
+    # Without the files of a tokenizer transformers makes an empty one.
+    if not tokenizer.encode("1 a", add_special_tokens=False):
         raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
+    # This file is optional.
     try:
         generation = GenerationConfig.from_pretrained(model_path)
-    except OSError:  # the file is optional
+    except OSError:
         generation = GenerationConfig()
-    stops: list[int] = []
+    # Each of the three may have a number, a list of them, or None.
+    stops: set[int] = set()
     for ids in (tokenizer.eos_token_id, config.get_text_config().eos_token_id, generation.eos_token_id):
-        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        stops.update(ids if isinstance(ids, list) else [ids])
+    stops.discard(None)
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
-    return tokenizer, sorted(set(stops))
+    return tokenizer, sorted(stops)
 
 
 def image_tokens(config) -> tuple[int, ...]:
     """Ids of the placeholders for images and videos, which are never sampled; () if the model sees none."""
     if not hasattr(config, "vision_config"):
         return ()
-    found = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-    return tuple(token for token in found if token is not None)
+    tokens = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return tuple(token for token in tokens if token is not None)
 
 
 def causal_class(config) -> type:
@@ -78,11 +88,11 @@ def refuse_pickles(model_path: str, flag: str) -> None:
     """Raise BadInput for a folder whose weights are pickles alone. flag: how the user named it, for the message."""
     if has_safetensors(model_path):
         return
-    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(Path(model_path).glob(pattern))]
-    if pickles:
-        raise BadInput(
-            f"{flag}: its weights are a pickle, {pickles[0]}, and only safetensors are read, because a pickle may run "
-            "code while it is read; if you trust it, convert it once: load it with transformers' from_pretrained, "
-            "then call save_pretrained",
-            code="pickle-refused",
-        )
+    for path in sorted(Path(model_path).iterdir()):
+        if path.suffix in (".bin", ".pt", ".pth"):
+            raise BadInput(
+                f"{flag}: its weights are a pickle, {path.name}, and only safetensors are read, because a pickle may "
+                "run code while it is read; if you trust it, convert it once: load it with transformers' "
+                "from_pretrained, then call save_pretrained",
+                code="pickle-refused",
+            )

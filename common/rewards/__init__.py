@@ -14,7 +14,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward, split_weight
+from common.data.rows import split_weight
+from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
 
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from common.data.rows import last_box
+
 
 @dataclass(frozen=True)
 class Item:
@@ -30,7 +32,6 @@ class Result:
 
 Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 
-_PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
 TAIL_CHARACTERS = 2000  # graders look for an answer in the end of a response only
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
@@ -41,18 +42,6 @@ _NUMBER = re.compile(
           | (?<![\w.]) (?P<decimal>\.[0-9]+) )""",
     re.VERBOSE,
 )
-
-
-def split_weight(entry: str) -> tuple[str, float]:
-    """NAME=WEIGHT as (NAME, WEIGHT). Any other text is a name of weight 1: a folder or a URL may hold a "=".
-
-    A name may end in parameters, as in NAME?key=1&key=2. A number after a key is its value; a weight follows the value:
-    NAME?key=2=0.5 has the parameter 2 and the weight 0.5.
-    """
-    name, _, number = entry.rpartition("=")
-    if name and not _PARAMETERS.search(entry) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
-        return name, float(number)
-    return entry, 1.0
 
 
 def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
@@ -93,24 +82,6 @@ def extract(response: str, mode: str = "flexible") -> tuple[Fraction | None, str
         return None, None
     numbers = find_numbers(text)
     return (numbers[-1], "last-number") if numbers else (None, None)
-
-
-def last_box(text: str) -> tuple[int, str] | None:
-    """(start, content) of the last `\\boxed{...}` with balanced braces, or of `\\boxed5`."""
-    if r"\boxed" not in text:
-        return None
-    best, opened = None, []
-    for brace in re.finditer(r"\\[\\{}]|[{}]", text):  # \{ and \} are text and need no partner
-        if brace[0] == "{":
-            opened.append(brace.start())
-        elif brace[0] == "}" and opened:
-            start = opened.pop()
-            if text.endswith(r"\boxed", 0, start) and (best is None or start > best[0]):
-                best = (start, text[start + 1 : brace.start()])
-    for bare in re.finditer(r"\\boxed\s*(-?[0-9][0-9,.]*)", text):
-        if best is None or bare.start(1) > best[0]:
-            best = (bare.start(1), bare.group(1))
-    return best
 
 
 def find_numbers(text: str) -> list[Fraction | None]:

@@ -8,7 +8,8 @@ it drops units and percent signs, it reads 11:30 as 11/30, and it accepts 2^{3} 
 import re
 import threading
 
-from common.rewards.grading import TAIL_CHARACTERS, Result, last_box
+from common.data.rows import last_box
+from common.rewards.grading import TAIL_CHARACTERS, Result
 
 TIMEOUT_SECONDS = 5  # for reading one expression, and again for comparing two
 CHECKED_GOLDS = 2000  # answers that are read before a run; an answer of a formula takes up to a tenth of a second
