@@ -43,24 +43,14 @@ class Layout:
     """Where responses are generated, and what the engine may take."""
 
     rollout_placement: Literal["colocate", "split"] = "colocate"  # split: vLLM servers on devices of their own generate
-    rollout_servers: tuple[str, ...] = ()
-    """split: numbers of this node's GPUs, or CPU cores, for servers that this run starts; or URLs of running servers"""
+    rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs (or CPU cores) for servers that this run starts
+    rollout_urls: tuple[str, ...] = ()  # split: running servers to use instead (scripts/serve_rollout.sh)
     max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
     rollout_memory: float = 0.0  # share of a GPU's memory for the engine; 0: as much as its responses need
 
     @property
     def split(self) -> bool:
         return self.rollout_placement == "split"
-
-    @property
-    def rollout_devices(self) -> tuple[int, ...]:
-        """GPUs or cores for servers that this run starts."""
-        return tuple(int(server) for server in self.rollout_servers if server.isdecimal())
-
-    @property
-    def rollout_urls(self) -> tuple[str, ...]:
-        """Servers that are running already (scripts/serve_rollout.sh)."""
-        return tuple(server for server in self.rollout_servers if not server.isdecimal())
 
 
 @dataclass(frozen=True)

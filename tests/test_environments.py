@@ -753,7 +753,7 @@ def test_rollout_files_metrics_and_the_viewer_show_turns(played):
     assert page.read_text().count("from the environment") == sum(row["sampled"].count(0) for row in given)
 
 
-AHEAD = ["--rollout-placement", "split", "--rollout-servers", max(CORES), "--max-inflight-batches", 2, "--tis-cap", 2]
+AHEAD = ["--rollout-placement", "split", "--rollout-devices", max(CORES), "--max-inflight-batches", 2, "--tis-cap", 2]
 
 
 @pytest.mark.slow

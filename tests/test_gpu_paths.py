@@ -507,8 +507,8 @@ def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch
 @on_a_cpu
 def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    with pytest.raises(BadInput, match="devices are of one node"):
-        check_layout(Layout("split", (str(min(os.sched_getaffinity(0))),)), 1, "vllm")
+    with pytest.raises(BadInput, match="--rollout-devices works on one node"):
+        check_layout(Layout("split", (min(os.sched_getaffinity(0)),)), 1, "vllm")
 
 
 def gathered(streams, *names_of_lists: str):

@@ -17,7 +17,7 @@ from common.placement import Layout
 from common.rollout.servers import client, engine, process, weights
 from common.weight_sync import Parameter
 
-OWN = Layout("split", ("1",))
+OWN = Layout("split", (1,))
 TENSORS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}
 
 
@@ -211,7 +211,7 @@ def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
 @pytest.mark.parametrize(
     "layout, message",
     [
-        (Layout("split", rollout_servers=("http://theirs",)), "is gone: ask http://theirs$"),
+        (Layout("split", rollout_urls=("http://theirs",)), "is gone: ask http://theirs$"),
         (replace(OWN, max_inflight_batches=2), "--max-inflight-batches 2 servers are not restarted"),
     ],
 )
@@ -226,7 +226,7 @@ def test_servers_that_are_not_restarted(world, fake, layout, message):
 
 
 def test_servers_of_others_are_left_as_they_were(world, fake):
-    made = make(world, Layout("split", rollout_servers=("http://theirs",)))
+    made = make(world, Layout("split", rollout_urls=("http://theirs",)))
     fake.losses["update_weights"] = (1, 1)
     fake.events.clear()
     with pytest.raises(RunFailed, match="is gone"):

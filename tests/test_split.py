@@ -27,7 +27,7 @@ from common.run.checks import check_layout
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)
-SPLIT = ["--rollout-placement", "split", "--rollout-servers", CORE]
+SPLIT = ["--rollout-placement", "split", "--rollout-devices", CORE]
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a server wants a core of its own")
 
 
@@ -166,16 +166,16 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
 @pytest.mark.parametrize(
     "layout, tp, backend, message",
     [
-        (Layout("split"), 1, "vllm", "needs --rollout-servers"),
-        (Layout("split", ("0", "http://a")), 1, "vllm", "needs --rollout-servers"),
-        (Layout("split", ("0",)), 1, "hf", "--rollout-backend hf"),
-        (Layout("split", ("99",)), 1, "vllm", "different ones of this node's cores"),
-        (Layout("split", (str(CORE), str(CORE))), 1, "vllm", "different ones"),
-        (Layout("split", tuple(map(str, CORES))), 1, "vllm", "none of this node's"),
-        (Layout("split", (str(CORE),)), 2, "vllm", "--rollout-tp 2 does not divide"),
-        (Layout("split", (str(CORE),), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
+        (Layout("split"), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
+        (Layout("split", (0,), ("http://a",)), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
+        (Layout("split", (0,)), 1, "hf", "--rollout-backend hf"),
+        (Layout("split", (99,)), 1, "vllm", "different ones of this node's cores"),
+        (Layout("split", (CORE, CORE)), 1, "vllm", "different ones"),
+        (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
+        (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
+        (Layout("split", (CORE,), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
         (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
-        (Layout(rollout_servers=("http://a",)), 1, "vllm", "need --rollout-placement split"),
+        (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monkeypatch):

@@ -63,12 +63,12 @@ def test_an_algorithm_file_keeps_its_budgets(path):
 
 
 @pytest.mark.parametrize("path", TRAINED_BY_REWARDS, ids=lambda path: path.name)
-def test_there_are_at_most_55_flags_and_each_does_something_and_says_what(path):
+def test_there_are_at_most_60_flags_and_each_does_something_and_says_what(path):
     parser = tyro.extras.get_parser(importlib.import_module(f"algos.{path.stem}").Args)
     helps = {action.option_strings[0][2:].replace("-", "_"): action.help for action in parser._actions}
     helps.pop("help", None)
     helps.pop("", None)
-    assert 40 < len(helps) <= 55
+    assert 40 < len(helps) <= 60
     assert not [flag for flag, text in helps.items() if len(str(text).split(" (default")[0]) < 5], (
         "flags without a word"
     )
