@@ -427,7 +427,7 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams,
     parameters = weight_sync.FullParameters(policy, torch.bfloat16)
     monkeypatch.setattr(weights, "NCCL_BUFFER_BYTES", 500)  # smaller than the embedding, and then several chunks
     source = weights.SingleIteration(parameters)
-    source.pairs = weight_sync.one_ahead([pair] for pair in parameters)
+    source.pairs = weight_sync.gather_ahead([pair] for pair in parameters)
     sender = weights.nccl_sender(source, control)
     sender.source = source
     sender.send_weights()
@@ -446,7 +446,7 @@ def test_servers_on_other_nodes_are_given_an_address_that_they_reach(second, add
     monkeypatch.setattr(network, "get_ip", lambda: "10.0.0.1")
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, **of: info)
     control = SimpleNamespace(urls=["http://localhost:1", f"http://{second}:2"], workers=[1, 2])
-    source = weights.SingleIteration(weight_sync.FullParameters(torch.nn.Linear(2, 2)))
+    source = weights.SingleIteration(weight_sync.FullParameters(torch.nn.Linear(2, 2), torch.float32))
     info = weights.nccl_sender(source, control)
     assert (info.master_address, info.world_size) == (address, 4)
 
@@ -523,7 +523,7 @@ def gathered(streams, *names_of_lists: str):
 @on_a_cpu
 def test_a_parameter_is_gathered_while_the_one_before_is_loaded(streams):
     """The calls to CUDA, in their order."""
-    for name, tensor in weight_sync.one_ahead(gathered(streams, "a", "b", "c")):
+    for name, tensor in weight_sync.gather_ahead(gathered(streams, "a", "b", "c")):
         assert streams.names[tensor] == name
         streams.log.append(f"use {name}")
     assert streams.log == [
@@ -539,7 +539,7 @@ def test_every_piece_of_a_parameter_waits_for_the_stream_that_cut_it(streams):
     """vLLM's sender changes its stream between two tensors, which may be experts of one gathered parameter."""
     used = []
     streams.use("user 0")
-    for number, (name, _) in enumerate(weight_sync.one_ahead(gathered(streams, "abc", "d")), 1):
+    for number, (name, _) in enumerate(weight_sync.gather_ahead(gathered(streams, "abc", "d")), 1):
         used.append(name)
         streams.use(f"user {number}")
     assert used == ["a", "b", "c", "d"]

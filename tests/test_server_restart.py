@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from common.errors import RunFailed
 from common.placement import Layout
 from common.rollout.servers import client, engine, process, weights
-from common.weight_sync import Parameter
+from common.weight_sync import TensorInfo
 
 OWN = Layout("split", (1,))
 TENSORS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}
@@ -27,8 +27,8 @@ class Weights:
     def __init__(self, events: list):
         self.events = events
 
-    def metadata(self) -> list[Parameter]:
-        return [Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    def metadata(self) -> list[TensorInfo]:
+        return [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
 
     def __iter__(self):
         for name, tensor in TENSORS.items():

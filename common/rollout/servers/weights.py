@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from common.errors import RunFailed
 from common.rollout.servers.client import Control
 from common.rollout.servers.process import is_local
-from common.weight_sync import FullParameters, Parameter
+from common.weight_sync import FullParameters, TensorInfo
 
 NCCL_BUFFER_BYTES = 2**28  # in each of two buffers at both ends, which may hold one tensor more; vLLM's own is 1 GiB
 FILE_BYTES = 64 * 2**20  # in shared memory at the same time; a larger tensor has a file of its own
@@ -23,7 +23,7 @@ class SingleIteration:
     def __init__(self, parameters: FullParameters):
         self.parameters, self.pairs = parameters, iter(parameters)
 
-    def metadata(self) -> list[Parameter]:
+    def metadata(self) -> list[TensorInfo]:
         return self.parameters.metadata()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
