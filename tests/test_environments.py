@@ -596,9 +596,12 @@ def on_a_server(reply, world, monkeypatch):
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
-    again = lambda row: reply(row, rows[row])
-    bodies, follow = servers.converse(rows, {"max_tokens": 9, "temperature": 1.0}, [0, 1, 2], 0, again)
-    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, follow))
+    settings = {"max_tokens": 9, "temperature": 1.0}
+    conversations = servers.Conversations(
+        turns=rows, settings=settings, numbers=[0, 1, 2], seed=0, samples=1, reply=reply
+    )
+    bodies = [conversations.body(row) for row in range(3)]
+    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, conversations.follow))
     return collate_turns(rows, 0, world.device)
 
 

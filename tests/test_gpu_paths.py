@@ -151,7 +151,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.abstract import Executor
 torch.cuda.is_available = lambda: True
-settings = vllm_engine.engine_settings(sys.argv[1], torch.bfloat16, 1, Layout(), max_model_len=200, max_num_seqs=256)
+sizes = dict(tensor_parallel=1, layout=Layout(), max_model_len=200, max_num_seqs=256)
+settings = vllm_engine.engine_settings(vllm_engine.EngineConfig(model_path=sys.argv[1], dtype=torch.bfloat16, **sizes))
 torch.cuda.is_available = lambda: False
 own = dict(seed=0, distributed_executor_backend="external_launcher", enable_sleep_mode=True)
 config = EngineArgs(**settings, **own).create_engine_config(UsageContext.LLM_CLASS)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from common.errors import RunFailed
 from common.placement import Layout
 from common.rollout.servers import client, engine, process, weights
+from common.rollout.vllm_engine import EngineConfig
 from common.weight_sync import TensorInfo
 
 OWN = Layout("split", (1,))
@@ -50,7 +51,7 @@ class Servers:
         if count and not wait:
             raise RunFailed(f"rollout server http://own{self.started} is gone: {event}", code=code)
 
-    def start(self, *args, **limits) -> list:
+    def start(self, config) -> list:
         self.started, self.version = self.started + 1, "0"
         self.events.append("start")
         return [Server(f"http://own{self.started}", self)]
@@ -112,8 +113,10 @@ def fake(monkeypatch) -> Servers:
 
 
 def make(world, layout: Layout = OWN) -> engine.ServerEngine:
-    limits = {"max_model_len": 64, "max_num_seqs": 8}
-    return engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
+    config = EngineConfig(
+        model_path="model", dtype=torch.float32, tensor_parallel=1, layout=layout, max_model_len=64, max_num_seqs=8
+    )
+    return engine.ServerEngine(config, [1], world)
 
 
 def generate(made):

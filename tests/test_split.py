@@ -23,6 +23,7 @@ from common.placement import TORCHRUN_VARIABLES, Layout
 from common.rollout.servers import client, process
 from common.rollout.servers.client import Control, ask_all
 from common.rollout.servers.weights import cut
+from common.rollout.vllm_engine import EngineConfig
 from common.run.checks import check_layout
 
 GRPO = ROOT / "algos/grpo.py"
@@ -385,8 +386,15 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
-    limits = {"max_model_len": 64, "max_num_seqs": 8}
-    given = process.command(models["tied"], torch.float32, 1, Layout("split"), 1, **limits)
+    config = EngineConfig(
+        model_path=models["tied"],
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=Layout("split"),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+    given = process.command(config, port=1)
     for flag in (
         "generation-config",
         "logprobs-mode",

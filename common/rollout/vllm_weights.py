@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models import registry
 
-from common.trainer.logits import rounded_products
+from common.placement import rounded_products
 
 
 @dataclass

@@ -63,7 +63,7 @@ def main(model_path: str) -> None:
         {"max_num_seqs": 4},  # most responses wait until others have ended, the first one among them
         {"num_gpu_blocks_override": 14},  # requests lose their blocks and begin again
     ):
-        vllm_engine.engine_settings = lambda *args, limits=limits, **own: own_settings(*args, **own) | limits
+        vllm_engine.engine_settings = lambda config, limits=limits: own_settings(config) | limits
         engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
         _, prefill = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=1, seed=0)
         engine.llm.reset_prefix_cache()
