@@ -33,8 +33,10 @@ def computed_tokens(engine, prompts, **sampling):
     batch = engine.generate(prompts, **sampling)
     scheduler.schedule = schedule
     connector = scheduler.connector
-    assert not (connector.waiting or connector.first or connector.kept), "the scheduler's side still expects a request"
-    assert not get_kv_transfer_group().copies, "a copy is left over"
+    assert not (connector.waiting or connector.computing or connector.saved), (
+        "the scheduler's side still expects a request"
+    )
+    assert not get_kv_transfer_group().tails, "a copy is left over"
     return batch, tokens
 
 
@@ -44,7 +46,7 @@ def cancel_the_first(llm, prompt: list[int]) -> None:
     first, _ = (llm.add_request(name, {"prompt_token_ids": prompt}, sampling) for name in "ab")
     llm.engine_core.engine_core.scheduler.reset_prefix_cache()
     llm.step()
-    assert llm.engine_core.engine_core.scheduler.connector.first, "the first forward has computed the whole prompt"
+    assert llm.engine_core.engine_core.scheduler.connector.computing, "the first forward has computed the whole prompt"
     llm.abort_request([first], internal=True)
     steps = 0
     while llm.has_unfinished_requests():
