@@ -8,7 +8,10 @@ and then it kills its own process group, engine included.
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -18,6 +21,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import BinaryIO
 
 import httpx
@@ -30,6 +34,7 @@ from common.rollout.vllm_engine import MEMORY_CURE, EngineConfig, engine_setting
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
 STOP_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1  # option of prctl(2)
 ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
 
 
@@ -155,9 +160,39 @@ def end_with_starter() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def fork_engine() -> None:
+    """Make vLLM fork its engine from this process, on a CPU. By itself it starts a new interpreter there, which imports
+    vLLM once more: 10 s and 500 MB for each server.
+
+    Only a process with a single thread can be forked safely. So start() sets OMP_NUM_THREADS to 1, and there is no pool
+    of OpenMP threads.
+    """
+    from vllm.utils import system_utils
+
+    server = os.getpid()
+    vllm_context = system_utils.get_mp_context
+
+    def get_mp_context() -> BaseContext:
+        if os.getpid() == server:
+            return multiprocessing.get_context("fork")
+        return vllm_context()  # in the engine, for its workers
+
+    # The engine collects garbage five times while it starts. It would touch, and so copy, every page of this process.
+    os.register_at_fork(before=gc.freeze, after_in_child=die_with_parent)
+    system_utils.get_mp_context = get_mp_context  # other modules of vLLM import it later
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies. A forked engine inherits the server's listening socket. If
+    it outlived the server, the server would seem to be alive.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     threading.Thread(target=end_with_starter, daemon=True).start()
     cores = sys.argv.pop(1)
     if cores != "-":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+        fork_engine()
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)
