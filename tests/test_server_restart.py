@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from common.errors import RunFailed
 from common.placement import Layout
+from common.rollout.rollout import Response
 from common.rollout.servers import client, engine, process, weights
 from common.rollout.vllm_engine import EngineConfig
 from common.weight_sync import TensorInfo
@@ -64,7 +65,7 @@ class Servers:
         assert self.version == str(version), "the servers have other weights than the run believes"
         assert {url for url, _ in requests} == {self.urls[0]}, "a stopped server is asked"
         assert all(body["sampling_params"]["logit_bias"] == {4: -100.0} for _, body in requests), "never a placeholder"
-        response = client.Response([7], [-0.5], False, self.version)
+        response = Response([7], [-0.5], False)
         return [[response] * body["sampling_params"]["n"] for _, body in requests]
 
 

@@ -8,10 +8,8 @@ from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsPr
 
 from common.data.tokenizer import causal_class, has_safetensors, image_tokens
 from common.placement import World
-from common.rollout.rollout import Rollout, collate
+from common.rollout.rollout import Response, Rollout, collate_responses
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns
-
-Sampled = tuple[list[int], list[float], bool]  # a response: its ids, their log-probs, whether the limit cut it off
 
 
 class LogprobRecorder(LogitsProcessor):
@@ -21,10 +19,8 @@ class LogprobRecorder(LogitsProcessor):
     before. transformers could return the scores of all tokens instead, which takes a vocabulary of memory for each.
     """
 
-    def __init__(self, temperature: float, never: tuple[int, ...]):
-        """never: tokens that are not sampled."""
+    def __init__(self, temperature: float):
         self.temperature = temperature
-        self.never = list(never)
         self.latest: torch.Tensor | None = None  # (rows, vocabulary) log-probs of the token that is sampled next
         self.sampled: list[torch.Tensor] = []  # for each token so far: (rows,) its log-probs
 
@@ -34,7 +30,6 @@ class LogprobRecorder(LogitsProcessor):
         logits = scores.float()
         if self.temperature > 0:
             logits = logits / self.temperature
-        logits[:, self.never] = -torch.inf
         self.latest = logits.log_softmax(-1)
         return logits
 
@@ -54,9 +49,13 @@ class HFEngine:
             model_path, dtype=dtype, use_safetensors=has_safetensors(model_path)
         )
         self.model.to(world.device).eval()
+        self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.
-        self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
-        self.never = image_tokens(config)
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=stop_token_ids,
+            pad_token_id=stop_token_ids[0],
+            suppress_tokens=list(self.image_tokens) or None,
+        )
         self.stop_token_ids = stop_token_ids
         self.world = world
         self.wire_dtype = dtype
@@ -69,9 +68,8 @@ class HFEngine:
         torch.manual_seed((seed << 12) + self.world.rank)
         if reply is not None:
             return self.converse(prompt_ids, n, temperature, max_tokens, reply)
-        rows = [ids for ids in prompt_ids for _ in range(n)]
-        response_ids, logprobs, truncated = zip(*self.sample(rows, temperature, max_tokens))
-        return collate(rows, response_ids, logprobs, truncated, self.weight_version, self.world.device)
+        responses = self.sample([ids for ids in prompt_ids for _ in range(n)], temperature, max_tokens)
+        return collate_responses(prompt_ids, n, responses, self.weight_version, self.world.device)
 
     def converse(self, prompt_ids, n: int, temperature: float, max_tokens: int, reply: Reply) -> Rollout:
         """generate() with an environment. All responses take a turn, then all environments reply."""
@@ -81,10 +79,11 @@ class HFEngine:
         while due:
             # All share the largest limit. A response with less room is cut off at its own.
             limit = max(turns[row].room for row in due)
-            sampled = self.sample([turns[row].prompt for row in due], temperature, limit)
-            for row, (ids, logprobs, truncated) in zip(due, sampled):
+            responses = self.sample([turns[row].prompt for row in due], temperature, limit)
+            for row, response in zip(due, responses):
                 room = turns[row].room
-                turns[row].add(ids[:room], logprobs[:room], truncated or len(ids) > room)
+                truncated = response.truncated or len(response.token_ids) > room
+                turns[row].add(response.token_ids[:room], response.logprobs[:room], truncated)
                 replies.ask(row)
             due = []
             while replies.coming:
@@ -96,7 +95,7 @@ class HFEngine:
         return collate_turns(turns, self.weight_version, self.world.device)
 
     @torch.no_grad()
-    def sample(self, rows: list[list[int]], temperature: float, max_tokens: int) -> list[Sampled]:
+    def sample(self, rows: list[list[int]], temperature: float, max_tokens: int) -> list[Response]:
         """One response to each row of token ids."""
         tensors = [torch.tensor(ids, device=self.world.device) for ids in rows]
         # Padding on the left makes all responses start in the same column.
@@ -104,7 +103,7 @@ class HFEngine:
         attention_mask = pad_sequence(
             [torch.ones_like(ids) for ids in tensors], batch_first=True, padding_side="left"
         )  # (rows, width)
-        recorder = LogprobRecorder(temperature, self.never)
+        recorder = LogprobRecorder(temperature)
         output = self.model.generate(
             inputs,
             attention_mask=attention_mask,
@@ -128,15 +127,15 @@ class HFEngine:
 
         tensors = {name: value.to(inputs.device) for name, value in images.together(with_images).items()}
         if "image_grid_thw" in tensors:  # Qwen's positions depend on which tokens are an image's
-            tensors["mm_token_type_ids"] = (inputs == self.never[0]).int()
+            tensors["mm_token_type_ids"] = (inputs == self.image_tokens[0]).int()
         return tensors
 
-    def cut(self, ids: list[int], logprobs: list[float]) -> Sampled:
+    def cut(self, ids: list[int], logprobs: list[float]) -> Response:
         """A response without the padding that `generate` appends after a stop token."""
         for t, token in enumerate(ids):
             if token in self.stop_token_ids:
-                return ids[: t + 1], logprobs[: t + 1], False
-        return ids, logprobs, True
+                return Response(ids[: t + 1], logprobs[: t + 1], truncated=False)
+        return Response(ids, logprobs, truncated=True)
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

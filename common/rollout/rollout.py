@@ -36,6 +36,29 @@ class Rollout:
         return torch.tensor([len(ids) for ids in self.response_ids], device=self.response_mask.device)
 
 
+@dataclass
+class Response:
+    """One sampled response, as an engine returns it."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of its tokens
+    truncated: bool  # True if the length limit ended it
+
+
+def collate_responses(
+    prompt_ids: list[list[int]], n: int, responses: list[Response], weight_version: int, device
+) -> Rollout:
+    """The rollout of n responses to each prompt, group-major."""
+    return collate(
+        [ids for ids in prompt_ids for _ in range(n)],
+        [response.token_ids for response in responses],
+        [response.logprobs for response in responses],
+        [response.truncated for response in responses],
+        weight_version,
+        device,
+    )
+
+
 def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device, sampled=None) -> Rollout:
     """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from common.data.tokenizer import has_safetensors, image_tokens
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
-from common.rollout.rollout import Done, Rollout, collate, gather_prompts
+from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather_prompts
 from common.rollout.turns import Reply
 
 MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
@@ -169,29 +169,21 @@ class VLLMEngine:
         indices = {}  # name of a request -> index of its prompt
         for i, name in enumerate(names):
             indices[name.partition("-")[0]] = i  # vLLM adds "-" and random characters
-        outputs: dict[int, list] = {}  # index of one of this rank's prompts -> its n responses
+        groups: dict[int, list[Response]] = {}  # index of one of this rank's prompts -> its n responses
         error = None
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = indices[output.request_id] - first
                 if not output.finished or not 0 <= i < len(prompt_ids):
                     continue  # a part of a response, or a prompt of another rank
-                outputs[i] = output.outputs
+                groups[i] = [to_response(completion) for completion in output.outputs]
                 error = error or image_error(prompt_ids[i], output.prompt_token_ids)
                 if done is not None:
-                    response_ids = [list(response.token_ids) for response in output.outputs]
-                    done(i, response_ids, [response.finish_reason == "length" for response in output.outputs])
+                    done(i, [each.token_ids for each in groups[i]], [each.truncated for each in groups[i]])
         if self.never:  # the model sees images; the other ranks would wait for one that stops alone
             raise_together(error)
-        responses = [response for i in range(len(prompt_ids)) for response in outputs[i]]
-        return collate(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [list(response.token_ids) for response in responses],
-            [response.logprobs.logprobs for response in responses],
-            [response.finish_reason == "length" for response in responses],
-            self.weight_version,
-            self.world.device,
-        )
+        responses = [response for i in range(len(prompt_ids)) for response in groups[i]]
+        return collate_responses(prompt_ids, n, responses, self.weight_version, self.world.device)
 
     def sampling_params(self, settings: dict, seed: int, prompts: int):
         """SamplingParams for all prompts or, on a GPU, a list with those of each prompt. There vLLM's sampler ignores
@@ -241,6 +233,11 @@ class VLLMEngine:
             core._finalizer.detach()
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+def to_response(completion) -> Response:
+    """vLLM's CompletionOutput as ours."""
+    return Response(list(completion.token_ids), completion.logprobs.logprobs, completion.finish_reason == "length")
 
 
 def image_error(ids: list[int], engine_ids: list[int]) -> RunFailed | None:

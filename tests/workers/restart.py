@@ -6,6 +6,7 @@ import torch.distributed as dist
 from common import placement
 from common.data import arithmetic
 from common.errors import RunFailed
+from common.rollout.rollout import Response
 from common.rollout.servers import client, process
 from common.rollout.servers.engine import ServerEngine
 from common.rollout.vllm_engine import EngineConfig
@@ -46,7 +47,7 @@ async def ask_all(requests: list, version: int, done, follow) -> list:
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
         raise RunFailed(f"rollout server {url} is gone", code="server-gone")
-    return [[client.Response([7], [-0.5], False, str(version))]]
+    return [[Response([7], [-0.5], False)]]
 
 
 def main() -> None:

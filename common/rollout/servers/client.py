@@ -14,7 +14,7 @@ import httpx
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from common.errors import RunFailed
-from common.rollout.rollout import Done
+from common.rollout.rollout import Done, Response
 from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
 from common.rollout.turns import REPLIES_AT_ONCE
 
@@ -26,16 +26,6 @@ HEALTH_ANSWER_SECONDS = 5.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
 IDLE_SECONDS = 1.0  # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way
 LOWEST_LOGPROB = -9998.0  # vLLM reports -9999 for a log-prob that is not a number
-
-
-@dataclass
-class Response:
-    """One sampled response."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    truncated: bool  # True if the length limit ended it
-    weight_version: str
 
 
 # What we read of vLLM's replies. Its own classes take 8 s to import, and they accept a reply without log-probs.
@@ -134,11 +124,10 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict, version: int) -> 
     with named_errors(url, GENERATE):
         reply = await client.post(url + GENERATE, json=body)
         reply.raise_for_status()
-        responses = read_responses(reply.content, body["sampling_params"]["n"])
-    for response in responses:
-        if response.weight_version != str(version):
-            message = f"rollout server {url} has weights of version {response.weight_version}, not {version}"
-            raise RunFailed(message, code="weight-version")
+        responses, versions = read_responses(reply.content, body["sampling_params"]["n"])
+    if versions != {str(version)}:
+        message = f"rollout server {url} has weights of version {', '.join(versions)}, not {version}"
+        raise RunFailed(message, code="weight-version")
     return responses
 
 
@@ -156,22 +145,25 @@ async def watch(url: str) -> None:
     raise RunFailed(f"rollout server {url} does not answer: three health checks have failed", code="server-gone")
 
 
-def read_responses(reply: bytes, n: int) -> list[Response]:
-    """The n responses of a reply, in order. Raises ValueError if one is not complete.
+def read_responses(reply: bytes, n: int) -> tuple[list[Response], set[str]]:
+    """The n responses of a reply, in order, and the versions of the weights that sampled them.
 
+    Raises ValueError if a response is not complete, or if an update came between two of its tokens.
     A missing response or token would shift everything that follows it.
     """
     choices = Reply.model_validate_json(reply, strict=True).choices
     if len(choices) != n:
         raise ValueError(f"{len(choices)} responses, {n} were requested")
     responses = []
+    versions = set()
     for choice in sorted(choices, key=lambda choice: choice.index):
         logprobs = [token.logprob for token in choice.logprobs.content]
         if len(logprobs) != len(choice.token_ids):
             raise ValueError(f"{len(choice.token_ids)} tokens and {len(logprobs)} log-probs in response {choice.index}")
-        (version,) = {span.version for span in choice.weight_versions}  # no update comes between two tokens
-        responses.append(Response(choice.token_ids, logprobs, choice.finish_reason == "length", version))
-    return responses
+        (version,) = {span.version for span in choice.weight_versions}
+        versions.add(version)
+        responses.append(Response(choice.token_ids, logprobs, choice.finish_reason == "length"))
+    return responses, versions
 
 
 @dataclass

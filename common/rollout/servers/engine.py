@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from common.data.tokenizer import image_tokens
 from common.errors import RunFailed, raise_together, warn
 from common.placement import World
-from common.rollout.rollout import Done, Rollout, collate
+from common.rollout.rollout import Done, Response, Rollout, collate_responses
 from common.rollout.servers import client, process, weights
 from common.rollout.turns import Reply, Turns, collate_turns, open_turns, turn_seed
 from common.rollout.vllm_engine import EngineConfig, request_seed, sampling_settings
@@ -109,14 +109,7 @@ class ServerEngine:
         if reply is not None:
             return collate_turns(turns, version, self.world.device)
         responses = [response for answer in answers for response in answer]
-        return collate(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [response.token_ids for response in responses],
-            [response.logprobs for response in responses],
-            [response.truncated for response in responses],
-            version,
-            self.world.device,
-        )
+        return collate_responses(prompt_ids, n, responses, version, self.world.device)
 
     def server_of(self, number: int) -> str:
         """The server that samples responses to this prompt of the step: they take prompts in turns."""
@@ -224,7 +217,7 @@ class Conversations:
         settings = {**self.settings, "n": 1, "max_tokens": turns.room}
         return request_body(turns.prompt, settings, turn_seed(self.seed, self.numbers[row], turns))
 
-    def follow(self, row: int, response: client.Response) -> dict | None:
+    def follow(self, row: int, response: Response) -> dict | None:
         """Add a turn to its response. Returns the request for the next turn, or None."""
         turns = self.turns[row]
         turns.add(response.token_ids, response.logprobs, response.truncated)
