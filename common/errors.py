@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# What gloo, NCCL and torch's store write in their errors when another rank doesn't arrive, and when it is gone.
+# Words in errors of gloo, NCCL and torch's store when another rank does not arrive, and when it is gone.
 LATE = ("timed out", "timeout")
 GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection was likely closed", "remote process")
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
@@ -38,9 +38,11 @@ def redacted(text: str) -> str:
     """The text, which may be JSON, without the values of SECRETS and without the user and password of any URL."""
     for name in SECRETS:
         value = os.environ.get(name, "").strip()
-        if len(value) > 5:  # a shorter value is no secret, and would be found in ordinary words
+        # A shorter value is no secret, and may be a part of ordinary words.
+        if len(value) > 5:
             text = text.replace(value, f"${name}")
-            text = text.replace(json.dumps(value)[1:-1], f"${name}")  # as JSON writes it, with escapes
+            # JSON writes some characters as escapes.
+            text = text.replace(json.dumps(value)[1:-1], f"${name}")
     return re.sub(r"://[^\s\"'<>]*@", "://...@", text)
 
 

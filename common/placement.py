@@ -23,7 +23,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
 EXIT_PAUSE_SECONDS = 0.2
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # option numbers of mallopt, from malloc.h
+# Option numbers of mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 # Environment variables of torchrun. A process that is started by a rank and is none itself must not inherit them.
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -107,7 +109,8 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
 
     A split layout leaves its rollout devices to the servers: the ranks take the remaining devices in order.
     """
-    if "RANK" not in os.environ:  # plain python is a world of one, with the same variables that torchrun sets
+    # Plain python is a world of one, with the same variables that torchrun sets.
+    if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     device = take_device(layout)
@@ -119,7 +122,8 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
 
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     size = dist.get_world_size()
-    rollout_tp = 1 if layout.split else rollout_tp  # servers are not the ranks' engines
+    # With servers no ranks share an engine.
+    rollout_tp = 1 if layout.split else rollout_tp
     tp_group = None
     if rollout_tp > 1:
         tp_group, _ = dist.new_subgroups(rollout_tp, backend="gloo", timeout=timeout)
@@ -203,9 +207,11 @@ def keep_memory() -> None:
     again: an update on a CPU took 1.04 to 1.10 times as long. The price is memory lost between tensors.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # only glibc has it, and only glibc needs it
-        libc.mallopt(M_MMAP_MAX, 0)  # put every tensor on the heap,
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # and never shrink the heap
+    # Only glibc has this function, and only glibc needs it.
+    if hasattr(libc, "mallopt"):
+        # Put every tensor on the heap, and never shrink the heap.
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 @contextmanager

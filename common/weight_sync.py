@@ -36,7 +36,7 @@ class TensorInfo(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]  # the full tensor's
 
 
 class FullParameters:
@@ -70,7 +70,7 @@ class FullParameters:
             yield self.to_engine_names(name, tensor)
 
     def metadata(self) -> list[TensorInfo]:
-        """What an iteration will yield, in the same order. Nothing is gathered. A server makes room by this list."""
+        """List what an iteration will yield, without gathering anything. A server makes room for these tensors."""
         infos = []
         for name, parameter in self.parameters_and_buffers():
             # A tensor on the meta device has a shape and no data. Renaming it tells how the real one will be cut.

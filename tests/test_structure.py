@@ -113,7 +113,7 @@ def test_common_has_few_names_and_no_splinters():
         assert lines(path) >= 60 or len(set(importers) | set(started)) > 1, f"{path}: {importers}"
 
 
-def test_importing_grpo_loads_at_most_2800_lines():
+def test_importing_grpo_loads_at_most_3600_lines():
     """Of common/ without common/run, in a fresh process: what the default run needs, and no more."""
     check = (
         "import sys, algos.grpo\n"
@@ -121,12 +121,12 @@ def test_importing_grpo_loads_at_most_2800_lines():
         "print(sum(len(open(f).read().splitlines()) for f in files if '/common/run/' not in f))"
     )
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert int(found.stdout) <= 2800
+    assert int(found.stdout) <= 3600
 
 
-def test_following_grpo_takes_at_most_2400_lines():
+def test_following_grpo_takes_at_most_3000_lines():
     """Without model families, LoRA and environments it was 2,100."""
-    assert sum(lines(ROOT / path) for path in READING_PATH) <= 2400
+    assert sum(lines(ROOT / path) for path in READING_PATH) <= 3000
 
 
 PACKAGES = sorted((ROOT / "common").rglob("__init__.py"))

@@ -9,8 +9,6 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
     load_weights(named_tensors)  take the trainer's weights, full tensors of wire_dtype; weight_sync.push calls it
     sleep()                      free the memory of weights and KV cache until the next load_weights
     shutdown()                   call it before the process group is destroyed
-
-vLLM takes 8 s to import, so the classes are imported only when one of them is used.
 """
 
 import gc
@@ -22,7 +20,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import BadInput, RunFailed, say
 from common.placement import Layout, World, rank_memory, use_cores
-from common.rollout.vllm_engine import CPU_BLOCK_TOKENS, MEMORY_CURE, EngineConfig
+from common.rollout import vllm_engine
+from common.rollout.vllm_engine import CPU_BLOCK_TOKENS, EngineConfig
 
 MOST_SEQUENCES = 512  # responses that one engine works on at the same time
 # Families that vLLM 0.32 gets wrong (docs/models.md).
@@ -62,12 +61,14 @@ def start(
     model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
     max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
     """
+    # A run imports only the engine that it uses.
     if backend == "hf":
         from common.rollout.hf_engine import HFEngine
 
         return HFEngine(model_path, stop_token_ids, world, dtype)
     max_num_seqs = min(MOST_SEQUENCES, sequences)
-    cache_bytes = None
+    # On a GPU vLLM takes a share of the memory for its KV cache. On a CPU it wants a number of bytes.
+    cache_bytes = 0
     if world.device.type == "cpu":
         model_config = AutoConfig.from_pretrained(model_path).get_text_config()
         cache_bytes = kv_cache_bytes(model_config, dtype, max_model_len, max_num_seqs)
@@ -92,34 +93,39 @@ def set_vllm_environment(device: torch.device, dtype: torch.dtype) -> None:
     """Set what vLLM reads from the environment when it is imported. Servers inherit it. The user's own values stay."""
     variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if device.type == "cuda":
-        variables["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"  # it would be compiled at the first use, by nvcc
+        # FlashInfer's all-reduce would be compiled by nvcc at its first use.
+        variables["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
         if dtype == torch.float32:
-            variables["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's attention kernel would round its products to TF32
+            # vLLM's attention kernel would round the factors of its products to TF32.
+            variables["TRITON_F32_DEFAULT"] = "ieee"
     else:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM would pin the engines of two ranks to one core
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4-14 s at the start and gains nothing on a CPU
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process of its own for an engine's one worker
+        # vLLM would pin the engines of two ranks to the same core.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Compiling costs 4 to 14 s at the start and gains nothing on a CPU.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+        # An engine on a CPU has one worker, which needs no process to itself.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: World):
     """Load vLLM in this process. Raises RunFailed if the GPU's memory is too small for its weights and KV cache."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process takes weights by reference
+    # The engine takes weights by reference, so it must be in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # raised inside vLLM about torch
-        from common.rollout.vllm_engine import VLLMEngine
-
         try:
-            engine = VLLMEngine(config, stop_token_ids, world)
+            engine = vllm_engine.VLLMEngine(config, stop_token_ids, world)
         except ValueError as error:
             if "memory" not in str(error):
                 raise
             reason = str(error).split(". ")[0]
-            raise RunFailed(f"vLLM does not start: {reason}; {MEMORY_CURE}", code="engine-memory") from None
+            raise RunFailed(f"vLLM does not start: {reason}; {vllm_engine.MEMORY_CURE}", code="engine-memory") from None
     say(f"engine: {engine.settings()}")
     use_cores()  # vLLM has changed the number of threads
-    gc.freeze()  # Python's garbage collector need not walk through all that is loaded by now, in every step
+    # All that is loaded by now stays. Python's garbage collector need not walk through it in every step.
+    gc.freeze()
     return engine
 
 

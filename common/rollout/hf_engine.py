@@ -65,6 +65,7 @@ class HFEngine:
         self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None, reply: Reply | None = None
     ) -> Rollout:
         """n responses to each prompt. done is not called: all responses end at the same time."""
+        # Without the rank all ranks would draw the same numbers.
         torch.manual_seed((seed << 12) + self.world.rank)
         if reply is not None:
             return self.converse(prompt_ids, n, temperature, max_tokens, reply)
@@ -113,20 +114,22 @@ class HFEngine:
             top_k=0 if temperature > 0 else None,
             max_new_tokens=max_tokens,
         )
+        # `generate` does not call the recorder again after the last token.
         recorder.record(output)
         response_ids = output[:, inputs.shape[1] :].tolist()
         logprobs = torch.stack(recorder.sampled, dim=1).tolist()
         return [self.cut(ids, values) for ids, values in zip(response_ids, logprobs)]
 
     def image_inputs(self, rows: list[list[int]], inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model takes besides ids, for prompts with images. inputs: (rows, width), the padded ids."""
+        """The model's inputs besides ids, for prompts with images. inputs: (rows, width), the padded ids."""
         with_images = [row for row in rows if hasattr(row, "images")]
         if not with_images:
             return {}
         from common.data import images
 
         tensors = {name: value.to(inputs.device) for name, value in images.together(with_images).items()}
-        if "image_grid_thw" in tensors:  # Qwen's positions depend on which tokens are an image's
+        # Qwen's positions depend on which tokens are an image's.
+        if "image_grid_thw" in tensors:
             tensors["mm_token_type_ids"] = (inputs == self.image_tokens[0]).int()
         return tensors
 

@@ -41,7 +41,7 @@ class Response:
     """One sampled response, as an engine returns it."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of its tokens
+    logprobs: list[float]  # one for each token
     truncated: bool  # True if the length limit ended it
 
 
@@ -70,11 +70,13 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     width = int(lengths.max()) if len(lengths) else 0
     in_response = torch.arange(width)[None, :] < lengths[:, None]  # (N, T) False on padding
     padded_logprobs = torch.zeros(len(response_ids), width)  # (N, T)
+    # A mask takes values row by row, so the lists can be joined.
     if logprobs is not None:
         padded_logprobs[in_response] = torch.tensor(list(chain(*logprobs)), dtype=torch.float32)
     mask = in_response.clone()
     if sampled is not None:
         mask[in_response] = torch.tensor(list(chain(*sampled)), dtype=torch.bool)
+    # (1, 1) or (N, 1), which is spread over the tokens of each response.
     versions = torch.tensor(weight_version, dtype=torch.long).view(-1, 1) * mask  # (N, T)
     return Rollout(
         prompt_ids,

@@ -22,15 +22,15 @@ CPU_BLOCK_TOKENS = 32  # tokens in a block of a CPU's KV cache: the fewest that 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What one engine of vLLM is asked for, in this process or as a server."""
+    """Everything that one vLLM engine is asked for, in this process or as a server."""
 
     model_path: str  # local folder or Hub name
-    dtype: torch.dtype  # of the weights
+    dtype: torch.dtype  # the weights'
     tensor_parallel: int  # devices that hold the engine together
     layout: Layout
     max_model_len: int  # tokens of a prompt and its response
     max_num_seqs: int  # responses that it works on at the same time
-    kv_cache_bytes: int | None = None  # of a CPU's engine. On a GPU layout.rollout_memory decides.
+    kv_cache_bytes: int = 0  # on a CPU; on a GPU layout.rollout_memory decides
 
 
 def engine_settings(config: EngineConfig) -> dict:
@@ -48,17 +48,22 @@ def engine_settings(config: EngineConfig) -> dict:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel,
-        "skip_tokenizer_init": not sees_images,  # token ids in, token ids out; images go through a processor
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "logprobs_mode": "processed_logprobs",  # after the temperature, as the trainer computes them
+        # Token ids go in and come out. Only images need vLLM's processor, and this its tokenizer.
+        "skip_tokenizer_init": not sees_images,
+        # No sampling defaults from the model's folder: they are another policy than the one trained.
+        "generation_config": "vllm",
+        # Log-probs after the temperature, as the trainer computes them.
+        "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": transfer},
         "enforce_eager": not cuda,  # CUDA graphs on a GPU; a CPU has nothing to capture
     }
     if cuda:
-        settings["hf_overrides"] = {"head_dtype": "float32"}  # logits as the trainer's; on a CPU: Float32Head
+        # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
+        settings["hf_overrides"] = {"head_dtype": "float32"}
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
         return settings
-    settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    if config.kv_cache_bytes:
+        settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
     # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
     # It knows a prompt by its token ids, which say nothing about images.
     settings["block_size"] = CPU_BLOCK_TOKENS
@@ -113,7 +118,8 @@ class VLLMEngine:
         from common.rollout import vllm_weights
 
         gc.collect()
-        gc.freeze()  # vLLM collects garbage five times while it starts, which takes 2 s if it walks through all modules
+        # vLLM collects garbage five times while it starts, which takes 2 s if it walks through all modules.
+        gc.freeze()
         vllm_weights.register()
         # For models that vLLM runs through transformers, its compile wrapper patches the class itself, which would also
         # change the trainer's model. Models that vLLM has written set this attribute themselves.
@@ -180,7 +186,8 @@ class VLLMEngine:
                 error = error or image_error(prompt_ids[i], output.prompt_token_ids)
                 if done is not None:
                     done(i, [each.token_ids for each in groups[i]], [each.truncated for each in groups[i]])
-        if self.never:  # the model sees images; the other ranks would wait for one that stops alone
+        # Only models that see images can have this error. If one rank stopped alone, the others would wait for it.
+        if self.never:
             raise_together(error)
         responses = [response for i in range(len(prompt_ids)) for response in groups[i]]
         return collate_responses(prompt_ids, n, responses, self.weight_version, self.world.device)
@@ -195,7 +202,8 @@ class VLLMEngine:
         if world.device.type == "cpu":
             return SamplingParams(**settings)
         engines = world.size // world.rollout_tp
-        numbers = [i * engines + world.engine_index for i in range(prompts)]  # of the prompts in the step
+        # The number of each prompt in the step, over all engines.
+        numbers = [i * engines + world.engine_index for i in range(prompts)]
         return [SamplingParams(**settings, seed=request_seed(seed, number, settings["n"])) for number in numbers]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -208,8 +216,9 @@ class VLLMEngine:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.asleep = False
-        self.llm.reset_prefix_cache()  # the old weights computed its keys and values
-        if self.never:  # and the vectors of the images
+        # The old weights computed the keys and values in the caches, and the vectors of images.
+        self.llm.reset_prefix_cache()
+        if self.never:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
         self.weight_version += 1

@@ -26,7 +26,7 @@ Ids = tuple[int, ...]  # token ids of a prompt
 
 @dataclass
 class BlockCopies(KVConnectorMetadata):
-    """What the worker does around one forward. A block is a number: its place in the KV cache."""
+    """The copies that the worker makes around one forward. A block is a number: its place in the KV cache."""
 
     restore: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the saved tail there
     drop: list[Ids] = field(default_factory=list)  # then: free these saved tails
@@ -43,7 +43,7 @@ class PromptTails(KVConnectorBase_V1):
         self.waiting: dict[Ids, set[str]] = defaultdict(set)  # prompt -> requests that have never been scheduled
         self.computing: dict[Ids, object] = {}  # prompt -> the request that computes its tail for the others
         self.saved: set[Ids] = set()  # prompts whose tail the worker has saved
-        self.copies = BlockCopies()  # of the next forward
+        self.copies = BlockCopies()  # around the next forward
         # The worker's side.
         self.caches: list[torch.Tensor] = []  # one for each layer; the first dimension counts blocks
         self.tails: dict[Ids, list[torch.Tensor]] = {}  # prompt -> its last block in each layer
@@ -64,6 +64,7 @@ class PromptTails(KVConnectorBase_V1):
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         ids = tuple(request.prompt_token_ids)
         self.waiting[ids].discard(request.request_id)
+        # The last token is computed by every response, so it is no part of the tail.
         tail_tokens = (len(ids) - 1) % self.block_size
         if num_external_tokens:
             self.copies.restore.append((ids, self.last_block(request)))
@@ -74,7 +75,8 @@ class PromptTails(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output) -> BlockCopies:
         for ids, request in list(self.computing.items()):
             scheduled = scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
-            if request.num_computed_tokens + scheduled >= len(ids):  # a long prompt takes several forwards
+            # A long prompt takes several forwards. Its block can be saved after the last one.
+            if request.num_computed_tokens + scheduled >= len(ids):
                 self.copies.save.append((ids, self.last_block(request)))
                 self.saved.add(ids)
                 del self.computing[ids]

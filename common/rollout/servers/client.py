@@ -24,11 +24,14 @@ UPDATE_SECONDS = 300.0  # for one part of a weight update
 HEALTH_EVERY_SECONDS = 4.0
 HEALTH_ANSWER_SECONDS = 5.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
-IDLE_SECONDS = 1.0  # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way
-LOWEST_LOGPROB = -9998.0  # vLLM reports -9999 for a log-prob that is not a number
+# vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
+IDLE_SECONDS = 1.0
+# vLLM reports -9999 for a log-prob that is not a number.
+LOWEST_LOGPROB = -9998.0
 
 
-# What we read of vLLM's replies. Its own classes take 8 s to import, and they accept a reply without log-probs.
+# The parts of vLLM's replies that we read. vLLM has classes for them, too, but they take 8 s to import, and they accept
+# a reply without log-probs.
 class TokenLogprob(BaseModel):
     logprob: float = Field(gt=LOWEST_LOGPROB)  # refuses NaN, too
 
@@ -71,9 +74,12 @@ def named_errors(url: str, path: str) -> Iterator[None]:
         code = "server-refused" if healthy(url) else "server-gone"
         raise RunFailed(message, code=code) from None
     except httpx.HTTPError as error:
+        # There is no connection, or it broke before the reply was complete.
         message = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
         raise RunFailed(message, code="server-gone") from None
     except ValueError as error:
+        # The page of a proxy, another service at this port, or another version of vLLM. pydantic's errors have several
+        # lines.
         reason = " ".join(str(error).split())[:300]
         raise RunFailed(f"rollout server {url} answered {path} unlike vLLM: {reason}", code="server-refused") from None
 
@@ -89,7 +95,8 @@ async def ask_all(
     urls = {url for url, _ in requests}
     threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
     client = httpx.AsyncClient(
-        timeout=None,  # a long response takes its time; watch() finds a server that hangs
+        # A long response takes its time, so there is no timeout. watch() finds a server that hangs.
+        timeout=None,
         limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
         trust_env=not all(map(is_local, urls)),
     )
@@ -100,13 +107,15 @@ async def ask_all(
             responses = await ask(client, url, body, version)
             if follow is None:
                 break
+            # An environment may take seconds. In a thread it does not hold up the other requests.
             body = await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
         if done is not None:
             done(i, [response.token_ids for response in responses], [response.truncated for response in responses])
         return responses
 
     try:
-        async with client, asyncio.TaskGroup() as group:  # the first error cancels all other tasks
+        # The first error in a group cancels its other tasks.
+        async with client, asyncio.TaskGroup() as group:
             watches = [group.create_task(watch(url)) for url in urls]
             answers = [group.create_task(converse(i, url, body)) for i, (url, body) in enumerate(requests)]
             await asyncio.gather(*answers, return_exceptions=True)
@@ -126,6 +135,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict, version: int) -> 
         reply.raise_for_status()
         responses, versions = read_responses(reply.content, body["sampling_params"]["n"])
     if versions != {str(version)}:
+        # Someone else has updated the server, or its owner has restarted it.
         message = f"rollout server {url} has weights of version {', '.join(versions)}, not {version}"
         raise RunFailed(message, code="weight-version")
     return responses
@@ -189,21 +199,23 @@ class Control:
 
         if not isinstance(bodies, list):
             bodies = [bodies] * len(self.urls)
+        # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
         with ThreadPoolExecutor(len(self.urls)) as pool:
             return list(pool.map(send, self.urls, bodies))
 
     def check(self) -> None:
         """Find out whether all servers answer and have the routes, and how many workers they have."""
-        self.request("POST", "/update_weight_version", {"new_version": "0"})  # an earlier run may have counted further
+        # A server that has run before us may be at any version.
+        self.request("POST", "/update_weight_version", {"new_version": "0"})
         replies = self.request("GET", "/get_world_size")
         for url, reply in zip(self.urls, replies):
             with named_errors(url, "/get_world_size"):
                 self.workers.append(WorldSize.model_validate_json(reply, strict=True).world_size)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Give each server's workers NCCL ranks of their own. vLLM's sender has rank 0, and thinks of one server."""
+        """Give each server's workers NCCL ranks of their own. vLLM's sender calls it, and knows one server only."""
         bodies = []
-        next_rank = 1
+        next_rank = 1  # 0 is the trainer's
         for workers in self.workers:
             bodies.append({"init_info": {**init_info, "rank_offset": next_rank}})
             next_rank += workers
@@ -217,4 +229,5 @@ class Control:
 
     def finish_weight_update(self) -> None:
         self.request("POST", "/finish_weight_update", {"weight_version": self.version})
-        self.request("POST", "/reset_prefix_cache?reset_running_requests=true")  # the old weights computed it
+        # The old weights computed the keys and values in this cache.
+        self.request("POST", "/reset_prefix_cache?reset_running_requests=true")

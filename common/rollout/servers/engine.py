@@ -39,10 +39,10 @@ class ServerEngine:
         self.config = config
         self.stop_token_ids = stop_token_ids
         self.world = world
-        self.wire_dtype = config.dtype  # the servers' own; sending float32 would take twice as long
+        self.wire_dtype = config.dtype  # the servers' dtype; sending float32 would take twice as long
         self.never = image_tokens(AutoConfig.from_pretrained(config.model_path))
         self.weight_version = 0
-        # generate() may run beside the trainer's collectives and must not mix with them.
+        # generate() may run in a thread beside the trainer. Its collectives must not mix with the trainer's.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.lock = threading.Lock()  # see exclusive()
         self.restarted = False
@@ -61,6 +61,7 @@ class ServerEngine:
                     urls = [server.url for server in self.started]
                 self.control = client.Control(urls)
                 self.control.check()
+        # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
         dist.broadcast_object_list(message, src=0)
         self.urls = message[0]
@@ -90,7 +91,8 @@ class ServerEngine:
             for ids, number in zip(prompt_ids, numbers):
                 requests.append((self.server_of(number), request_body(ids, settings, request_seed(seed, number, n))))
         else:
-            done = None  # It takes whole responses, and an episode is whole when its last turn has ended.
+            # `done` takes whole responses, but an answer of a server is only one turn of an episode.
+            done = None
             turns = open_turns(prompt_ids, n, max_tokens)
             response_numbers = [number * n + sample for number in numbers for sample in range(n)]
             conversations = Conversations(
@@ -104,6 +106,7 @@ class ServerEngine:
                 version = self.weight_version
                 answers = asyncio.run(client.ask_all(requests, version, done, follow))
         except RunFailed as failed:
+            # With the same seeds the new servers sample the same responses, except for rounding.
             self.restart(failed)
             return self.generate(prompt_ids, n, temperature, max_tokens, seed, done, reply)
         if reply is not None:
@@ -164,6 +167,7 @@ class ServerEngine:
 
         Every rank decides the same, because the decision depends only on what all ranks know.
         """
+        # Add the last words of the server that the message names. Only rank 0 has started servers and knows them.
         message = str(failed)
         for server in self.started:
             if f"{server.url} " in message:
@@ -182,6 +186,7 @@ class ServerEngine:
             self.sender.shutdown()
         self.shutdown()
         self.connect()
+        # Before the first update they have the weights of the model's files, as the lost ones had.
         if self.parameters is not None:
             self.send()
 
@@ -205,8 +210,8 @@ class Conversations:
     """The requests of responses with several turns. Each turn is a request of its own."""
 
     turns: list[Turns]  # one for each response
-    settings: dict  # of sampling
-    numbers: list[int]  # of the responses in the step
+    settings: dict  # for sampling
+    numbers: list[int]  # each response's number in the step
     seed: int
     samples: int  # responses to each prompt
     reply: Reply

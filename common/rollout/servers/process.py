@@ -39,7 +39,7 @@ ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL is on this machine's loopback, which a proxy from HTTP_PROXY cannot reach."""
+    """Whether the URL is on this machine's loopback. A proxy that HTTP_PROXY names could not reach it."""
     host = httpx.URL(url).host
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -64,6 +64,7 @@ class Server:
         """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         while not healthy(self.url):
+            # It has ended, for example because its model does not fit, or it takes too long.
             if self.process.poll() is not None or time.monotonic() > deadline:
                 message = f"rollout server {self.url} did not start: {self.last_words()}"
                 if "memory" in message.lower():
@@ -88,7 +89,8 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_SECONDS)  # the front end ends after its engine
+            self.process.wait(STOP_SECONDS)
+        # The front end ends after its engine. If it has been killed, its engine may still be there.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdin.close()
@@ -106,12 +108,14 @@ def start(config: EngineConfig) -> list[Server]:
     for first in range(0, len(devices), config.tensor_parallel):
         port = get_free_port()
         names = ",".join(device_name(device) for device in devices[first : first + config.tensor_parallel])
+        # vLLM would take torchrun's variables for its own.
         environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
         if cuda:
             environment["CUDA_VISIBLE_DEVICES"] = names
         else:
-            environment["OMP_NUM_THREADS"] = "1"  # an engine on a CPU has a worker for each core
+            # A CPU's engine has a worker for each core. See also fork_engine().
+            environment["OMP_NUM_THREADS"] = "1"
         program = [sys.executable, "-m", "common.rollout.servers.process", "-" if cuda else names]
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as the server
         process = subprocess.Popen(
@@ -120,7 +124,7 @@ def start(config: EngineConfig) -> list[Server]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # a process group of its own, which stop() can end
         )
         servers.append(Server(f"http://127.0.0.1:{port}", process, log))
         atexit.register(servers[-1].stop)
@@ -142,7 +146,8 @@ def command(config: EngineConfig, port: int) -> list[str]:
     """Flags of vLLM's server for one engine."""
     flags = engine_settings(config)
     flags |= {"host": "127.0.0.1", "port": port, "enable_scale_out": True, "disable_uvicorn_access_log": True}
-    if not torch.cuda.is_available():  # vLLM 0.32 cannot rewind the generator of a request on a CPU between two chunks
+    if not torch.cuda.is_available():
+        # On a CPU vLLM 0.32 cannot rewind the random generator of a request after it has computed a part of a prompt.
         flags["enable_chunked_prefill"] = False
     words = []
     for name, value in flags.items():
@@ -156,7 +161,8 @@ def command(config: EngineConfig, port: int) -> list[str]:
 
 def end_with_starter() -> None:
     """Wait until standard input closes, then kill this process group."""
-    os.read(0, 1)  # sys.stdin has a lock that Python takes while it ends
+    # os.read, because sys.stdin has a lock that Python also takes while it ends.
+    os.read(0, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
@@ -164,8 +170,8 @@ def fork_engine() -> None:
     """Make vLLM fork its engine from this process, on a CPU. By itself it starts a new interpreter there, which imports
     vLLM once more: 10 s and 500 MB for each server.
 
-    Only a process with a single thread can be forked safely. So start() sets OMP_NUM_THREADS to 1, and there is no pool
-    of OpenMP threads.
+    A fork has only the thread that forked it. With a pool of OpenMP threads it would wait for threads that are not
+    there, so start() sets OMP_NUM_THREADS to 1.
     """
     from vllm.utils import system_utils
 
@@ -179,7 +185,8 @@ def fork_engine() -> None:
 
     # The engine collects garbage five times while it starts. It would touch, and so copy, every page of this process.
     os.register_at_fork(before=gc.freeze, after_in_child=die_with_parent)
-    system_utils.get_mp_context = get_mp_context  # other modules of vLLM import it later
+    # vLLM's other modules import this function later.
+    system_utils.get_mp_context = get_mp_context
 
 
 def die_with_parent() -> None:

@@ -13,8 +13,10 @@ from common.rollout.servers.client import Control
 from common.rollout.servers.process import is_local
 from common.weight_sync import FullParameters, TensorInfo
 
-NCCL_BUFFER_BYTES = 2**28  # in each of two buffers at both ends, which may hold one tensor more; vLLM's own is 1 GiB
-FILE_BYTES = 64 * 2**20  # in shared memory at the same time; a larger tensor has a file of its own
+# Size of each of the two buffers at both ends, which may hold one tensor more. vLLM's default is 1 GiB.
+NCCL_BUFFER_BYTES = 2**28
+# Weights that are in shared memory at the same time. A larger tensor has a file to itself.
+FILE_BYTES = 64 * 2**20
 
 
 class SingleIteration:
@@ -36,9 +38,11 @@ class SingleIteration:
 
 def send_in_files(source: Iterable[tuple[str, torch.Tensor]], control: Control) -> None:
     """Send the weights as files in shared memory, one file at a time, to SharedMemoryTransfer. Raises RunFailed."""
+    # Files in /dev/shm are in memory. Containers may not have it.
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     control.start_weight_update()
     for tensors in cut(source, FILE_BYTES):
+        # The file is removed when the servers have loaded it.
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
             try:
                 save_file(tensors, file.name)
