@@ -75,7 +75,7 @@ def start(
     config = EngineConfig(
         model_path=model_path,
         dtype=dtype,
-        tensor_parallel=rollout_tp,
+        tensor_parallel=rollout_tp if layout.split else world.rollout_tp,
         layout=layout,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
