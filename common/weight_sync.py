@@ -5,9 +5,10 @@ names that it knows. So we walk through the policy, one parameter at a time:
 
     gather    all ranks put their shards together, and each rank then has the full tensor (a collective)
     merge     with LoRA, the layer's adapters are added to its weight
-    rename    vLLM knows the names in the model's files. There each expert has a tensor of its own, where transformers
-              has one parameter for all experts of a layer: one parameter can become several tensors
-    load      the engine copies the tensors into its own weights, and then we drop them
+    rename    one parameter can become several tensors, because vLLM knows the names in the model's files:
+                  transformers       layers.1.mlp.experts.down_proj, of all experts
+                  the model's files  layers.1.mlp.experts.0.down_proj.weight, and so on for each expert
+    load      the engine copies the tensors into its weights, and then we drop them
 
 A rank never holds a full copy of the model. It holds one full parameter, or two on a GPU (see gather_ahead).
 
@@ -114,7 +115,7 @@ class FullParameters:
         """The tensor under the name that the engine knows, or the tensors into which the model's files cut it."""
         if not self.saved_names:
             return [(name, tensor)]
-        # transformers joins tensors of the files when it loads a model, and this is its way back.
+        # transformers joins tensors of the files when it loads a model. This undoes it.
         return list(revert_weight_conversion(self.policy, {name: tensor}).items())
 
 
