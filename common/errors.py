@@ -88,8 +88,9 @@ def raise_together(error: OneLine | None, group=None) -> None:
 
     errors: list[OneLine | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=group)
-    for first in filter(None, errors):
-        raise first
+    for first in errors:
+        if first is not None:
+            raise first
 
 
 def say(line: str, file=None) -> None:

@@ -596,10 +596,8 @@ def on_a_server(reply, world, monkeypatch):
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
-    settings = {"max_tokens": 9, "temperature": 1.0}
-    conversations = servers.Conversations(
-        turns=rows, settings=settings, numbers=[0, 1, 2], seed=0, samples=1, reply=reply
-    )
+    settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
+    conversations = servers.Conversations(rows, [0, 1, 2], settings, 0, reply)
     bodies = [conversations.body(row) for row in range(3)]
     asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, conversations.follow))
     return collate_turns(rows, 0, world.device)

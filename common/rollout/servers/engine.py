@@ -13,8 +13,9 @@ that sample ahead of the trainer (--max-inflight-batches 2), because the weights
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.distributed as dist
 from transformers import AutoConfig
@@ -82,37 +83,53 @@ class ServerEngine:
         therefore do not depend on how many ranks there are.
         """
         settings = sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
+        settings["n"] = n
         numbers = [i * self.world.size + self.world.rank for i in range(len(prompt_ids))]
-        requests = []  # (server, body)
-        turns: list[Turns] = []
-        follow = None
-        if reply is None:
-            settings["n"] = n
-            for ids, number in zip(prompt_ids, numbers):
-                requests.append((self.server_of(number), request_body(ids, settings, request_seed(seed, number, n))))
-        else:
-            # `done` takes whole responses, but an answer of a server is only one turn of an episode.
-            done = None
-            turns = open_turns(prompt_ids, n, max_tokens)
-            response_numbers = [number * n + sample for number in numbers for sample in range(n)]
-            conversations = Conversations(
-                turns=turns, settings=settings, numbers=response_numbers, seed=seed, samples=n, reply=reply
-            )
-            follow = conversations.follow
-            for row, number in enumerate(response_numbers):
-                requests.append((self.server_of(number // n), conversations.body(row)))
         try:
-            with self.exclusive(self.group), failing_together(self.group):
-                version = self.weight_version
-                answers = asyncio.run(client.ask_all(requests, version, done, follow))
+            if reply is None:
+                return self.sample(prompt_ids, numbers, settings, seed, done)
+            return self.converse(prompt_ids, numbers, settings, seed, reply)
         except RunFailed as failed:
-            # With the same seeds the new servers sample the same responses, except for rounding.
             self.restart(failed)
+            # With the same seeds the new servers sample the same responses, except for rounding.
             return self.generate(prompt_ids, n, temperature, max_tokens, seed, done, reply)
-        if reply is not None:
-            return collate_turns(turns, version, self.world.device)
-        responses = [response for answer in answers for response in answer]
-        return collate_responses(prompt_ids, n, responses, version, self.world.device)
+
+    def sample(
+        self, prompt_ids: list[list[int]], numbers: list[int], settings: dict, seed: int, done: Done | None
+    ) -> Rollout:
+        """generate() without an environment: one request a prompt. numbers: the prompts' in the step. Collective."""
+        n = settings["n"]
+        requests = []
+        for ids, number in zip(prompt_ids, numbers):
+            body = request_body(ids, settings, request_seed(seed, number, n))
+            requests.append((self.server_of(number), body))
+        answers, version = self.ask(requests, done)
+        return collate_responses(prompt_ids, n, list(chain(*answers)), version, self.world.device)
+
+    def converse(
+        self, prompt_ids: list[list[int]], numbers: list[int], settings: dict, seed: int, reply: Reply
+    ) -> Rollout:
+        """generate() with an environment: each turn of a response is a request. Collective.
+
+        A reward cannot grade before all have ended, because an answer of a server is only one turn of an episode.
+        """
+        n = settings["n"]
+        turns = open_turns(prompt_ids, n, settings["max_tokens"])
+        response_numbers = [number * n + sample for number in numbers for sample in range(n)]
+        conversations = Conversations(turns, response_numbers, settings, seed, reply)
+        requests = []
+        for row, number in enumerate(response_numbers):
+            requests.append((self.server_of(number // n), conversations.body(row)))
+        _, version = self.ask(requests, follow=conversations.follow)
+        return collate_turns(turns, version, self.world.device)
+
+    def ask(
+        self, requests: list[tuple[str, dict]], done: Done | None = None, follow: Callable | None = None
+    ) -> tuple[list[list[Response]], int]:
+        """client.ask_all() and the number of the weights that sampled the responses. Collective."""
+        with self.exclusive(self.group), failing_together(self.group):
+            version = self.weight_version
+            return asyncio.run(client.ask_all(requests, version, done, follow)), version
 
     def server_of(self, number: int) -> str:
         """The server that samples responses to this prompt of the step: they take prompts in turns."""
@@ -207,13 +224,12 @@ def request_body(ids: list[int], settings: dict, seed: int) -> dict:
 
 @dataclass
 class Conversations:
-    """The requests of responses with several turns. Each turn is a request of its own."""
+    """The requests of responses with several turns."""
 
     turns: list[Turns]  # one for each response
-    settings: dict  # for sampling
     numbers: list[int]  # each response's number in the step
+    settings: dict  # for sampling; n: responses to each prompt
     seed: int
-    samples: int  # responses to each prompt
     reply: Reply
 
     def body(self, row: int) -> dict:
@@ -226,7 +242,7 @@ class Conversations:
         """Add a turn to its response. Returns the request for the next turn, or None."""
         turns = self.turns[row]
         turns.add(response.token_ids, response.logprobs, response.truncated)
-        ids = self.reply(row // self.samples, turns)
+        ids = self.reply(row // self.settings["n"], turns)
         if ids is None:
             return None
         turns.observe(ids)
