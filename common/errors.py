@@ -13,15 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Words of gloo, NCCL and torch's store when another rank does not come, or is gone.
+# Words in errors of gloo, NCCL and torch's store when another rank does not arrive, and when it is gone.
 LATE = ("timed out", "timeout")
 GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection was likely closed", "remote process")
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
 GIVE_UP_SECONDS = 3.0  # ranks that wait for the same rank give up within about this time of each other
 # Environment variables whose values are never written, neither into run.json nor into a message.
-SECRETS = ("REWARD_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY",
-           "TRACKIO_WRITE_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")  # fmt: skip
-LONGEST = 2000  # characters of a printed line; some of what a message quotes has megabytes
+SECRETS = (
+    "REWARD_TOKEN",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "SWANLAB_API_KEY",
+    "TRACKIO_WRITE_TOKEN",
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD",
+)
+LONGEST = 2000  # characters of a printed line; a message may quote megabytes
 # Control characters, characters that turn a line around, and halves of surrogate pairs.
 INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -30,21 +38,26 @@ def redacted(text: str) -> str:
     """The text, which may be JSON, without the values of SECRETS and without the user and password of any URL."""
     for name in SECRETS:
         value = os.environ.get(name, "").strip()
-        if len(value) > 5:  # a shorter value is no secret, and would be found in ordinary words
-            text = text.replace(value, f"${name}").replace(json.dumps(value)[1:-1], f"${name}")
+        # A shorter value is no secret, and may be a part of ordinary words.
+        if len(value) > 5:
+            text = text.replace(value, f"${name}")
+            # JSON writes some characters as escapes.
+            text = text.replace(json.dumps(value)[1:-1], f"${name}")
     return re.sub(r"://[^\s\"'<>]*@", "://...@", text)
 
 
 def visible(text: str) -> str:
     """The text as it may be printed: redacted, with short lines, and with control characters as escapes."""
-    # A cut at LONGEST might fall into a password and hide it from redacted().
-    lines = [redacted(line[: 2 * LONGEST]) for line in text.split("\n")]
-    lines = [line if len(line) <= LONGEST else line[: LONGEST - 3] + "..." for line in lines]
-    return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], "\n".join(lines))
+    lines = []
+    for line in text.split("\n"):
+        # First redact, then cut at LONGEST: the cut might fall into a password and hide it from redacted().
+        line = redacted(line[: 2 * LONGEST])
+        lines.append(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
+    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], "\n".join(lines))
 
 
 class OneLine(Exception):
-    """One line: what was found, what was expected, what to do. `code` is its heading in docs/errors.md."""
+    """One line: what is there, what was expected, what to do. `code` is its heading in docs/errors.md."""
 
     def __init__(self, message: str, code: str = "bad-input"):
         super().__init__(visible(message), code)
@@ -75,13 +88,13 @@ def raise_together(error: OneLine | None, group=None) -> None:
 
     errors: list[OneLine | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=group)
-    for found in errors:
-        if found:
-            raise found
+    for first in errors:
+        if first is not None:
+            raise first
 
 
 def say(line: str, file=None) -> None:
-    """Print visible(line) on rank 0 only. It works before the ranks are joined, too."""
+    """Print visible(line) on rank 0 only. It also works before the ranks are joined."""
     if os.environ.get("RANK", "0") == "0":
         print(visible(line), file=file, flush=True)
 
@@ -93,7 +106,7 @@ def warn(message: str, code: str) -> None:
 
 @contextlib.contextmanager
 def in_phase(name: str) -> Iterator[None]:
-    """Note on every exception that leaves the block in which phase it was raised. recognized() reads the note."""
+    """Add the name of the phase to every exception that leaves the block. recognized() reads it."""
     try:
         yield
     except BaseException as error:
@@ -111,56 +124,64 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         main(args)
     except KeyboardInterrupt:
         say("\ninterrupted; nothing has been trained since the last checkpoint", file=sys.stderr)
-        os._exit(130)  # 128 + SIGINT, as a shell has it; threads and destructors would wait for the other ranks
+        os._exit(130)  # 128 + SIGINT, as in a shell; sys.exit would run destructors, which wait for the other ranks
     except BadInput as error:
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
-        if dist.is_initialized() or not rank:  # It may be in the rows of one rank, or in the files of one node.
-            print(f"error[{error.code}]{f' on rank {rank}' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        # The wrong input may be in the rows of one rank. Before the ranks are joined it can only be in the files of a
+        # node, and then one rank of each node prints it.
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+            where = f" on rank {rank}" if rank else ""
+            print(f"error[{error.code}]{where}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RunFailed as error:
-        tell_once(error)
+        print_once(error)
         sys.exit(3)
     except (RuntimeError, OSError, MemoryError, SafetensorError, CheckpointException) as error:
         failure = recognized(error)
         if failure is None:
             raise
-        tell_once(failure)
+        print_once(failure)
         sys.stdout.flush()
-        os._exit(3)  # threads and destructors would wait for the other ranks
+        os._exit(3)  # sys.exit would run destructors, which wait for the other ranks
 
 
 def recognized(error: BaseException) -> RunFailed | None:
-    """The failure behind a library's error where it is known: memory, disk, or another rank. Otherwise None."""
+    """The failure behind a library's error, if it is about memory, the disk or another rank. Otherwise None."""
     import torch.distributed as dist
 
-    said = str(error).lower()
-    short = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-    here = f"rank {os.environ.get('RANK', '0')} {getattr(error, '__notes__', ['at the start'])[0]}"
-    if isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said:
+    text = str(error).lower()
+    first_line = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    phase = getattr(error, "__notes__", ["at the start"])[0]  # in_phase has added it
+    here = f"rank {os.environ.get('RANK', '0')} {phase}"
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         cure = "lower --token-budget or --rollout-memory, then --activation-checkpointing, --offload all"
-        return RunFailed(f"{here}: out of memory ({short}); {cure}", code="out-of-memory")
-    if any(words in said for words in FULL):
-        return RunFailed(f"{here}: {short}; make room, then --resume auto goes on", code="disk-full")
-    if isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said:
-        if any(words in said for words in LATE):
-            return RunFailed(f"{here}: waited in vain for another rank ({short})", code="collective-timeout")
-        if any(words in said for words in GONE):
-            return RunFailed(f"{here}: lost another rank ({short})", code="rank-lost")
+        return RunFailed(f"{here}: out of memory ({first_line}); {cure}", code="out-of-memory")
+    if any(words in text for words in FULL):
+        return RunFailed(f"{here}: {first_line}; make room, then --resume auto goes on", code="disk-full")
+    if isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text:
+        if any(words in text for words in LATE):
+            return RunFailed(f"{here}: waited in vain for another rank ({first_line})", code="collective-timeout")
+        if any(words in text for words in GONE):
+            return RunFailed(f"{here}: lost another rank ({first_line})", code="rank-lost")
     return None
 
 
-def tell_once(failure: RunFailed) -> None:
-    """Print the failure on the first rank that fails. Where ranks wait for others, add which ranks have not failed."""
+def print_once(failure: RunFailed) -> None:
+    """Print the failure on the first rank that fails. If ranks wait for others, add which ranks never arrived.
+
+    Ranks that fail enter their numbers in torch's store, in the order in which they fail.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     line = f"error[{failure.code}]: {failure}"
     with contextlib.suppress(RuntimeError, ValueError):  # there may be no store yet, or its process may be dead
-        store, rank, ranks = c10d._get_default_store(), c10d.get_rank(), range(c10d.get_world_size())
+        store = c10d._get_default_store()
+        rank = c10d.get_rank()
         store.append("failed", f"{rank} ")
         if failure.code in ("collective-timeout", "rank-lost"):
-            time.sleep(GIVE_UP_SECONDS)
-            silent = set(ranks) - set(map(int, store.get("failed").split()))
-            line += f"; ranks that hang or are dead: {sorted(silent)[:8] or 'unknown'}"
+            time.sleep(GIVE_UP_SECONDS)  # the other ranks that wait give up, too
+            missing = set(range(c10d.get_world_size())) - set(map(int, store.get("failed").split()))
+            line += f"; ranks that hang or are dead: {sorted(missing)[:8] or 'unknown'}"
         if int(store.get("failed").split()[0]) != rank:
             return
     print(line, file=sys.stderr, flush=True)

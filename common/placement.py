@@ -23,11 +23,19 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
 EXIT_PAUSE_SECONDS = 0.2
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # option numbers of mallopt, from malloc.h
-# Environment variables that a process started by torchrun must not hand on to a process that is no rank.
+# Option numbers of mallopt, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+# Environment variables of torchrun. A process that is started by a rank and is none itself must not inherit them.
 TORCHRUN_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +51,14 @@ class Layout:
     """Where responses are generated, and what the engine may take."""
 
     rollout_placement: Literal["colocate", "split"] = "colocate"  # split: vLLM servers on devices of their own generate
-    rollout_servers: tuple[str, ...] = ()
-    """split: numbers of this node's GPUs, or CPU cores, for servers that this run starts; or URLs of running servers"""
+    rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs (or CPU cores) for servers that this run starts
+    rollout_urls: tuple[str, ...] = ()  # split: running servers to use instead (scripts/serve_rollout.sh)
     max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
     rollout_memory: float = 0.0  # share of a GPU's memory for the engine; 0: as much as its responses need
 
     @property
     def split(self) -> bool:
         return self.rollout_placement == "split"
-
-    @property
-    def rollout_devices(self) -> tuple[int, ...]:
-        """GPUs or cores for servers that this run starts."""
-        return tuple(int(server) for server in self.rollout_servers if server.isdecimal())
-
-    @property
-    def rollout_urls(self) -> tuple[str, ...]:
-        """Servers that are running already (scripts/serve_rollout.sh)."""
-        return tuple(server for server in self.rollout_servers if not server.isdecimal())
 
 
 @dataclass(frozen=True)
@@ -107,44 +105,70 @@ class World:
 
 
 def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sharding = Sharding()) -> World:
-    """Join the process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it.
+    """Join the process group and take a device. Collective: every rank calls it.
 
     A split layout leaves its rollout devices to the servers: the ranks take the remaining devices in order.
     """
-    rollout_tp = 1 if layout.split else rollout_tp
-    if "RANK" not in os.environ:  # plain python makes a world of one, with the same variables that torchrun sets
+    # Plain python is a world of one, with the same variables that torchrun sets.
+    if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if cuda:
-        left = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
-        device = torch.device("cuda", left[int(os.environ["LOCAL_RANK"])])
+    device = take_device(layout)
+    join(device)
+    use_cores()
+    if device.type == "cpu":
+        keep_memory()
+    torch.manual_seed(seed)
+
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    size = dist.get_world_size()
+    # With servers no ranks share an engine.
+    rollout_tp = 1 if layout.split else rollout_tp
+    tp_group = None
+    if rollout_tp > 1:
+        tp_group, _ = dist.new_subgroups(rollout_tp, backend="gloo", timeout=timeout)
+    sp_group = None
+    if sharding.sequence_parallel > 1:
+        sp_group, _ = dist.new_subgroups(sharding.sequence_parallel, timeout=timeout)
+    shards = sharding.shard_size or size
+    if shards == size:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
+    else:
+        mesh = init_device_mesh(device.type, (size // shards, shards), mesh_dim_names=("copies", "shards"))
+    return World(dist.get_rank(), size, device, mesh, rollout_tp, tp_group, sp_group, timeout=timeout)
+
+
+def take_device(layout: Layout) -> torch.device:
+    """This rank's GPU, or the CPU, whose cores for servers this process then leaves alone."""
+    if torch.cuda.is_available():
+        remaining = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
+        device = torch.device("cuda", remaining[int(os.environ["LOCAL_RANK"])])
         torch.cuda.set_device(device)
-    elif layout.rollout_devices:
+        return device
+    if layout.rollout_devices:
         os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
-    # A world of one meets nobody, and torch's TCP store would listen on all addresses of this machine.
-    alone = os.environ["WORLD_SIZE"] == "1"
-    store, rank, size = (dist.HashStore(), 0, 1) if alone else next(dist.rendezvous("env://"))
+    return torch.device("cpu")
+
+
+def join(device: torch.device) -> None:
+    """Join torch's process group: NCCL for CUDA tensors, gloo for CPU tensors. Collective: every rank calls it."""
+    if os.environ["WORLD_SIZE"] == "1":
+        # One rank needs no rendezvous. HashStore also avoids TCPStore, which listens on every network interface.
+        store, rank, size = dist.HashStore(), 0, 1
+    else:
+        store, rank, size = next(dist.rendezvous("env://"))
     # After a restart by torchrun the store still has the addresses of the ranks that died. gloo would wait for them.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
+    )
     # A thread of gloo may still hold tensors of the last collective at exit. It needs the interpreter to drop them, and
     # aborts the process if the interpreter is ending. DTensor's caches keep these threads alive: none can be joined.
     atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
-    use_cores()
-    if not cuda:
-        keep_memory()
-    torch.manual_seed(seed)
-    tp_group = dist.new_subgroups(rollout_tp, backend="gloo", timeout=timeout)[0] if rollout_tp > 1 else None
-    sp = sharding.sequence_parallel
-    sp_group = dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None
-    shards = sharding.shard_size or size
-    sizes, names = ((size,), ("ranks",)) if shards == size else ((size // shards, shards), ("copies", "shards"))
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return World(rank, size, device, mesh, rollout_tp, tp_group, sp_group, timeout=timeout)
 
 
 def finish(world: World, engine=None) -> None:
@@ -158,9 +182,10 @@ def finish(world: World, engine=None) -> None:
 
 def engine_count(size: int, rollout_tp: int, layout: Layout) -> int:
     """Number of engines that share the prompts of a step."""
-    if layout.split:
-        return len(layout.rollout_devices) // rollout_tp or len(layout.rollout_urls)
-    return size // rollout_tp
+    if layout.rollout_urls:
+        return len(layout.rollout_urls)
+    devices = len(layout.rollout_devices) if layout.split else size
+    return devices // rollout_tp
 
 
 def use_cores() -> None:
@@ -182,21 +207,24 @@ def keep_memory() -> None:
     again: an update on a CPU took 1.04 to 1.10 times as long. The price is memory lost between tensors.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # only glibc has it, and only glibc needs it
-        libc.mallopt(M_MMAP_MAX, 0)  # put every tensor on the heap,
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # and never shrink the heap
+    # Only glibc has this function, and only glibc needs it.
+    if hasattr(libc, "mallopt"):
+        # Put every tensor on the heap, and never shrink the heap.
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 @contextmanager
 def rounded_products(rounded: bool = True) -> Iterator[None]:
-    """Let CPU products of float32 matrices round both to bfloat16 first, and add up in float32, where that is faster.
+    """Let the CPU round the factors of float32 matrix products to bfloat16, where that is faster. It adds in float32.
 
-    Matrices that were bfloat16 lose nothing by it. Without a bfloat16 kernel oneDNN takes its float32 kernel, which on
-    an AMD processor is twice as fast as MKL's.
+    Matrices that were bfloat16 lose nothing by it. On a CPU without bfloat16 products this selects oneDNN's float32
+    kernel, which is twice as fast as MKL's on AMD processors.
     """
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if rounded else before
+    if rounded:
+        matmul.fp32_precision = "bf16"
     try:
         yield
     finally:

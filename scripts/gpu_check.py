@@ -525,7 +525,7 @@ CHECKS = {  # those first that decide whether the rest is worth its time
     ),
     "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), AS_ABOVE, 240, TWO),
     "split": Check(
-        partial(selftest, flags=("--rollout-placement", "split", "--rollout-servers", "1")), AS_ABOVE, 300,
+        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")), AS_ABOVE, 300,
         TWO,
     ),
 }  # fmt: skip

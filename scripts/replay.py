@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -65,7 +66,7 @@ class ReplayEngine:
     """
 
     def __init__(self, rows: list[dict], world: placement.World):
-        self.device, self.wire_dtype, self.saved_names = world.device, None, False
+        self.device, self.wire_dtype, self.saved_names = world.device, torch.float32, False
         self.weight_version = max(version for row in rows for version in row["weight_versions"])
         self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
         self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines

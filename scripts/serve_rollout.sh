@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a rollout server for --rollout-servers on this node's GPUs, or on its CPU if there are none.
+# Starts a rollout server for --rollout-urls on this node's GPUs, or on its CPU if there are none.
 #
 #     bash scripts/serve_rollout.sh MODEL [FLAGS OF vLLM'S SERVER]
 #     bash scripts/serve_rollout.sh Qwen/Qwen2.5-0.5B-Instruct --port 8000 --max-model-len 1536 --max-num-seqs 512

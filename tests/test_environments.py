@@ -595,9 +595,10 @@ def on_a_server(reply, world, monkeypatch):
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
-    again = lambda row: reply(row, rows[row])
-    bodies, follow = servers.converse(rows, {"max_tokens": 9, "temperature": 1.0}, [0, 1, 2], 0, again)
-    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, follow))
+    settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
+    conversations = servers.Conversations(rows, [0, 1, 2], settings, 0, reply)
+    bodies = [conversations.body(row) for row in range(3)]
+    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, conversations.follow))
     return collate_turns(rows, 0, world.device)
 
 
@@ -752,7 +753,7 @@ def test_rollout_files_metrics_and_the_viewer_show_turns(played):
     assert page.read_text().count("from the environment") == sum(row["sampled"].count(0) for row in given)
 
 
-AHEAD = ["--rollout-placement", "split", "--rollout-servers", max(CORES), "--max-inflight-batches", 2, "--tis-cap", 2]
+AHEAD = ["--rollout-placement", "split", "--rollout-devices", max(CORES), "--max-inflight-batches", 2, "--tis-cap", 2]
 
 
 @pytest.mark.slow

@@ -151,7 +151,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.abstract import Executor
 torch.cuda.is_available = lambda: True
-settings = vllm_engine.engine_settings(sys.argv[1], torch.bfloat16, 1, Layout(), max_model_len=200, max_num_seqs=256)
+sizes = dict(tensor_parallel=1, layout=Layout(), max_model_len=200, max_num_seqs=256)
+settings = vllm_engine.engine_settings(vllm_engine.EngineConfig(model_path=sys.argv[1], dtype=torch.bfloat16, **sizes))
 torch.cuda.is_available = lambda: False
 own = dict(seed=0, distributed_executor_backend="external_launcher", enable_sleep_mode=True)
 config = EngineArgs(**settings, **own).create_engine_config(UsageContext.LLM_CLASS)
@@ -427,7 +428,7 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams,
     parameters = weight_sync.FullParameters(policy, torch.bfloat16)
     monkeypatch.setattr(weights, "NCCL_BUFFER_BYTES", 500)  # smaller than the embedding, and then several chunks
     source = weights.SingleIteration(parameters)
-    source.pairs = weight_sync.one_ahead([pair] for pair in parameters)
+    source.pairs = weight_sync.gather_ahead([pair] for pair in parameters)
     sender = weights.nccl_sender(source, control)
     sender.source = source
     sender.send_weights()
@@ -446,7 +447,7 @@ def test_servers_on_other_nodes_are_given_an_address_that_they_reach(second, add
     monkeypatch.setattr(network, "get_ip", lambda: "10.0.0.1")
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, **of: info)
     control = SimpleNamespace(urls=["http://localhost:1", f"http://{second}:2"], workers=[1, 2])
-    source = weights.SingleIteration(weight_sync.FullParameters(torch.nn.Linear(2, 2)))
+    source = weights.SingleIteration(weight_sync.FullParameters(torch.nn.Linear(2, 2), torch.float32))
     info = weights.nccl_sender(source, control)
     assert (info.master_address, info.world_size) == (address, 4)
 
@@ -507,8 +508,8 @@ def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch
 @on_a_cpu
 def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    with pytest.raises(BadInput, match="devices are of one node"):
-        check_layout(Layout("split", (str(min(os.sched_getaffinity(0))),)), 1, "vllm")
+    with pytest.raises(BadInput, match="--rollout-devices works on one node"):
+        check_layout(Layout("split", (min(os.sched_getaffinity(0)),)), 1, "vllm")
 
 
 def gathered(streams, *names_of_lists: str):
@@ -523,7 +524,7 @@ def gathered(streams, *names_of_lists: str):
 @on_a_cpu
 def test_a_parameter_is_gathered_while_the_one_before_is_loaded(streams):
     """The calls to CUDA, in their order."""
-    for name, tensor in weight_sync.one_ahead(gathered(streams, "a", "b", "c")):
+    for name, tensor in weight_sync.gather_ahead(gathered(streams, "a", "b", "c")):
         assert streams.names[tensor] == name
         streams.log.append(f"use {name}")
     assert streams.log == [
@@ -539,7 +540,7 @@ def test_every_piece_of_a_parameter_waits_for_the_stream_that_cut_it(streams):
     """vLLM's sender changes its stream between two tensors, which may be experts of one gathered parameter."""
     used = []
     streams.use("user 0")
-    for number, (name, _) in enumerate(weight_sync.one_ahead(gathered(streams, "abc", "d")), 1):
+    for number, (name, _) in enumerate(weight_sync.gather_ahead(gathered(streams, "abc", "d")), 1):
         used.append(name)
         streams.use(f"user {number}")
     assert used == ["a", "b", "c", "d"]

@@ -408,7 +408,7 @@ def test_a_replayed_rank_gets_the_responses_to_its_own_prompts(size):
 
 
 def test_servers_take_no_images():
-    layout = ["--rollout-placement", "split", "--rollout-servers", "http://127.0.0.1:9"]
+    layout = ["--rollout-placement", "split", "--rollout-urls", "http://127.0.0.1:9"]
     said = launch(ROOT / "algos/grpo.py", "--dataset", "squares", *layout, "--dry-run", check=False)
     assert said.returncode == 2 and "prompts with images do not go together with it" in said.stderr
 

@@ -113,7 +113,7 @@ def test_the_export_is_a_peft_folder_and_merges_into_what_was_trained(models, wo
     merge.main(merge.Args(tmp_path / "adapters", tmp_path / "merged", dtype="float32"))
     merged = model.load(str(tmp_path / "merged"), world, torch.float32)
     assert (logprobs(merged, world) - logprobs(policy, world)).abs().max() <= 1e-5
-    pushed = dict(FullParameters(policy))
+    pushed = dict(FullParameters(policy, torch.float32))
     assert all(torch.allclose(pushed[n], p.full_tensor(), atol=1e-6) for n, p in merged.named_parameters())
     for wrong, said in ((tmp_path / "merged", "has no adapter_config.json"), (tmp_path / "adapters", "exists already")):
         with pytest.raises(BadInput, match=said):

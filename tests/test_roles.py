@@ -53,8 +53,8 @@ def test_offloaded_roles_live_in_host_memory(roles, offload, aside):
 @pytest.mark.parametrize(
     "layout, tp, said",
     [
-        (Layout("split", ("1",)), 1, "cores (1,), 1 a server"),
-        (Layout("split", rollout_servers=("http://a:1",)), 1, "http://a:1"),
+        (Layout("split", (1,)), 1, "cores (1,), 1 a server"),
+        (Layout("split", rollout_urls=("http://a:1",)), 1, "http://a:1"),
         (Layout(), 2, "2 ranks share one, by vllm"),
     ],
 )

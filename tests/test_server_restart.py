@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 from common.errors import RunFailed
 from common.placement import Layout
+from common.rollout.rollout import Response
 from common.rollout.servers import client, engine, process, weights
-from common.weight_sync import Parameter
+from common.rollout.vllm_engine import EngineConfig
+from common.weight_sync import TensorInfo
 
-OWN = Layout("split", ("1",))
+OWN = Layout("split", (1,))
 TENSORS = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}
 
 
@@ -27,8 +29,8 @@ class Weights:
     def __init__(self, events: list):
         self.events = events
 
-    def metadata(self) -> list[Parameter]:
-        return [Parameter(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    def metadata(self) -> list[TensorInfo]:
+        return [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
 
     def __iter__(self):
         for name, tensor in TENSORS.items():
@@ -50,7 +52,7 @@ class Servers:
         if count and not wait:
             raise RunFailed(f"rollout server http://own{self.started} is gone: {event}", code=code)
 
-    def start(self, *args, **limits) -> list:
+    def start(self, config) -> list:
         self.started, self.version = self.started + 1, "0"
         self.events.append("start")
         return [Server(f"http://own{self.started}", self)]
@@ -63,7 +65,7 @@ class Servers:
         assert self.version == str(version), "the servers have other weights than the run believes"
         assert {url for url, _ in requests} == {self.urls[0]}, "a stopped server is asked"
         assert all(body["sampling_params"]["logit_bias"] == {4: -100.0} for _, body in requests), "never a placeholder"
-        response = client.Response([7], [-0.5], False, self.version)
+        response = Response([7], [-0.5], False)
         return [[response] * body["sampling_params"]["n"] for _, body in requests]
 
 
@@ -112,8 +114,10 @@ def fake(monkeypatch) -> Servers:
 
 
 def make(world, layout: Layout = OWN) -> engine.ServerEngine:
-    limits = {"max_model_len": 64, "max_num_seqs": 8}
-    return engine.ServerEngine("model", [1], world, torch.float32, 1, layout, {}, **limits)
+    config = EngineConfig(
+        model_path="model", dtype=torch.float32, tensor_parallel=1, layout=layout, max_model_len=64, max_num_seqs=8
+    )
+    return engine.ServerEngine(config, [1], world)
 
 
 def generate(made):
@@ -211,7 +215,7 @@ def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
 @pytest.mark.parametrize(
     "layout, message",
     [
-        (Layout("split", rollout_servers=("http://theirs",)), "is gone: ask http://theirs$"),
+        (Layout("split", rollout_urls=("http://theirs",)), "is gone: ask http://theirs$"),
         (replace(OWN, max_inflight_batches=2), "--max-inflight-batches 2 servers are not restarted"),
     ],
 )
@@ -226,7 +230,7 @@ def test_servers_that_are_not_restarted(world, fake, layout, message):
 
 
 def test_servers_of_others_are_left_as_they_were(world, fake):
-    made = make(world, Layout("split", rollout_servers=("http://theirs",)))
+    made = make(world, Layout("split", rollout_urls=("http://theirs",)))
     fake.losses["update_weights"] = (1, 1)
     fake.events.clear()
     with pytest.raises(RunFailed, match="is gone"):

@@ -23,11 +23,12 @@ from common.placement import TORCHRUN_VARIABLES, Layout
 from common.rollout.servers import client, process
 from common.rollout.servers.client import Control, ask_all
 from common.rollout.servers.weights import cut
+from common.rollout.vllm_engine import EngineConfig
 from common.run.checks import check_layout
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)
-SPLIT = ["--rollout-placement", "split", "--rollout-servers", CORE]
+SPLIT = ["--rollout-placement", "split", "--rollout-devices", CORE]
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a server wants a core of its own")
 
 
@@ -166,16 +167,16 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
 @pytest.mark.parametrize(
     "layout, tp, backend, message",
     [
-        (Layout("split"), 1, "vllm", "needs --rollout-servers"),
-        (Layout("split", ("0", "http://a")), 1, "vllm", "needs --rollout-servers"),
-        (Layout("split", ("0",)), 1, "hf", "--rollout-backend hf"),
-        (Layout("split", ("99",)), 1, "vllm", "different ones of this node's cores"),
-        (Layout("split", (str(CORE), str(CORE))), 1, "vllm", "different ones"),
-        (Layout("split", tuple(map(str, CORES))), 1, "vllm", "none of this node's"),
-        (Layout("split", (str(CORE),)), 2, "vllm", "--rollout-tp 2 does not divide"),
-        (Layout("split", (str(CORE),), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
+        (Layout("split"), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
+        (Layout("split", (0,), ("http://a",)), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
+        (Layout("split", (0,)), 1, "hf", "--rollout-backend hf"),
+        (Layout("split", (99,)), 1, "vllm", "different ones of this node's cores"),
+        (Layout("split", (CORE, CORE)), 1, "vllm", "different ones"),
+        (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
+        (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
+        (Layout("split", (CORE,), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
         (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
-        (Layout(rollout_servers=("http://a",)), 1, "vllm", "need --rollout-placement split"),
+        (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monkeypatch):
@@ -385,8 +386,15 @@ def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
-    limits = {"max_model_len": 64, "max_num_seqs": 8}
-    given = process.command(models["tied"], torch.float32, 1, Layout("split"), 1, **limits)
+    config = EngineConfig(
+        model_path=models["tied"],
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=Layout("split"),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+    given = process.command(config, port=1)
     for flag in (
         "generation-config",
         "logprobs-mode",

@@ -23,7 +23,7 @@ from common.data import prompts as data
 from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.rollout.servers import process as servers
-from common.rollout.vllm_engine import engine_settings
+from common.rollout.vllm_engine import EngineConfig, engine_settings
 from common.run import checkpoint, checks, directory, tracking
 from common.trainer import model
 
@@ -139,11 +139,12 @@ def test_beside_safetensors_a_pickle_is_not_looked_at(models, world, tmp_path):
 
 def test_the_engines_read_safetensors_alone(models, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: object())  # not from the Hub
-    limits = {"max_model_len": 64, "max_num_seqs": 8}
+    sizes = {"dtype": torch.float32, "tensor_parallel": 1, "max_model_len": 64, "max_num_seqs": 8}
     for path in (models["untied"], "owner/name"):
-        words = servers.command(path, torch.float32, 1, placement.Layout(), 8000, **limits)
+        config = EngineConfig(model_path=path, layout=placement.Layout(), **sizes)
+        words = servers.command(config, 8000)
         assert words[words.index("--load-format") + 1] == "safetensors"
-        assert engine_settings(path, torch.float32, 1, placement.Layout(), **limits)["load_format"] == "safetensors"
+        assert engine_settings(config)["load_format"] == "safetensors"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -169,7 +170,8 @@ def test_servers_listen_on_loopback_unless_told_otherwise(monkeypatch, tmp_path,
     serve_reward.main(serve_reward.Args(host="0.0.0.0"))
     assert served[1] == "0.0.0.0" and "without REWARD_TOKEN" in capsys.readouterr().out
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: object())
-    words = servers.command("m", torch.float32, 1, placement.Layout(), 8000, max_model_len=64, max_num_seqs=8)
+    sizes = {"dtype": torch.float32, "tensor_parallel": 1, "max_model_len": 64, "max_num_seqs": 8}
+    words = servers.command(EngineConfig(model_path="m", layout=placement.Layout(), **sizes), 8000)
     assert words.count("--host") == 1 and words[words.index("--host") + 1] == "127.0.0.1"
     for flags, host in (([], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
         assert serve_rollout(tmp_path, *flags) == host
@@ -239,8 +241,8 @@ def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets
     lambda: rewards.load((URL.replace("http", "htp"),)),
     lambda: rewards.load((f"http://127.0.0.1:9/?key={SECRET}",)),
     lambda: rewards.load((f"http://127.0.0.1:9#{SECRET}",)),
-    lambda: checks.check_layout(placement.Layout("split", rollout_servers=(URL,)), 1, "vllm"),
-    lambda: checks.check_layout(placement.Layout("split", rollout_servers=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
+    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
+    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
     lambda: load_tokenizer(URL),
     lambda: data.load(URL, data.Source(), "train", None, 64),
     lambda: directory.check_directory("", URL, "none"),

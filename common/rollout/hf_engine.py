@@ -8,30 +8,34 @@ from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsPr
 
 from common.data.tokenizer import causal_class, has_safetensors, image_tokens
 from common.placement import World
-from common.rollout.rollout import Rollout, collate
+from common.rollout.rollout import Response, Rollout, collate_responses
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Divides the logits by the temperature and keeps the log-prob of each token that is chosen from them.
+    """Divides the logits by the temperature and keeps the log-prob of each token that is sampled from them.
 
-    never: tokens that are never chosen.
+    `generate` calls it once for each token, with the ids so far: their last one was sampled from the logits of the call
+    before. transformers could return the scores of all tokens instead, which takes a vocabulary of memory for each.
     """
 
-    def __init__(self, temperature: float, never: tuple[int, ...]):
-        self.temperature, self.never, self.last, self.chosen = temperature, list(never), None, []
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.latest: torch.Tensor | None = None  # (rows, vocabulary) log-probs of the token that is sampled next
+        self.sampled: list[torch.Tensor] = []  # for each token so far: (rows,) its log-probs
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.last is not None:
-            self.record_choice(input_ids)
-        scaled = scores.float() / self.temperature if self.temperature > 0 else scores.float()
-        scaled[:, self.never] = -torch.inf
-        self.last = scaled.log_softmax(-1)  # (rows, vocabulary)
-        return scaled
+        if self.latest is not None:
+            self.record(input_ids)
+        logits = scores.float()
+        if self.temperature > 0:
+            logits = logits / self.temperature
+        self.latest = logits.log_softmax(-1)
+        return logits
 
-    def record_choice(self, input_ids: torch.Tensor) -> None:
-        """Keep the log-prob of the token at the end of input_ids (rows, tokens): it was chosen from the last logits."""
-        self.chosen.append(self.last.gather(-1, input_ids[:, -1:]).squeeze(-1))
+    def record(self, input_ids: torch.Tensor) -> None:
+        """Keep the log-prob of the token at the end of input_ids (rows, tokens)."""
+        self.sampled.append(self.latest.gather(-1, input_ids[:, -1:]).squeeze(-1))
 
 
 class HFEngine:
@@ -40,77 +44,109 @@ class HFEngine:
     saved_names = False  # the trainer's model is of the same class
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
-        safe = has_safetensors(model_path)
         config = AutoConfig.from_pretrained(model_path)
-        self.model = causal_class(config).from_pretrained(model_path, dtype=dtype, use_safetensors=safe)
-        self.never = image_tokens(config)
+        self.model = causal_class(config).from_pretrained(
+            model_path, dtype=dtype, use_safetensors=has_safetensors(model_path)
+        )
         self.model.to(world.device).eval()
+        self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.
-        self.model.generation_config = GenerationConfig(eos_token_id=stop_token_ids, pad_token_id=stop_token_ids[0])
-        self.stop_token_ids, self.world, self.wire_dtype, self.weight_version = stop_token_ids, world, dtype, 0
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=stop_token_ids,
+            pad_token_id=stop_token_ids[0],
+            suppress_tokens=list(self.image_tokens) or None,
+        )
+        self.stop_token_ids = stop_token_ids
+        self.world = world
+        self.wire_dtype = dtype
+        self.weight_version = 0
 
     def generate(
         self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None, reply: Reply | None = None
     ) -> Rollout:
         """n responses to each prompt. done is not called: all responses end at the same time."""
+        # Without the rank all ranks would draw the same numbers.
         torch.manual_seed((seed << 12) + self.world.rank)
         if reply is not None:
             return self.converse(prompt_ids, n, temperature, max_tokens, reply)
-        rows = [ids for ids in prompt_ids for _ in range(n)]
-        sampled = self.turn(rows, temperature, max_tokens)
-        return collate(rows, *zip(*sampled), self.weight_version, self.world.device)
+        responses = self.sample([ids for ids in prompt_ids for _ in range(n)], temperature, max_tokens)
+        return collate_responses(prompt_ids, n, responses, self.weight_version, self.world.device)
 
     def converse(self, prompt_ids, n: int, temperature: float, max_tokens: int, reply: Reply) -> Rollout:
         """generate() with an environment. All responses take a turn, then all environments reply."""
-        rows = open_turns(prompt_ids, n, max_tokens)
-        due = list(range(len(rows)))
-        replies = Replies(lambda row: reply(row // n, rows[row]))
+        turns = open_turns(prompt_ids, n, max_tokens)
+        replies = Replies(lambda row: reply(row // n, turns[row]))
+        due = list(range(len(turns)))  # responses that take a turn now
         while due:
-            sampled = self.turn([rows[row].prompt for row in due], temperature, max(rows[row].room for row in due))
-            for row, (ids, logprobs, truncated) in zip(due, sampled):
-                room = rows[row].room  # The shortest turns of a batch may be cut off behind their own limit.
-                rows[row].add(ids[:room], logprobs[:room], truncated or len(ids) > room)
+            # All share the largest limit. A response with less room is cut off at its own.
+            limit = max(turns[row].room for row in due)
+            responses = self.sample([turns[row].prompt for row in due], temperature, limit)
+            for row, response in zip(due, responses):
+                room = turns[row].room
+                truncated = response.truncated or len(response.token_ids) > room
+                turns[row].add(response.token_ids[:room], response.logprobs[:room], truncated)
                 replies.ask(row)
-            arrived = []
+            due = []
             while replies.coming:
-                arrived += replies.take(idle=True)
-            for row, ids in arrived:
-                if ids is not None:
-                    rows[row].observe(ids)
-            due = sorted(row for row, ids in arrived if ids is not None)
-        return collate_turns(rows, self.weight_version, self.world.device)
+                for row, ids in replies.take(idle=True):
+                    if ids is not None:  # otherwise the episode has ended
+                        turns[row].observe(ids)
+                        due.append(row)
+            due.sort()
+        return collate_turns(turns, self.weight_version, self.world.device)
 
     @torch.no_grad()
-    def turn(
-        self, rows: list[list[int]], temperature: float, max_tokens: int
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """(ids, log-probs, whether the limit cut it off) of one response to each row."""
+    def sample(self, rows: list[list[int]], temperature: float, max_tokens: int) -> list[Response]:
+        """One response to each row of token ids."""
         tensors = [torch.tensor(ids, device=self.world.device) for ids in rows]
         # Padding on the left makes all responses start in the same column.
         inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)
-        attention_mask = pad_sequence([torch.ones_like(ids) for ids in tensors], True, padding_side="left")
-        recorder, seen = LogprobRecorder(temperature, self.never), {}
-        if with_images := [row for row in rows if hasattr(row, "images")]:
-            from common.data import images
-
-            seen = {name: value.to(inputs.device) for name, value in images.together(with_images).items()}
-            if "image_grid_thw" in seen:  # Qwen's positions depend on which tokens are an image's
-                seen["mm_token_type_ids"] = (inputs == self.never[0]).int()
+        attention_mask = pad_sequence(
+            [torch.ones_like(ids) for ids in tensors], batch_first=True, padding_side="left"
+        )  # (rows, width)
+        recorder = LogprobRecorder(temperature)
         output = self.model.generate(
-            inputs, attention_mask=attention_mask, **seen, logits_processor=LogitsProcessorList([recorder]),
-            do_sample=temperature > 0, top_k=0 if temperature > 0 else None, max_new_tokens=max_tokens,
-        )  # fmt: skip
-        recorder.record_choice(output)
-        sampled, logprobs = output[:, inputs.shape[1] :].tolist(), torch.stack(recorder.chosen, dim=1).tolist()
-        ends = [next((t + 1 for t, token in enumerate(row) if token in self.stop_token_ids), None) for row in sampled]
-        return [(row[:end], values[:end], end is None) for row, values, end in zip(sampled, logprobs, ends)]
+            inputs,
+            attention_mask=attention_mask,
+            **self.image_inputs(rows, inputs),
+            logits_processor=LogitsProcessorList([recorder]),
+            do_sample=temperature > 0,
+            top_k=0 if temperature > 0 else None,
+            max_new_tokens=max_tokens,
+        )
+        # `generate` does not call the recorder again after the last token.
+        recorder.record(output)
+        response_ids = output[:, inputs.shape[1] :].tolist()
+        logprobs = torch.stack(recorder.sampled, dim=1).tolist()
+        return [self.cut(ids, values) for ids, values in zip(response_ids, logprobs)]
+
+    def image_inputs(self, rows: list[list[int]], inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The model's inputs besides ids, for prompts with images. inputs: (rows, width), the padded ids."""
+        with_images = [row for row in rows if hasattr(row, "images")]
+        if not with_images:
+            return {}
+        from common.data import images
+
+        tensors = {name: value.to(inputs.device) for name, value in images.together(with_images).items()}
+        # Qwen's positions depend on which tokens are an image's.
+        if "image_grid_thw" in tensors:
+            tensors["mm_token_type_ids"] = (inputs == self.image_tokens[0]).int()
+        return tensors
+
+    def cut(self, ids: list[int], logprobs: list[float]) -> Response:
+        """A response without the padding that `generate` appends after a stop token."""
+        for t, token in enumerate(ids):
+            if token in self.stop_token_ids:
+                return Response(ids[: t + 1], logprobs[: t + 1], truncated=False)
+        return Response(ids, logprobs, truncated=True)
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy (name, full tensor) pairs into the model. Collective, because gathering the tensors is."""
-        parameters = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        weights = dict(self.model.named_parameters())
+        weights |= dict(self.model.named_buffers())
         for name, tensor in named_tensors:
-            parameters[name].copy_(tensor)
+            weights[name].copy_(tensor)
         self.weight_version += 1
 
     def sleep(self) -> None:

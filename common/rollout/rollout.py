@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from common.placement import World
 
@@ -34,6 +36,29 @@ class Rollout:
         return torch.tensor([len(ids) for ids in self.response_ids], device=self.response_mask.device)
 
 
+@dataclass
+class Response:
+    """One sampled response, as an engine returns it."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # one for each token
+    truncated: bool  # True if the length limit ended it
+
+
+def collate_responses(
+    prompt_ids: list[list[int]], n: int, responses: list[Response], weight_version: int, device
+) -> Rollout:
+    """The rollout of n responses to each prompt, group-major."""
+    return collate(
+        [ids for ids in prompt_ids for _ in range(n)],
+        [response.token_ids for response in responses],
+        [response.logprobs for response in responses],
+        [response.truncated for response in responses],
+        weight_version,
+        device,
+    )
+
+
 def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device, sampled=None) -> Rollout:
     """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
 
@@ -43,31 +68,47 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     """
     lengths = torch.tensor([len(ids) for ids in response_ids])  # (N,)
     width = int(lengths.max()) if len(lengths) else 0
-    mask = torch.arange(width)[None, :] < lengths[:, None]  # (N, T)
-    padded = torch.zeros(len(response_ids), width)  # (N, T)
+    in_response = torch.arange(width)[None, :] < lengths[:, None]  # (N, T) False on padding
+    padded_logprobs = torch.zeros(len(response_ids), width)  # (N, T)
+    # A mask takes values row by row, so the lists can be joined.
     if logprobs is not None:
-        padded[mask] = torch.tensor([x for row in logprobs for x in row], dtype=torch.float32)
+        padded_logprobs[in_response] = torch.tensor(list(chain(*logprobs)), dtype=torch.float32)
+    mask = in_response.clone()
     if sampled is not None:
-        mask[mask.clone()] = torch.tensor([x for row in sampled for x in row], dtype=torch.bool)
-    truncated = torch.tensor(truncated, dtype=torch.bool, device=device)
+        mask[in_response] = torch.tensor(list(chain(*sampled)), dtype=torch.bool)
+    # (1, 1) or (N, 1), which is spread over the tokens of each response.
     versions = torch.tensor(weight_version, dtype=torch.long).view(-1, 1) * mask  # (N, T)
-    return Rollout(prompt_ids, response_ids, mask.to(device), padded.to(device), truncated, versions.to(device))
+    return Rollout(
+        prompt_ids,
+        response_ids,
+        mask.to(device),
+        padded_logprobs.to(device),
+        torch.tensor(truncated, dtype=torch.bool, device=device),
+        versions.to(device),
+    )
 
 
 def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
-    """Join the chosen rows of several rollouts, in this order, and pad them to their own longest response."""
-    chosen = [(rollout, row) for rollout, rows in parts for row in rows]
-    selected = collate(
-        [rollout.prompt_ids[row] for rollout, row in chosen],
-        [rollout.response_ids[row] for rollout, row in chosen],
-        [rollout.rollout_logprobs[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
-        [rollout.truncated[row].item() for rollout, row in chosen],
-        [rollout.weight_versions[row, 0].item() for rollout, row in chosen],
-        parts[0][0].response_mask.device,
-        [rollout.response_mask[row, : len(rollout.response_ids[row])].tolist() for rollout, row in chosen],
+    """Join these rows of several rollouts, in this order, and pad them to their longest response."""
+    picked = [(rollout, row) for rollout, rows in parts for row in rows]
+    response_ids = [rollout.response_ids[row] for rollout, row in picked]
+    width = max((len(ids) for ids in response_ids), default=0)
+
+    def padded(name: str) -> torch.Tensor:
+        """The picked rows of a field of shape (N, T). A field has zeros behind a response, so a cut loses nothing."""
+        rows = [getattr(rollout, name)[row, :width] for rollout, row in picked]
+        return torch.stack([F.pad(values, (0, width - len(values))) for values in rows])
+
+    selected = Rollout(
+        [rollout.prompt_ids[row] for rollout, row in picked],
+        response_ids,
+        padded("response_mask"),
+        padded("rollout_logprobs"),
+        torch.stack([rollout.truncated[row] for rollout, row in picked]),
+        padded("weight_versions"),
     )
     if parts[0][0].episodes is not None:
-        selected.episodes = [rollout.episodes[row] for rollout, row in chosen]
+        selected.episodes = [rollout.episodes[row] for rollout, row in picked]
     return selected
 
 
@@ -81,4 +122,4 @@ def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list
     shares: list = [None] * world.rollout_tp
     dist.all_gather_object(shares, prompt_ids, group=world.tp_group)
     before = shares[: world.rank % world.rollout_tp]
-    return [ids for share in shares for ids in share], sum(len(share) for share in before)
+    return list(chain(*shares)), len(list(chain(*before)))

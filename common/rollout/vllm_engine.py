@@ -5,6 +5,7 @@ vLLM takes 8 s to import and reads its environment only then, so it is imported 
 
 import gc
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
@@ -12,36 +13,66 @@ from transformers import AutoConfig
 from common.data.tokenizer import has_safetensors, image_tokens
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
-from common.rollout.rollout import Done, Rollout, collate, gather_prompts
+from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather_prompts
 from common.rollout.turns import Reply
 
+MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
+CPU_BLOCK_TOKENS = 32  # tokens in a block of a CPU's KV cache: the fewest that vLLM allows
 
-def engine_settings(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, **limits: int) -> dict:
-    """Arguments of LLM(...). A server takes them as flags. limits: max_model_len (tokens) and max_num_seqs."""
-    cuda, sees_images = torch.cuda.is_available(), bool(image_tokens(AutoConfig.from_pretrained(model_path)))
-    transfer = ("nccl" if cuda else "shared_memory") if layout.split else "in_process"
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that one vLLM engine is asked for, in this process or as a server."""
+
+    model_path: str  # local folder or Hub name
+    dtype: torch.dtype  # the weights'
+    tensor_parallel: int  # devices that hold the engine together
+    layout: Layout
+    max_model_len: int  # tokens of a prompt and its response
+    max_num_seqs: int  # responses that it works on at the same time
+    kv_cache_bytes: int = 0  # on a CPU; on a GPU layout.rollout_memory decides
+
+
+def engine_settings(config: EngineConfig) -> dict:
+    """Arguments of LLM(...). A server takes them as flags."""
+    layout = config.layout
+    cuda = torch.cuda.is_available()
+    sees_images = bool(image_tokens(AutoConfig.from_pretrained(config.model_path)))
+    transfer = "in_process"
+    if layout.split:
+        transfer = "nccl" if cuda else "shared_memory"
     settings = {
-        "model": model_path,
-        "load_format": "safetensors" if has_safetensors(model_path) else "auto",
-        "dtype": str(dtype).removeprefix("torch."),
-        **limits,
-        "tensor_parallel_size": tp,
-        "skip_tokenizer_init": not sees_images,  # token ids in, token ids out; images go through a processor
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "logprobs_mode": "processed_logprobs",  # after the temperature, as the trainer computes them
+        "model": config.model_path,
+        "load_format": "safetensors" if has_safetensors(config.model_path) else "auto",
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel,
+        # Token ids go in and come out. Only images need vLLM's processor, and this its tokenizer.
+        "skip_tokenizer_init": not sees_images,
+        # No sampling defaults from the model's folder: they are another policy than the one trained.
+        "generation_config": "vllm",
+        # Log-probs after the temperature, as the trainer computes them.
+        "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": transfer},
         "enforce_eager": not cuda,  # CUDA graphs on a GPU; a CPU has nothing to capture
     }
     if cuda:
-        settings["hf_overrides"] = {"head_dtype": "float32"}  # logits as the trainer's; on a CPU: Float32Head
+        # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
+        settings["hf_overrides"] = {"head_dtype": "float32"}
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
-    else:
-        settings["block_size"] = 32  # tokens, the fewest: responses to one prompt share its whole blocks,
-        if not layout.split and not sees_images:  # and its last one as well, which says nothing of images
-            settings["kv_transfer_config"] = {
-                "kv_connector": "PromptTails", "kv_connector_module_path": "common.rollout.vllm_tails",
-                "kv_role": "kv_both",
-            }  # fmt: skip
+        return settings
+    if config.kv_cache_bytes:
+        settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
+    # It knows a prompt by its token ids, which say nothing about images.
+    settings["block_size"] = CPU_BLOCK_TOKENS
+    if not layout.split and not sees_images:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "PromptTails",
+            "kv_connector_module_path": "common.rollout.vllm_tails",
+            "kv_role": "kv_both",
+        }
     return settings
 
 
@@ -49,7 +80,7 @@ def sampling_settings(
     temperature: float, max_tokens: int, stop_token_ids: list[int], never: tuple[int, ...] = ()
 ) -> dict:
     """Arguments of SamplingParams(...). A server takes the same ones as JSON. never: tokens that are not sampled."""
-    return {
+    settings = {
         "temperature": temperature,
         "top_p": 1.0,  # top-p, top-k and penalties would sample from another policy than the one trained
         "top_k": 0,
@@ -57,8 +88,10 @@ def sampling_settings(
         "stop_token_ids": stop_token_ids,
         "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
-        **({"logit_bias": dict.fromkeys(never, -100.0)} if never else {}),  # the most that vLLM allows
     }
+    if never:
+        settings["logit_bias"] = dict.fromkeys(never, -100.0)  # the most that vLLM allows
+    return settings
 
 
 def request(ids: list[int]) -> dict:
@@ -78,25 +111,28 @@ class VLLMEngine:
 
     saved_names = True  # vLLM's loaders know the names in a model's files
 
-    def __init__(
-        self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, layout: Layout,
-        **limits: int,
-    ):  # fmt: skip
+    def __init__(self, config: EngineConfig, stop_token_ids: list[int], world: World):
         from vllm import LLM
         from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
         from common.rollout import vllm_weights
 
         gc.collect()
-        gc.freeze()  # vLLM collects garbage five times while it starts, which takes 2 s if it walks through all modules
+        # vLLM collects garbage five times while it starts, which takes 2 s if it walks through all modules.
+        gc.freeze()
         vllm_weights.register()
-        # Where vLLM has no model of its own it changes transformers' class, and so the trainer's model of that class.
-        TorchCompileWithNoGuardsWrapper.do_not_compile = True  # models that vLLM makes set this attribute themselves
-        self.stop_token_ids, self.world, self.wire_dtype = stop_token_ids, world, dtype
-        self.never = image_tokens(AutoConfig.from_pretrained(model_path))
-        self.weight_version, self.asleep, self.longest = 0, False, limits["max_model_len"]
+        # For models that vLLM runs through transformers, its compile wrapper patches the class itself, which would also
+        # change the trainer's model. Models that vLLM has written set this attribute themselves.
+        TorchCompileWithNoGuardsWrapper.do_not_compile = True
+        self.stop_token_ids = stop_token_ids
+        self.world = world
+        self.wire_dtype = config.dtype
+        self.longest = config.max_model_len
+        self.never = image_tokens(AutoConfig.from_pretrained(config.model_path))
+        self.weight_version = 0
+        self.asleep = False
         self.llm = LLM(
-            **engine_settings(model_path, dtype, world.rollout_tp, layout, **limits),
+            **engine_settings(config),
             seed=world.engine_index,
             distributed_executor_backend="external_launcher",  # torchrun has started the ranks already
             enable_sleep_mode=world.device.type == "cuda",
@@ -107,57 +143,68 @@ class VLLMEngine:
         """One line with the sizes that vLLM derived from the job."""
         config = self.llm.llm_engine.vllm_config
         cache, scheduler = config.cache_config, config.scheduler_config
-        said = f"{scheduler.max_num_seqs} responses at once, {scheduler.max_num_batched_tokens} tokens a forward, "
-        return said + f"KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
+        return (
+            f"{scheduler.max_num_seqs} responses at once, {scheduler.max_num_batched_tokens} tokens a forward, "
+            f"KV cache of {cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
+        )
 
     def generate(
-        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
-        done: Done | None = None, reply: Reply | None = None,
-    ) -> Rollout:  # fmt: skip
+        self,
+        prompt_ids: list[list[int]],
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        done: Done | None = None,
+        reply: Reply | None = None,
+    ) -> Rollout:
         """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
-        from vllm import SamplingParams
-
-        world, settings = self.world, sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
-        if world.device.type == "cpu":  # vLLM draws from this generator. The shift keeps engines from drawing the same.
-            torch.manual_seed((seed << 12) + world.engine_index)
+        settings = sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
         settings |= {"n": n, "flat_logprobs": True}
+        if self.world.device.type == "cpu":
+            # vLLM draws from this generator on a CPU. Without the engine's index all engines would draw the same.
+            torch.manual_seed((seed << 12) + self.world.engine_index)
         if reply is not None:
             from common.rollout.vllm_turns import converse
 
             return converse(self, prompt_ids, settings, seed, reply)
-        sampling = SamplingParams(**settings)
-        all_prompts, first = gather_prompts(prompt_ids, world)
-        if world.device.type == "cuda":  # vLLM's sampler there ignores torch's generator: requests bring their seeds
-            engines = world.size // world.rollout_tp
-            seeds = [request_seed(seed, i * engines + world.engine_index, n) for i in range(len(all_prompts))]
-            sampling = [SamplingParams(**settings, seed=each) for each in seeds]
+
+        all_prompts, first = gather_prompts(prompt_ids, self.world)
+        sampling = self.sampling_params(settings, seed, len(all_prompts))
         names = self.llm.enqueue([request(ids) for ids in all_prompts], sampling, use_tqdm=False)
-        indices = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds "-" and random characters
-        outputs, error = {}, None
+        indices = {}  # name of a request -> index of its prompt
+        for i, name in enumerate(names):
+            indices[name.partition("-")[0]] = i  # vLLM adds "-" and random characters
+        groups: dict[int, list[Response]] = {}  # index of one of this rank's prompts -> its n responses
+        error = None
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.llm.llm_engine.step():
                 i = indices[output.request_id] - first
-                if output.finished and 0 <= i < len(prompt_ids):
-                    if hasattr(prompt_ids[i], "images"):
-                        try:
-                            prompt_ids[i].check(output.prompt_token_ids)
-                        except RunFailed as failed:
-                            error = failed
-                    outputs[i] = output.outputs
-                    if done is not None:
-                        ids = [list(response.token_ids) for response in output.outputs]
-                        done(i, ids, [response.finish_reason == "length" for response in output.outputs])
-        if self.never:  # other ranks would wait for one that leaves alone
+                if not output.finished or not 0 <= i < len(prompt_ids):
+                    continue  # a part of a response, or a prompt of another rank
+                groups[i] = [to_response(completion) for completion in output.outputs]
+                error = error or image_error(prompt_ids[i], output.prompt_token_ids)
+                if done is not None:
+                    done(i, [each.token_ids for each in groups[i]], [each.truncated for each in groups[i]])
+        # Only models that see images can have this error. If one rank stopped alone, the others would wait for it.
+        if self.never:
             raise_together(error)
-        responses = [response for i in range(len(prompt_ids)) for response in outputs[i]]
-        return collate(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [list(response.token_ids) for response in responses],
-            [response.logprobs.logprobs for response in responses],
-            [response.finish_reason == "length" for response in responses],
-            self.weight_version,
-            world.device,
-        )
+        responses = [response for i in range(len(prompt_ids)) for response in groups[i]]
+        return collate_responses(prompt_ids, n, responses, self.weight_version, self.world.device)
+
+    def sampling_params(self, settings: dict, seed: int, prompts: int):
+        """SamplingParams for all prompts or, on a GPU, a list with those of each prompt. There vLLM's sampler ignores
+        torch's generator, so each request brings a seed of its own.
+        """
+        from vllm import SamplingParams
+
+        world = self.world
+        if world.device.type == "cpu":
+            return SamplingParams(**settings)
+        engines = world.size // world.rollout_tp
+        # The number of each prompt in the step, over all engines.
+        numbers = [i * engines + world.engine_index for i in range(prompts)]
+        return [SamplingParams(**settings, seed=request_seed(seed, number, settings["n"])) for number in numbers]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights by (name, full tensor) pairs. Collective, because gathering the tensors is."""
@@ -169,8 +216,9 @@ class VLLMEngine:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.asleep = False
-        self.llm.reset_prefix_cache()  # the old weights computed its keys and values
-        if self.never:  # and the vectors of the images
+        # The old weights computed the keys and values in the caches, and the vectors of images.
+        self.llm.reset_prefix_cache()
+        if self.never:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
         self.weight_version += 1
@@ -188,7 +236,24 @@ class VLLMEngine:
         core = self.llm.llm_engine.engine_core
         if self.world.device.type == "cuda":
             core.shutdown()
-        else:  # vLLM's own would also look for garbage, for a second, in all that the process is about to leave
-            core._finalizer.detach()  # it would call that at exit
+        else:
+            # vLLM's shutdown would collect garbage for a second, in a process that is about to end. Without the
+            # finalizer it would do so at exit.
+            core._finalizer.detach()
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+def to_response(completion) -> Response:
+    """vLLM's CompletionOutput as ours."""
+    return Response(list(completion.token_ids), completion.logprobs.logprobs, completion.finish_reason == "length")
+
+
+def image_error(ids: list[int], engine_ids: list[int]) -> RunFailed | None:
+    """The error of a prompt whose images have become other ids in the engine than in the trainer, or None."""
+    if hasattr(ids, "images"):
+        try:
+            ids.check(engine_ids)
+        except RunFailed as failed:
+            return failed
+    return None

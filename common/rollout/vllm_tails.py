@@ -1,12 +1,17 @@
 """The end of a prompt is computed once for all responses to it: a connector for vLLM's KV cache, on a CPU.
 
-vLLM keeps keys and values in blocks, of 32 tokens on a CPU, and requests with the same start share whole blocks. The
-tail of a prompt, which fills a part of its last block, would be computed again for each response. Here the first
-response to a prompt computes it, a copy of that block is kept, and the other responses, which wait for one forward,
-begin with the copy. They compute only the prompt's last token, because they need its logits.
+vLLM keeps keys and values in blocks of 32 tokens. Requests with the same start share whole blocks. The tail of a
+prompt, which fills a part of its last block, would be computed again for each response:
 
-vLLM makes one connector for its scheduler, and one for its worker, which gets `Orders` from the first. Both run in one
-process and one thread, in turns.
+    prompt of 46 tokens       [ 32 tokens, shared ][ 14 tokens + 18 free places ]
+                                                     ^ the tail; each response continues in a copy of this block
+
+Here the first response computes the tail, and the worker saves a copy of its block. The other responses wait for this
+one forward, and start with the copy in a block of their own. They compute only the prompt's last token, because they
+need its logits. With short answers this takes a quarter of the time off a rollout (baselines/performance).
+
+vLLM makes one connector for its scheduler and one for its worker, which gets `BlockCopies` from the first. Both run in
+one process and one thread, in turns.
 """
 
 from collections import defaultdict
@@ -20,12 +25,12 @@ Ids = tuple[int, ...]  # token ids of a prompt
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
-    """Copies that the worker makes around one forward. A place is the number of a block in the KV cache."""
+class BlockCopies(KVConnectorMetadata):
+    """The copies that the worker makes around one forward. A block is a number: its place in the KV cache."""
 
-    give: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the prompt's copy there
-    drop: list[Ids] = field(default_factory=list)  # then: free these copies
-    keep: list[tuple[Ids, int]] = field(default_factory=list)  # after the forward: copy the block
+    restore: list[tuple[Ids, int]] = field(default_factory=list)  # before the forward: write the saved tail there
+    drop: list[Ids] = field(default_factory=list)  # then: free these saved tails
+    save: list[tuple[Ids, int]] = field(default_factory=list)  # after the forward: copy the block
 
 
 class PromptTails(KVConnectorBase_V1):
@@ -36,78 +41,87 @@ class PromptTails(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         # The scheduler's side.
         self.waiting: dict[Ids, set[str]] = defaultdict(set)  # prompt -> requests that have never been scheduled
-        self.first: dict[Ids, object] = {}  # prompt -> the request that is computing its tail for the others
-        self.kept: set[Ids] = set()  # prompts whose tail the worker has copied
-        self.orders = Orders()
+        self.computing: dict[Ids, object] = {}  # prompt -> the request that computes its tail for the others
+        self.saved: set[Ids] = set()  # prompts whose tail the worker has saved
+        self.copies = BlockCopies()  # around the next forward
         # The worker's side.
-        self.caches: list[torch.Tensor] = []  # one a layer; the first dimension counts blocks
-        self.copies: dict[Ids, list[torch.Tensor]] = {}  # prompt -> its last block in each layer
+        self.caches: list[torch.Tensor] = []  # one for each layer; the first dimension counts blocks
+        self.tails: dict[Ids, list[torch.Tensor]] = {}  # prompt -> its last block in each layer
 
     def on_new_request(self, request) -> None:
         self.waiting[tuple(request.prompt_token_ids)].add(request.request_id)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that a copy provides after the shared blocks. None: the copy is not there yet, so ask again."""
+        """Tokens that a saved tail provides after the shared blocks. None: it isn't saved yet, so ask again."""
         ids = tuple(request.prompt_token_ids)
-        missing = len(ids) - 1 - num_computed_tokens  # without the last token, whose logits are needed
-        if ids in self.kept and missing < self.block_size and not request.num_output_tokens:
+        missing = len(ids) - 1 - num_computed_tokens  # without the last token, because its logits are needed
+        if ids in self.saved and missing < self.block_size and not request.num_output_tokens:
             return missing, False
-        return (0 if self.first.get(ids, request) is request else None), False
+        if self.computing.get(ids, request) is request:
+            return 0, False  # nobody computes this tail, or this request does
+        return None, False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         ids = tuple(request.prompt_token_ids)
         self.waiting[ids].discard(request.request_id)
+        # The last token is computed by every response, so it is no part of the tail.
+        tail_tokens = (len(ids) - 1) % self.block_size
         if num_external_tokens:
-            self.orders.give.append((ids, self.last_block(request)))
-        elif ids not in self.kept and self.waiting[ids] and (len(ids) - 1) % self.block_size >= SHORTEST_TAIL:
-            self.first.setdefault(ids, request)
-        self.forget(ids)
+            self.copies.restore.append((ids, self.last_block(request)))
+        elif ids not in self.saved and self.waiting[ids] and tail_tokens >= SHORTEST_TAIL:
+            self.computing.setdefault(ids, request)
+        self.forget_if_unneeded(ids)
 
-    def build_connector_meta(self, scheduler_output) -> Orders:
-        for ids, request in list(self.first.items()):
-            computed = request.num_computed_tokens + scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
-            if computed >= len(ids):  # A long prompt takes several forwards; this is the last of them.
-                self.orders.keep.append((ids, self.last_block(request)))
-                self.kept.add(ids)
-                del self.first[ids]
-        orders, self.orders = self.orders, Orders()
-        return orders
+    def build_connector_meta(self, scheduler_output) -> BlockCopies:
+        for ids, request in list(self.computing.items()):
+            scheduled = scheduler_output.num_scheduled_tokens.get(request.request_id, 0)
+            # A long prompt takes several forwards. Its block can be saved after the last one.
+            if request.num_computed_tokens + scheduled >= len(ids):
+                self.copies.save.append((ids, self.last_block(request)))
+                self.saved.add(ids)
+                del self.computing[ids]
+        copies = self.copies
+        self.copies = BlockCopies()
+        return copies
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, None]:
         ids = tuple(request.prompt_token_ids)
         self.waiting[ids].discard(request.request_id)
-        if self.first.get(ids) is request:  # It was cancelled. The next one computes the tail.
-            del self.first[ids]
-        self.forget(ids)
+        if self.computing.get(ids) is request:  # It was cancelled. The next one computes the tail.
+            del self.computing[ids]
+        self.forget_if_unneeded(ids)
         return False, None
 
     def last_block(self, request) -> int:
-        """The place of the block with the end of a request's prompt."""
+        """The block with the end of a request's prompt."""
         blocks = self._kv_cache_manager.get_blocks(request.request_id).get_block_ids()[0]
         return blocks[(request.num_prompt_tokens - 1) // self.block_size]
 
-    def forget(self, ids: Ids) -> None:
-        """Drop a prompt's copy when no request waits for it."""
-        if not self.waiting[ids]:
-            del self.waiting[ids]
-            if ids in self.kept:
-                self.kept.discard(ids)
-                self.orders.drop.append(ids)
+    def forget_if_unneeded(self, ids: Ids) -> None:
+        """Drop a prompt's saved tail when no request waits for it."""
+        if self.waiting[ids]:
+            return
+        del self.waiting[ids]
+        if ids in self.saved:
+            self.saved.discard(ids)
+            self.copies.drop.append(ids)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(kv_caches.values())
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
-        orders = self._get_connector_metadata()
-        for i, cache in enumerate(self.caches if orders.give else []):
-            copies = torch.stack([self.copies[ids][i] for ids, _ in orders.give])
-            cache.index_copy_(0, torch.tensor([place for _, place in orders.give]), copies)
-        for ids in orders.drop:
-            del self.copies[ids]
+        copies = self._get_connector_metadata()
+        if copies.restore:
+            blocks = torch.tensor([block for _, block in copies.restore])
+            for layer, cache in enumerate(self.caches):
+                tails = torch.stack([self.tails[ids][layer] for ids, _ in copies.restore])
+                cache.index_copy_(0, blocks, tails)
+        for ids in copies.drop:
+            del self.tails[ids]
 
     def wait_for_save(self) -> None:
-        for ids, place in self._get_connector_metadata().keep:
-            self.copies[ids] = [cache[place].clone() for cache in self.caches]
+        for ids, block in self._get_connector_metadata().save:
+            self.tails[ids] = [cache[block].clone() for cache in self.caches]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: start_load_kv has copied everything."""

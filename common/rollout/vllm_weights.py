@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models import registry
 
-from common.trainer.logits import rounded_products
+from common.placement import rounded_products
 
 
 @dataclass
@@ -49,8 +49,8 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
 
     def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
-        decoder = getattr(model, "language_model", model)  # part of a model that sees images
-        # Gemma 2 has no head beside its embeddings.
+        decoder = getattr(model, "language_model", model)  # a model that sees images has its decoder inside
+        # Gemma 2 has no separate head: its embedding computes the logits.
         self.head = decoder.lm_head if hasattr(decoder, "lm_head") else decoder.model.embed_tokens
         if device.type == "cpu" and self.model_config.dtype == torch.bfloat16:
             self.head.quant_method = Float32Head()
@@ -76,11 +76,11 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
         if self.device.type != "cpu":
             return
         if self.model_config.hf_config.tie_word_embeddings:
-            # The reload repacks the embedding, but the head that shares it keeps its old packed copy. Without this
+            # The reload packs the embedding anew, but the head that shares it keeps its old packed copy. Without this
             # line log-probs are off by 8e-2 after the first update and by 2e-1 after the third, and nothing fails.
             self.head.quant_method.process_weights_after_loading(self.head)
         for layer in self.model.modules():
-            # Experts that were packed once keep that copy: log-probs would be off by 2 to 4, and nothing fails.
+            # Experts keep the copy that was packed first, too. Log-probs would be off by 2 to 4, and nothing fails.
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
@@ -106,13 +106,15 @@ class SharedMemoryTransfer(InProcessTransfer):
 
 
 def register() -> None:
-    """Make the backends known to vLLM in this process. A second call changes nothing.
-
-    vLLM asks a fresh interpreter about the class of a model it has not seen before, to keep CUDA out of this process.
-    Without CUDA it asks here, which saves 9 s of computing.
-    """
+    """Make the backends known to vLLM in this process. A second call changes nothing."""
     if not torch.cuda.is_available():
-        registry._run_in_subprocess = lambda inspect: inspect()
-    for name, engine in (("in_process", InProcessTransfer), ("shared_memory", SharedMemoryTransfer)):
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, engine)
+        # Before vLLM loads a family for the first time, it looks at the model's class in a fresh interpreter, to keep
+        # CUDA out of this process. Without CUDA it can look here, which saves 9 s.
+        registry._run_in_subprocess = run_here
+    if "in_process" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("in_process", InProcessTransfer)
+        WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryTransfer)
+
+
+def run_here(function):
+    return function()

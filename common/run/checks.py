@@ -33,7 +33,7 @@ def check_world(rollout_tp: int, layout=Layout(), backend: str = "vllm", shardin
         if ranks < 1 or size % ranks:
             raise BadInput(f"--{flag} {ranks} does not divide the {size} ranks")
     if torch.cuda.is_available() and local_size + len(layout.rollout_devices) > torch.cuda.device_count():
-        servers = f" and {len(layout.rollout_devices)} --rollout-servers" if layout.rollout_devices else ""
+        servers = f" and {len(layout.rollout_devices)} --rollout-devices" if layout.rollout_devices else ""
         raise BadInput(f"{local_size} ranks{servers} on this node, which has {torch.cuda.device_count()} GPUs")
     check_layout(layout, rollout_tp, backend)
     return size
@@ -77,30 +77,30 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
         raise BadInput(f"--max-inflight-batches {layout.max_inflight_batches}: expected 1, or 2 for one batch ahead")
     if not layout.split:
         if devices or urls or layout.max_inflight_batches > 1:
-            raise BadInput("--rollout-servers, --max-inflight-batches 2: need --rollout-placement split")
+            raise BadInput(
+                "--rollout-devices, --rollout-urls and --max-inflight-batches 2 need --rollout-placement split"
+            )
         return
     if bad := [url for url in urls if not re.fullmatch(r"https?://[^/?#@]+/?", url)]:
-        raise BadInput(
-            f"--rollout-servers {re.split('[?#]', bad[0])[0]}: expected numbers of devices, or http://HOST:PORT"
-        )
+        raise BadInput(f"--rollout-urls {re.split('[?#]', bad[0])[0]}: expected http://HOST:PORT")
     if backend != "vllm":
         raise BadInput(f"--rollout-placement split needs vLLM's servers; --rollout-backend {backend} has none")
     if bool(devices) == bool(urls):
-        raise BadInput("--rollout-placement split: needs --rollout-servers, all of them devices or all of them URLs")
+        raise BadInput("--rollout-placement split needs --rollout-devices or --rollout-urls, and not both")
     cuda = torch.cuda.is_available()
     kind = "GPUs" if cuda else "cores"
     there = list(range(torch.cuda.device_count())) if cuda else sorted(os.sched_getaffinity(0))
     if len(set(devices)) < len(devices) or not set(devices) <= set(there):
-        raise BadInput(f"--rollout-servers {devices}: expected different ones of this node's {kind}, {there}")
+        raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {there}")
     if devices and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         raise BadInput(
-            "--rollout-servers: devices are of one node; on several, start servers by scripts/serve_rollout.sh and "
-            "give their URLs"
+            "--rollout-devices works on one node; on several, start servers with scripts/serve_rollout.sh and pass "
+            "--rollout-urls"
         )
     if set(devices) == set(there):
-        raise BadInput(f"--rollout-servers {devices}: none of this node's {len(there)} {kind} is left for the trainer")
+        raise BadInput(f"--rollout-devices {devices}: none of this node's {len(there)} {kind} is left for the trainer")
     if len(devices) % rollout_tp:
-        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} devices of --rollout-servers")
+        raise BadInput(f"--rollout-tp {rollout_tp} does not divide the {len(devices)} --rollout-devices")
 
 
 def check_images(prompts: list[Prompt], compute: batching.Compute, environment="", layout=Layout()) -> None:

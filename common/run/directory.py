@@ -33,13 +33,13 @@ MAY_DIFFER = {  # flag that may change when a run is resumed -> the reason; all 
     **dict.fromkeys(("eval_every", "rollouts_every", "track"), "is measured or written, not trained on"),
     "max_logprob_gap": "only stops the run",
     **dict.fromkeys(("token_budget", "shared_prompts", "activation_checkpointing", "offload", "rollout_tp"), LAYOUT),
-    **dict.fromkeys(("rollout_memory", "rollout_placement", "rollout_servers"), LAYOUT),
+    **dict.fromkeys(("rollout_memory", "rollout_placement", "rollout_devices", "rollout_urls"), LAYOUT),
     **dict.fromkeys(("sequence_parallel", "shard_size"), LAYOUT),
 }
 # Flags of older versions. A run.json that has them can still be resumed.
 REMOVED = ("reward_failure", "trust_pickle", "selftest", "rollout_batched_tokens", "rollout_max_seqs",
            "inflight_updates", "collective_timeout", "overlong_factor", "hub", "overlong_prompts",
-           "rollout_devices", "rollout_urls", "profile")  # fmt: skip
+           "rollout_servers", "profile")  # fmt: skip
 
 
 def name_of(args) -> str:

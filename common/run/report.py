@@ -19,7 +19,7 @@ from common.run.directory import described, read_metrics
 
 PHASES = {  # phase of a step -> ways to make it faster
     "rollout": "shorter responses (--max-response-tokens), more memory for the engine (--rollout-memory)",
-    "wait": "more --rollout-servers, because responses take longer than training",
+    "wait": "more --rollout-devices or --rollout-urls, because responses take longer than training",
     "reward": "more workers, or a service on another machine (docs/rewards.md)",
     "logprobs": "a larger --token-budget; fewer --mini-batches, as the first needs none without KL in the reward",
     "prm": "a larger --token-budget, no --activation-checkpointing or --offload if memory allows",

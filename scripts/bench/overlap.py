@@ -38,7 +38,7 @@ def run(folder: Path, steps: int, inflight: int, epochs: int, sleep: float) -> l
         f"    time.sleep({sleep})\n    return [grade_gsm8k(item.response, item.answer) for item in items]\n"
     )
     core = max(os.sched_getaffinity(0))
-    flags = ["--rollout-placement", "split", "--rollout-servers", core, "--max-inflight-batches", inflight]
+    flags = ["--rollout-placement", "split", "--rollout-devices", core, "--max-inflight-batches", inflight]
     flags += ["--tis-cap", 2]  # a batch in flight needs it
     flags += ["--steps", steps, "--epochs", epochs, "--reward", f"{reward}:score", "--eval-prompts", 0]
     flags += ["--run-dir", folder, "--rollouts-every", 1000, "--kl-coef", 0.001]  # with a KL term no row is skipped

@@ -46,7 +46,7 @@ def start(args: Args, changes: dict) -> None:
     from common.rollout import vllm_engine
 
     own = vllm_engine.engine_settings
-    vllm_engine.engine_settings = lambda *given, **limits: own(*given, **limits) | changes
+    vllm_engine.engine_settings = lambda config: own(config) | changes
     tokenizer, stops = load_tokenizer(args.model)
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(

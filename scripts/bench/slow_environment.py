@@ -47,7 +47,7 @@ def metrics(environment: str, prompts: int, args: Args, folder: Path) -> list[di
     command += ["--max-prompt-tokens", 64, "--steps", args.steps, "--prompts-per-step", prompts]
     command += ["--eval-prompts", 0, "--run-dir", folder]
     if args.ahead:
-        command += ["--rollout-placement", "split", "--rollout-servers", max(os.sched_getaffinity(0))]
+        command += ["--rollout-placement", "split", "--rollout-devices", max(os.sched_getaffinity(0))]
         command += ["--max-inflight-batches", 2, "--tis-cap", 2]
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

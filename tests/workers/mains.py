@@ -51,7 +51,7 @@ started: list["StubEngine"] = []  # the engines of all runs
 
 
 class StubEngine:
-    weight_version, wire_dtype, saved_names, holes = 0, None, False, False
+    weight_version, wire_dtype, saved_names, holes = 0, torch.float32, False, False
 
     def __init__(self, world):
         self.world, self.tokenizer, self.pushed = world, embedded.tokenizer(), []

@@ -19,15 +19,17 @@ from common.rollout import hf_engine
 from common.trainer import batching
 
 broken, run_dir, *flags = sys.argv[1:]
-compute_advantages, collate = grpo.compute_advantages, hf_engine.collate
+compute_advantages, collate_responses = grpo.compute_advantages, hf_engine.collate_responses
 
 
-def wrong_logprobs(prompts, responses, logprobs, *rest):
-    return collate(prompts, responses, [[x - 0.01 for x in row] for row in logprobs], *rest)
+def wrong_logprobs(prompts, n, responses, *rest):
+    for response in responses:
+        response.logprobs = [x - 0.01 for x in response.logprobs]
+    return collate_responses(prompts, n, responses, *rest)
 
 
 if broken == "wrong_rollout":
-    hf_engine.collate = wrong_logprobs
+    hf_engine.collate_responses = wrong_logprobs
 if broken == "share":
     batching.SHARED_PROMPT_MIN_TOKENS = 1
 if broken == "stale":

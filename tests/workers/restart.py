@@ -6,8 +6,10 @@ import torch.distributed as dist
 from common import placement
 from common.data import arithmetic
 from common.errors import RunFailed
+from common.rollout.rollout import Response
 from common.rollout.servers import client, process
 from common.rollout.servers.engine import ServerEngine
+from common.rollout.vllm_engine import EngineConfig
 
 LOST = (1, 3)  # rank 1 loses its first and third request; the second repeats the first
 asked = []
@@ -45,16 +47,23 @@ async def ask_all(requests: list, version: int, done, follow) -> list:
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
         raise RunFailed(f"rollout server {url} is gone", code="server-gone")
-    return [[client.Response([7], [-0.5], False, str(version))]]
+    return [[Response([7], [-0.5], False)]]
 
 
 def main() -> None:
     started = iter((1, 2))
-    process.start = lambda *args, **limits: [Server(f"http://own{next(started)}")]
+    process.start = lambda config: [Server(f"http://own{next(started)}")]
     client.Control, client.ask_all = Control, ask_all
     world = placement.init(0)
-    layout, limits = placement.Layout("split", ("1",)), {"max_model_len": 64, "max_num_seqs": 8}
-    engine = ServerEngine(arithmetic.WARM_START, [1], world, torch.float32, 1, layout, {}, **limits)
+    config = EngineConfig(
+        model_path=arithmetic.WARM_START,
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=placement.Layout("split", (1,)),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+    engine = ServerEngine(config, [1], world)
     engine.load_weights(Weights())
     batch = engine.generate([[5]], n=1, temperature=1.0, max_tokens=1, seed=0)
     print(f"goes on with version {batch.weight_versions.item()} at {engine.urls[0]}", flush=True)

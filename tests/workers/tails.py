@@ -33,8 +33,10 @@ def computed_tokens(engine, prompts, **sampling):
     batch = engine.generate(prompts, **sampling)
     scheduler.schedule = schedule
     connector = scheduler.connector
-    assert not (connector.waiting or connector.first or connector.kept), "the scheduler's side still expects a request"
-    assert not get_kv_transfer_group().copies, "a copy is left over"
+    assert not (connector.waiting or connector.computing or connector.saved), (
+        "the scheduler's side still expects a request"
+    )
+    assert not get_kv_transfer_group().tails, "a copy is left over"
     return batch, tokens
 
 
@@ -44,7 +46,7 @@ def cancel_the_first(llm, prompt: list[int]) -> None:
     first, _ = (llm.add_request(name, {"prompt_token_ids": prompt}, sampling) for name in "ab")
     llm.engine_core.engine_core.scheduler.reset_prefix_cache()
     llm.step()
-    assert llm.engine_core.engine_core.scheduler.connector.first, "the first forward has computed the whole prompt"
+    assert llm.engine_core.engine_core.scheduler.connector.computing, "the first forward has computed the whole prompt"
     llm.abort_request([first], internal=True)
     steps = 0
     while llm.has_unfinished_requests():
@@ -63,7 +65,7 @@ def main(model_path: str) -> None:
         {"max_num_seqs": 4},  # most responses wait until others have ended, the first one among them
         {"num_gpu_blocks_override": 14},  # requests lose their blocks and begin again
     ):
-        vllm_engine.engine_settings = lambda *args, limits=limits, **own: own_settings(*args, **own) | limits
+        vllm_engine.engine_settings = lambda config, limits=limits: own_settings(config) | limits
         engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
         _, prefill = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=1, seed=0)
         engine.llm.reset_prefix_cache()

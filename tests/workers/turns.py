@@ -42,7 +42,7 @@ def main(model_path: str, environment: str, tp: int, backend: str) -> None:
     layout = placement.Layout()
     if backend == "servers":
         backend, cores = "vllm", sorted(os.sched_getaffinity(0))[:2]
-        layout = placement.Layout(rollout_placement="split", rollout_servers=tuple(map(str, cores)))
+        layout = placement.Layout(rollout_placement="split", rollout_devices=tuple(cores))
     tokenizer, _ = load_tokenizer(model_path)
     # With many end tokens a random model takes short turns.
     ends = sorted(tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>", "<|eot_id|>", *"uvwxyz"]))

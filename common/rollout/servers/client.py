@@ -8,32 +8,56 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 import httpx
+from pydantic import BaseModel, Field, NonNegativeInt
 
-from common.data.json_lines import is_count, is_number, parse
 from common.errors import RunFailed
-from common.rollout.rollout import Done
+from common.rollout.rollout import Done, Response
 from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
 from common.rollout.turns import REPLIES_AT_ONCE
 
 GENERATE = "/inference/v1/generate"
 UPDATE_SECONDS = 300.0  # for one part of a weight update
-HEALTH_EVERY_SECONDS, HEALTH_ANSWER_SECONDS = 4.0, 5.0  # a server that hangs is found within three times their sum
+# A server that hangs fails three health checks in a row, so it is found within three times the sum of these.
+HEALTH_EVERY_SECONDS = 4.0
+HEALTH_ANSWER_SECONDS = 5.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
-IDLE_SECONDS = 1.0  # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way
-LOWEST_LOGPROB = -9998.0  # vLLM reports -9999 for a log-prob that is not a number
+# vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
+IDLE_SECONDS = 1.0
+# vLLM reports -9999 for a log-prob that is not a number.
+LOWEST_LOGPROB = -9998.0
 
 
-@dataclass
-class Response:
-    """One sampled response."""
+# The parts of vLLM's replies that we read. vLLM has classes for them, too, but they take 8 s to import, and they accept
+# a reply without log-probs.
+class TokenLogprob(BaseModel):
+    logprob: float = Field(gt=LOWEST_LOGPROB)  # refuses NaN, too
 
-    token_ids: list[int]
-    logprobs: list[float]
-    truncated: bool  # True if the length limit ended it
-    weight_version: str
+
+class Logprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class VersionSpan(BaseModel):
+    version: str  # number of the weights that sampled some of the response's tokens
+
+
+class Choice(BaseModel):
+    index: int
+    token_ids: list[NonNegativeInt] = Field(min_length=1)
+    logprobs: Logprobs
+    finish_reason: Literal["stop", "length"]
+    weight_versions: list[VersionSpan]
+
+
+class Reply(BaseModel):
+    choices: list[Choice]
+
+
+class WorldSize(BaseModel):
+    world_size: int
 
 
 @contextlib.contextmanager
@@ -42,16 +66,22 @@ def named_errors(url: str, path: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPStatusError as error:
-        status, text = error.response.status_code, error.response.text[:300]
-        hint = "; scripts/serve_rollout.sh starts a server that has this route" if status == 404 else ""
-        code = "server-refused" if healthy(url) else "server-gone"  # a dying engine is answered with an error, too
-        raise RunFailed(f"rollout server {url} refused {path} ({status}): {text}{hint}", code=code) from None
+        status = error.response.status_code
+        message = f"rollout server {url} refused {path} ({status}): {error.response.text[:300]}"
+        if status == 404:
+            message += "; scripts/serve_rollout.sh starts a server that has this route"
+        # A front end whose engine has died answers with an error, too. Only its health tells.
+        code = "server-refused" if healthy(url) else "server-gone"
+        raise RunFailed(message, code=code) from None
     except httpx.HTTPError as error:
-        said = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
-        raise RunFailed(said, code="server-gone") from None
-    except (LookupError, TypeError, ValueError) as error:
-        said = f"rollout server {url} answered {path} unlike vLLM: {type(error).__name__}: {error}"
-        raise RunFailed(said, code="server-refused") from None
+        # There is no connection, or it broke before the reply was complete.
+        message = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
+        raise RunFailed(message, code="server-gone") from None
+    except ValueError as error:
+        # The page of a proxy, another service at this port, or another version of vLLM. pydantic's errors have several
+        # lines.
+        reason = " ".join(str(error).split())[:300]
+        raise RunFailed(f"rollout server {url} answered {path} unlike vLLM: {reason}", code="server-refused") from None
 
 
 async def ask_all(
@@ -62,32 +92,32 @@ async def ask_all(
     version: number of the weights that must have sampled them. done is called as soon as a request is answered.
     follow(i, response) gives the body that continues the conversation of request i; None ends it. Threads call it.
     """
-    threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
     urls = {url for url, _ in requests}
+    threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
     client = httpx.AsyncClient(
-        timeout=None,  # a long response takes its time; watch() finds a server that hangs
+        # A long response takes its time, so there is no timeout. watch() finds a server that hangs.
+        timeout=None,
         limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
         trust_env=not all(map(is_local, urls)),
     )
 
-    async def ask(i: int, url: str, body: dict | None) -> list[Response]:
+    async def converse(i: int, url: str, body: dict | None) -> list[Response]:
+        """The responses to request i or, with an environment, to the last one of its conversation."""
         while body is not None:
-            with named_errors(url, GENERATE):
-                reply = (await client.post(url + GENERATE, json=body)).raise_for_status()
-                responses = read_responses(parse(reply.content), body["sampling_params"]["n"])
-            for response in responses:
-                if response.weight_version != str(version):
-                    said = f"rollout server {url} has weights of version {response.weight_version}, not {version}"
-                    raise RunFailed(said, code="weight-version")
-            body = follow and await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
+            responses = await ask(client, url, body, version)
+            if follow is None:
+                break
+            # An environment may take seconds. In a thread it does not hold up the other requests.
+            body = await asyncio.get_running_loop().run_in_executor(threads, follow, i, responses[0])
         if done is not None:
             done(i, [response.token_ids for response in responses], [response.truncated for response in responses])
         return responses
 
     try:
-        async with client, asyncio.TaskGroup() as group:  # the first error cancels all other tasks
+        # The first error in a group cancels its other tasks.
+        async with client, asyncio.TaskGroup() as group:
             watches = [group.create_task(watch(url)) for url in urls]
-            answers = [group.create_task(ask(i, url, body)) for i, (url, body) in enumerate(requests)]
+            answers = [group.create_task(converse(i, url, body)) for i, (url, body) in enumerate(requests)]
             await asyncio.gather(*answers, return_exceptions=True)
             for task in watches:
                 task.cancel()
@@ -96,6 +126,19 @@ async def ask_all(
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
     return [task.result() for task in answers]
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: dict, version: int) -> list[Response]:
+    """The responses to one request, in order. Raises RunFailed if other weights sampled them."""
+    with named_errors(url, GENERATE):
+        reply = await client.post(url + GENERATE, json=body)
+        reply.raise_for_status()
+        responses, versions = read_responses(reply.content, body["sampling_params"]["n"])
+    if versions != {str(version)}:
+        # Someone else has updated the server, or its owner has restarted it.
+        message = f"rollout server {url} has weights of version {', '.join(versions)}, not {version}"
+        raise RunFailed(message, code="weight-version")
+    return responses
 
 
 async def watch(url: str) -> None:
@@ -112,63 +155,70 @@ async def watch(url: str) -> None:
     raise RunFailed(f"rollout server {url} does not answer: three health checks have failed", code="server-gone")
 
 
-def read_responses(reply: Any, n: int) -> list[Response]:
-    """The n responses of a reply, in order. Raises LookupError, TypeError or ValueError if one is not complete.
+def read_responses(reply: bytes, n: int) -> tuple[list[Response], set[str]]:
+    """The n responses of a reply, in order, and the versions of the weights that sampled them.
 
+    Raises ValueError if a response is not complete, or if an update came between two of its tokens.
     A missing response or token would shift everything that follows it.
     """
+    choices = Reply.model_validate_json(reply, strict=True).choices
+    if len(choices) != n:
+        raise ValueError(f"{len(choices)} responses, {n} were requested")
     responses = []
-    for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
-        ids, logprobs = choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
-        (version,) = {span["version"] for span in choice["weight_versions"]}  # no update comes between two tokens
-        ended = choice["finish_reason"] in ("stop", "length") and len(ids) == len(logprobs) > 0
-        numbers = all(map(is_count, ids)) and all(is_number(x) and x > LOWEST_LOGPROB for x in logprobs)
-        if not ended or not numbers:
-            raise ValueError(f"response {len(responses)} is not complete, or has a log-prob that is not a number")
-        responses.append(Response(ids, logprobs, choice["finish_reason"] == "length", version))
-    if len(responses) != n:
-        raise ValueError(f"{len(responses)} responses, {n} were requested")
-    return responses
+    versions = set()
+    for choice in sorted(choices, key=lambda choice: choice.index):
+        logprobs = [token.logprob for token in choice.logprobs.content]
+        if len(logprobs) != len(choice.token_ids):
+            raise ValueError(f"{len(choice.token_ids)} tokens and {len(logprobs)} log-probs in response {choice.index}")
+        (version,) = {span.version for span in choice.weight_versions}
+        versions.add(version)
+        responses.append(Response(choice.token_ids, logprobs, choice.finish_reason == "length"))
+    return responses, versions
 
 
 @dataclass
 class Control:
     """Requests to all servers at once about their weights. Rank 0 has one. Every method raises RunFailed.
 
-    vLLM's NCCL sender calls the last four methods. HTTPVLLMWeightSyncClient of vLLM has them too, but it knows a single
-    server, and its errors do not say what the server answered. The routes are open with VLLM_SERVER_DEV_MODE=1.
+    vLLM's NCCL sender calls the last four methods. vLLM's own HTTPVLLMWeightSyncClient has them too, but it knows a
+    single server, and its errors do not say what the server answered. VLLM_SERVER_DEV_MODE=1 opens the routes.
     """
 
     urls: list[str]
     workers: list[int] = field(default_factory=list)  # number of workers for each server
     version: str = "0"  # number of the weights that are being sent
 
-    def request(self, method: str, path: str, bodies: list[dict] | dict | None = None, key: str = "") -> list:
-        """Send a request to every server and return the replies, or what each reply has under `key`.
+    def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
+        """Send a request to every server and return what they reply. bodies: one for each server, or one for all."""
 
-        bodies: one for each server, or one for all.
-        """
-
-        def send(url: str, body: dict | None) -> Any:
+        def send(url: str, body: dict | None) -> bytes:
             timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
             with named_errors(url, path):
                 reply = httpx.request(method, url + path, json=body, timeout=timeout, trust_env=not is_local(url))
-                found = parse(reply.raise_for_status().content)
-                return found[key] if key else found
+                return reply.raise_for_status().content
 
-        bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.urls)
+        if not isinstance(bodies, list):
+            bodies = [bodies] * len(self.urls)
+        # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
         with ThreadPoolExecutor(len(self.urls)) as pool:
             return list(pool.map(send, self.urls, bodies))
 
     def check(self) -> None:
         """Find out whether all servers answer and have the routes, and how many workers they have."""
-        self.request("POST", "/update_weight_version", {"new_version": "0"})  # an earlier run may have counted further
-        self.workers = self.request("GET", "/get_world_size", key="world_size")
+        # A server that has run before us may be at any version.
+        self.request("POST", "/update_weight_version", {"new_version": "0"})
+        replies = self.request("GET", "/get_world_size")
+        for url, reply in zip(self.urls, replies):
+            with named_errors(url, "/get_world_size"):
+                self.workers.append(WorldSize.model_validate_json(reply, strict=True).world_size)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Each server's workers get NCCL ranks of their own. vLLM's sender knows one server, and has rank 0 itself."""
-        offsets = [1 + sum(self.workers[:i]) for i in range(len(self.urls))]
-        bodies = [{"init_info": {**init_info, "rank_offset": offset}} for offset in offsets]
+        """Give each server's workers NCCL ranks of their own. vLLM's sender calls it, and knows one server only."""
+        bodies = []
+        next_rank = 1  # 0 is the trainer's
+        for workers in self.workers:
+            bodies.append({"init_info": {**init_info, "rank_offset": next_rank}})
+            next_rank += workers
         self.request("POST", "/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
@@ -179,4 +229,5 @@ class Control:
 
     def finish_weight_update(self) -> None:
         self.request("POST", "/finish_weight_update", {"weight_version": self.version})
-        self.request("POST", "/reset_prefix_cache?reset_running_requests=true")  # the old weights computed it
+        # The old weights computed the keys and values in this cache.
+        self.request("POST", "/reset_prefix_cache?reset_running_requests=true")

@@ -1,26 +1,32 @@
-"""The engine behind `--rollout-placement split`: vLLM's servers, beside the trainer.
+"""The engine behind `--rollout-placement split`: vLLM's servers, on devices of their own.
 
 Every rank asks the servers for responses to its own prompts. Rank 0 starts the servers and sends them the weights, over
 NCCL on GPUs and through shared memory on a CPU.
+
+If a server is lost, all servers of this run are restarted, once. All of them, because an update may have reached only
+some of them, and on GPUs the others may wait in NCCL for the lost one. The new servers read the model's files, get the
+latest weights under the number these had, and the responses or the update that failed are repeated. The second loss
+ends the run. Two kinds of servers are never restarted: servers that the user has started (--rollout-urls), and servers
+that sample ahead of the trainer (--max-inflight-batches 2), because the weights they had are gone.
 """
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 
-import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
 from common.data.tokenizer import image_tokens
 from common.errors import RunFailed, raise_together, warn
-from common.placement import Layout, World
-from common.rollout.rollout import Done, Rollout, collate
+from common.placement import World
+from common.rollout.rollout import Done, Response, Rollout, collate_responses
 from common.rollout.servers import client, process, weights
 from common.rollout.turns import Reply, Turns, collate_turns, open_turns, turn_seed
-from common.rollout.vllm_engine import request_seed, sampling_settings
+from common.rollout.vllm_engine import EngineConfig, request_seed, sampling_settings
 from common.weight_sync import FullParameters
 
 
@@ -29,82 +35,108 @@ class ServerEngine:
 
     saved_names = True  # vLLM's loaders know the names in a model's files
 
-    def __init__(
-        self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, rollout_tp: int,
-        layout: Layout, environment: dict[str, str], **limits: int,
-    ):  # fmt: skip
-        """Start the layout's servers, or find those that it names. Collective. Raises RunFailed on all ranks.
-
-        limits: max_model_len and max_num_seqs of each server.
-        """
-        self.stop_token_ids, self.world, self.layout, self.weight_version = stop_token_ids, world, layout, 0
-        self.never = image_tokens(AutoConfig.from_pretrained(model_path))
-        self.wire_dtype = dtype  # the servers' own; sending float32 would take twice as long
-        # generate() may run beside the trainer's collectives and must not mix with them.
+    def __init__(self, config: EngineConfig, stop_token_ids: list[int], world: World):
+        """Start the layout's servers, or connect to those that it names. Collective. Raises RunFailed on all ranks."""
+        self.config = config
+        self.stop_token_ids = stop_token_ids
+        self.world = world
+        self.wire_dtype = config.dtype  # the servers' dtype; sending float32 would take twice as long
+        self.never = image_tokens(AutoConfig.from_pretrained(config.model_path))
+        self.weight_version = 0
+        # generate() may run in a thread beside the trainer. Its collectives must not mix with the trainer's.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.lock = threading.Lock()  # see exclusive()
-        self.start = partial(process.start, model_path, dtype, rollout_tp, layout, environment, **limits)
         self.restarted = False
         self.parameters: FullParameters | None = None  # the source of the latest weight update
         self.connect()
 
     def connect(self) -> None:
-        """Start the layout's servers, or find those that it names. Collective. Raises RunFailed on all ranks."""
-        self.owned: list[process.Server] = []  # on rank 0: the servers that this run started
+        """Start the layout's servers, or connect to those that it names. Collective. Raises RunFailed on all ranks."""
+        self.started: list[process.Server] = []  # on rank 0: the servers that this run started
         self.sender = None  # on rank 0 with GPUs: vLLM's sender over NCCL
-        urls = [url.rstrip("/") for url in self.layout.rollout_urls]
-        with together():
+        urls = [url.rstrip("/") for url in self.config.layout.rollout_urls]
+        with failing_together():
             if self.world.is_main:
-                self.owned = [] if urls else self.start()
-                urls = urls or [server.url for server in self.owned]
+                if not urls:
+                    self.started = process.start(self.config)
+                    urls = [server.url for server in self.started]
                 self.control = client.Control(urls)
                 self.control.check()
+        # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
         dist.broadcast_object_list(message, src=0)
         self.urls = message[0]
 
     def generate(
-        self, prompt_ids: list[list[int]], n: int, temperature: float, max_tokens: int, seed: int,
-        done: Done | None = None, reply: Reply | None = None,
-    ) -> Rollout:  # fmt: skip
+        self,
+        prompt_ids: list[list[int]],
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        done: Done | None = None,
+        reply: Reply | None = None,
+    ) -> Rollout:
         """n responses to each prompt, in submission order. Collective. Raises RunFailed on all ranks.
 
-        Prompt i of rank r is number i * world.size + r of the step. The number gives its seed and its server.
+        Prompt i of rank r is number i * world.size + r of the step. This number decides its seed and its server, which
+        therefore do not depend on how many ranks there are.
         """
         settings = sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
+        settings["n"] = n
         numbers = [i * self.world.size + self.world.rank for i in range(len(prompt_ids))]
-        rows, follow = [], None
-        if reply is None:
-            seeds = [{"seed": request_seed(seed, number, n)} if temperature > 0 else {} for number in numbers]
-            asked = [{**settings, "n": n, **own} for own in seeds]
-            bodies = [{"token_ids": ids, "sampling_params": each} for ids, each in zip(prompt_ids, asked)]
-        else:
-            rows = open_turns(prompt_ids, n, max_tokens)
-            done = None  # It takes whole responses, and an episode is whole when its last turn has ended.
-            numbers = [number * n + sample for number in numbers for sample in range(n)]
-            bodies, follow = converse(rows, settings, numbers, seed, lambda row: reply(row // n, rows[row]))
-        urls = [self.urls[number // (n if rows else 1) % len(self.urls)] for number in numbers]
         try:
-            with self.exclusive(self.group), together(self.group):
-                version = self.weight_version
-                answers = asyncio.run(client.ask_all(list(zip(urls, bodies)), version, done, follow))
+            if reply is None:
+                return self.sample(prompt_ids, numbers, settings, seed, done)
+            return self.converse(prompt_ids, numbers, settings, seed, reply)
         except RunFailed as failed:
             self.restart(failed)
+            # With the same seeds the new servers sample the same responses, except for rounding.
             return self.generate(prompt_ids, n, temperature, max_tokens, seed, done, reply)
-        if reply is not None:
-            return collate_turns(rows, version, self.world.device)
-        responses = [response for answer in answers for response in answer]
-        return collate(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [response.token_ids for response in responses],
-            [response.logprobs for response in responses],
-            [response.truncated for response in responses],
-            version,
-            self.world.device,
-        )
+
+    def sample(
+        self, prompt_ids: list[list[int]], numbers: list[int], settings: dict, seed: int, done: Done | None
+    ) -> Rollout:
+        """generate() without an environment: one request a prompt. numbers: the prompts' in the step. Collective."""
+        n = settings["n"]
+        requests = []
+        for ids, number in zip(prompt_ids, numbers):
+            body = request_body(ids, settings, request_seed(seed, number, n))
+            requests.append((self.server_of(number), body))
+        answers, version = self.ask(requests, done)
+        return collate_responses(prompt_ids, n, list(chain(*answers)), version, self.world.device)
+
+    def converse(
+        self, prompt_ids: list[list[int]], numbers: list[int], settings: dict, seed: int, reply: Reply
+    ) -> Rollout:
+        """generate() with an environment: each turn of a response is a request. Collective.
+
+        A reward cannot grade before all have ended, because an answer of a server is only one turn of an episode.
+        """
+        n = settings["n"]
+        turns = open_turns(prompt_ids, n, settings["max_tokens"])
+        response_numbers = [number * n + sample for number in numbers for sample in range(n)]
+        conversations = Conversations(turns, response_numbers, settings, seed, reply)
+        requests = []
+        for row, number in enumerate(response_numbers):
+            requests.append((self.server_of(number // n), conversations.body(row)))
+        _, version = self.ask(requests, follow=conversations.follow)
+        return collate_turns(turns, version, self.world.device)
+
+    def ask(
+        self, requests: list[tuple[str, dict]], done: Done | None = None, follow: Callable | None = None
+    ) -> tuple[list[list[Response]], int]:
+        """client.ask_all() and the number of the weights that sampled the responses. Collective."""
+        with self.exclusive(self.group), failing_together(self.group):
+            version = self.weight_version
+            return asyncio.run(client.ask_all(requests, version, done, follow)), version
+
+    def server_of(self, number: int) -> str:
+        """The server that samples responses to this prompt of the step: they take prompts in turns."""
+        return self.urls[number % len(self.urls)]
 
     @contextlib.contextmanager
-    def exclusive(self, group: dist.ProcessGroup | None = None):
+    def exclusive(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Keep responses and weight updates apart. Collective over `group`.
 
         Rank 0 holds the lock for all ranks. With a lock on each rank, one rank could enter generate() and another the
@@ -118,7 +150,8 @@ class ServerEngine:
         """Send the weights to all servers when no responses are in progress. Collective. Raises RunFailed together."""
         try:
             with self.exclusive():
-                self.parameters, self.weight_version = parameters, self.weight_version + 1
+                self.parameters = parameters
+                self.weight_version += 1
                 self.send()
         except RunFailed as failed:
             self.restart(failed)  # it sends them again
@@ -126,41 +159,51 @@ class ServerEngine:
     def send(self) -> None:
         """Send self.parameters as self.weight_version to all servers. Collective. Raises RunFailed on all ranks."""
         source = weights.SingleIteration(self.parameters)
-        with together():
+        with failing_together():
             try:
                 if self.world.is_main:
                     self.control.version = str(self.weight_version)
-                    if self.world.device.type == "cpu":
-                        weights.send_in_files(source, self.control)
-                    else:
-                        self.sender = self.sender or weights.nccl_sender(source, self.control)
-                        self.sender.source = source
-                        self.sender.send_weights()
+                    self.send_from_main(source)
             finally:
-                for _ in source:  # gathering is collective: every rank iterates to the end, whatever happens on rank 0
+                # Ranks other than 0 only gather. Rank 0 gathers what is left, if sending failed.
+                for _ in source:
                     pass
 
-    def restart(self, failed: RunFailed) -> None:
-        """Replace the servers after the loss of one, once in a run, or say why not. Collective. Raises RunFailed.
+    def send_from_main(self, source: weights.SingleIteration) -> None:
+        """Send the weights from rank 0. Raises RunFailed on this rank."""
+        if self.world.device.type == "cpu":
+            weights.send_in_files(source, self.control)
+            return
+        if self.sender is None:
+            self.sender = weights.nccl_sender(source, self.control)
+        self.sender.source = source
+        self.sender.send_weights()
 
-        All are replaced: the others may have half an update, or wait in NCCL for the one that is lost. Every rank
-        takes the same decision, because it depends only on what all ranks know.
+    def restart(self, failed: RunFailed) -> None:
+        """Replace the servers after the loss of one, or raise RunFailed with the reason why not. Collective.
+
+        Every rank decides the same, because the decision depends only on what all ranks know.
         """
-        words = [f"; it wrote: {server.last_words()}" for server in self.owned if f"{server.url} " in str(failed)]
-        said, code = f"{failed}{''.join(words)}", failed.code
-        if code != "server-gone" or self.layout.rollout_urls:
-            raise RunFailed(said, code=code)
+        # Add the last words of the server that the message names. Only rank 0 has started servers and knows them.
+        message = str(failed)
+        for server in self.started:
+            if f"{server.url} " in message:
+                message += f"; it wrote: {server.last_words()}"
+        if failed.code != "server-gone" or self.config.layout.rollout_urls:
+            raise RunFailed(message, code=failed.code)
         if self.restarted:
-            raise RunFailed(f"{said}; the run has restarted its servers before, and does so only once", code=code)
-        if self.layout.max_inflight_batches > 1:
-            reason = "the trainer has changed the weights that they had"
-            raise RunFailed(f"{said}; with --max-inflight-batches 2 servers are not restarted: {reason}", code=code)
-        warn(f"{said}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
+            message += "; the run has restarted its servers before, and does so only once"
+            raise RunFailed(message, code=failed.code)
+        if self.config.layout.max_inflight_batches > 1:
+            message += "; with --max-inflight-batches 2 servers are not restarted: the trainer has changed the weights"
+            raise RunFailed(f"{message} that they had", code=failed.code)
+        warn(f"{message}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
         self.restarted = True
         if self.sender is not None:
             self.sender.shutdown()
         self.shutdown()
         self.connect()
+        # Before the first update they have the weights of the model's files, as the lost ones had.
         if self.parameters is not None:
             self.send()
 
@@ -169,34 +212,45 @@ class ServerEngine:
 
     def shutdown(self) -> None:
         """End the servers that this run started."""
-        for server in self.owned:
+        for server in self.started:
             server.stop()
 
 
-def converse(rows: list[Turns], settings: dict, numbers: list[int], seed: int, reply: Callable):
-    """The first requests of responses with several turns, and client.ask_all's follow().
+def request_body(ids: list[int], settings: dict, seed: int) -> dict:
+    """A request for responses to these tokens. A greedy response needs no seed."""
+    sampling = {**settings, "seed": seed} if settings["temperature"] > 0 else settings
+    return {"token_ids": ids, "sampling_params": sampling}
 
-    numbers: of the responses in the step. reply(row) gives the ids that follow the latest turn, or None.
-    """
 
-    def body(row: int) -> dict:
-        drawn = {"seed": turn_seed(seed, numbers[row], rows[row])} if settings["temperature"] > 0 else {}
-        limits = {**settings, "n": 1, "max_tokens": rows[row].room, **drawn}
-        return {"token_ids": rows[row].prompt, "sampling_params": limits}
+@dataclass
+class Conversations:
+    """The requests of responses with several turns."""
 
-    def follow(row: int, response: client.Response) -> dict | None:
-        rows[row].add(response.token_ids, response.logprobs, response.truncated)
-        ids = reply(row)
+    turns: list[Turns]  # one for each response
+    numbers: list[int]  # each response's number in the step
+    settings: dict  # for sampling; n: responses to each prompt
+    seed: int
+    reply: Reply
+
+    def body(self, row: int) -> dict:
+        """The request for the next turn of a response."""
+        turns = self.turns[row]
+        settings = {**self.settings, "n": 1, "max_tokens": turns.room}
+        return request_body(turns.prompt, settings, turn_seed(self.seed, self.numbers[row], turns))
+
+    def follow(self, row: int, response: Response) -> dict | None:
+        """Add a turn to its response. Returns the request for the next turn, or None."""
+        turns = self.turns[row]
+        turns.add(response.token_ids, response.logprobs, response.truncated)
+        ids = self.reply(row // self.settings["n"], turns)
         if ids is None:
             return None
-        rows[row].observe(ids)
-        return body(row)
-
-    return [body(row) for row in range(len(rows))], follow
+        turns.observe(ids)
+        return self.body(row)
 
 
 @contextlib.contextmanager
-def together(group: dist.ProcessGroup | None = None):
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """If what is inside raises RunFailed on any rank, all ranks raise the first one. Collective over `group`."""
     error = None
     try:

@@ -15,42 +15,41 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.context import BaseContext
 from typing import BinaryIO
 
 import httpx
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common.errors import RunFailed, say
-from common.placement import TORCHRUN_VARIABLES, Layout
-from common.rollout.engines import MEMORY_CURE
-from common.rollout.vllm_engine import engine_settings
+from common.placement import TORCHRUN_VARIABLES
+from common.rollout.vllm_engine import MEMORY_CURE, EngineConfig, engine_settings
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
 STOP_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1  # option of prctl(2): a signal for this process when its parent dies
+PR_SET_PDEATHSIG = 1  # option of prctl(2)
 ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL is on this machine's loopback, which a proxy from HTTP_PROXY cannot reach."""
+    """Whether the URL is on this machine's loopback. A proxy that HTTP_PROXY names could not reach it."""
     host = httpx.URL(url).host
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def healthy(url: str) -> bool:
     """Whether the server answers and its engine lives."""
-    with contextlib.suppress(httpx.TransportError):
+    try:
         return httpx.get(f"{url}/health", timeout=ANSWER_SECONDS, trust_env=not is_local(url)).status_code == 200
-    return False
+    except httpx.TransportError:
+        return False
 
 
 @dataclass
@@ -65,70 +64,90 @@ class Server:
         """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         while not healthy(self.url):
+            # It has ended, for example because its model does not fit, or it takes too long.
             if self.process.poll() is not None or time.monotonic() > deadline:
-                said = f"rollout server {self.url} did not start: {self.last_words()}"
-                if "memory" in said.lower():
-                    raise RunFailed(f"{said}; {MEMORY_CURE}", code="engine-memory")
-                raise RunFailed(said, code="server-start")
+                message = f"rollout server {self.url} did not start: {self.last_words()}"
+                if "memory" in message.lower():
+                    raise RunFailed(f"{message}; {MEMORY_CURE}", code="engine-memory")
+                raise RunFailed(message, code="server-start")
             time.sleep(0.2)
 
     def last_words(self) -> str:
-        """The first line with an error, which caused those that follow; without one, the last line."""
+        """The first line with an error, because the others follow from it. Without one, the last line."""
         self.log.seek(0)
-        lines = [line.strip() for line in self.log.read(2**20).decode(errors="replace").splitlines() if line.strip()]
+        text = self.log.read(2**20).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error:" in line]
-        return (errors[:1] or lines[-1:] or ["it wrote nothing"])[0][-500:]
+        if errors:
+            return errors[0][-500:]
+        return lines[-1][-500:] if lines else "it wrote nothing"
 
     def stop(self) -> None:
         """End the process group. A second call does nothing."""
-        if not self.log.closed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)  # the front end ends after its engine
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.stdin.close()
-            self.log.close()
+        if self.log.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        # The front end ends after its engine. If it has been killed, its engine may still be there.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stdin.close()
+        self.log.close()
 
 
-def start(
-    model_path: str, dtype: torch.dtype, tp: int, layout: Layout, environment: dict[str, str], **limits: int
-) -> list[Server]:
-    """Start one server on every `tp` of the layout's devices and return when all of them answer. Rank 0 calls it.
+def start(config: EngineConfig) -> list[Server]:
+    """Start one server on every `tensor_parallel` of the layout's devices. Return when all answer. Rank 0 calls it.
 
     They are stopped when this process exits. Raises RunFailed with the last words of a server that ends.
     """
-    servers, cuda = [], torch.cuda.is_available()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if cuda else None
-    names = visible.split(",") if visible else {i: str(i) for i in layout.rollout_devices}  # name of device i
-    inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    firsts = range(0, len(layout.rollout_devices), tp)
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in firsts]  # open together, so that their ports differ
-    for first, probe in zip(firsts, probes):
-        port = probe.getsockname()[1]
-        probe.close()
-        devices = ",".join(names[i] for i in layout.rollout_devices[first : first + tp])
-        own = {"CUDA_VISIBLE_DEVICES": devices} if cuda else {"OMP_NUM_THREADS": "1"}  # one worker per core
-        program = [sys.executable, "-m", "common.rollout.servers.process", "-" if cuda else devices]
+    cuda = torch.cuda.is_available()
+    devices = config.layout.rollout_devices
+    servers = []
+    for first in range(0, len(devices), config.tensor_parallel):
+        port = get_free_port()
+        names = ",".join(device_name(device) for device in devices[first : first + config.tensor_parallel])
+        # vLLM would take torchrun's variables for its own.
+        environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
+        if cuda:
+            environment["CUDA_VISIBLE_DEVICES"] = names
+        else:
+            # A CPU's engine has a worker for each core. See also fork_engine().
+            environment["OMP_NUM_THREADS"] = "1"
+        program = [sys.executable, "-m", "common.rollout.servers.process", "-" if cuda else names]
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as the server
         process = subprocess.Popen(
-            [*program, *command(model_path, dtype, tp, layout, port, **limits)],
-            env=inherited | environment | own, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [*program, *command(config, port)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a process group of its own, which stop() can end
+        )
         servers.append(Server(f"http://127.0.0.1:{port}", process, log))
         atexit.register(servers[-1].stop)
-    say(f"rollout: starting {len(servers)} vLLM server(s) on {layout.rollout_devices}")
+    say(f"rollout: starting {len(servers)} vLLM server(s) on {devices}")
     for server in servers:
         server.wait_until_ready()
     return servers
 
 
-def command(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, port: int, **limits: int) -> list[str]:
+def device_name(device: int) -> str:
+    """A device as CUDA_VISIBLE_DEVICES of a new process calls it: this process may see some of the node's GPUs only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available() and visible:
+        return visible.split(",")[device]
+    return str(device)
+
+
+def command(config: EngineConfig, port: int) -> list[str]:
     """Flags of vLLM's server for one engine."""
-    flags = engine_settings(model_path, dtype, tp, layout, **limits)
+    flags = engine_settings(config)
     flags |= {"host": "127.0.0.1", "port": port, "enable_scale_out": True, "disable_uvicorn_access_log": True}
-    if not torch.cuda.is_available():  # vLLM 0.32 cannot rewind the generator of a request on a CPU between two chunks
+    if not torch.cuda.is_available():
+        # On a CPU vLLM 0.32 cannot rewind the random generator of a request after it has computed a part of a prompt.
         flags["enable_chunked_prefill"] = False
     words = []
     for name, value in flags.items():
@@ -142,27 +161,39 @@ def command(model_path: str, dtype: torch.dtype, tp: int, layout: Layout, port: 
 
 def end_with_starter() -> None:
     """Wait until standard input closes, then kill this process group."""
-    os.read(0, 1)  # sys.stdin has a lock that Python takes while it ends
+    # os.read, because sys.stdin has a lock that Python also takes while it ends.
+    os.read(0, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def fork_engine() -> None:
-    """Make vLLM fork its engine on a CPU. There it starts a new interpreter, which takes 10 s to import vLLM again.
+    """Make vLLM fork its engine from this process, on a CPU. By itself it starts a new interpreter there, which imports
+    vLLM once more: 10 s and 500 MB for each server.
 
-    A fork has one thread, so this process may have no pool of OpenMP threads: start() sets OMP_NUM_THREADS to 1.
+    A fork has only the thread that forked it. With a pool of OpenMP threads it would wait for threads that are not
+    there, so start() sets OMP_NUM_THREADS to 1.
     """
     from vllm.utils import system_utils
 
-    server, vllms_own = os.getpid(), system_utils.get_mp_context
+    server = os.getpid()
+    vllm_context = system_utils.get_mp_context
 
     def get_mp_context() -> BaseContext:
-        return multiprocessing.get_context("fork") if os.getpid() == server else vllms_own()  # workers of an engine
+        if os.getpid() == server:
+            return multiprocessing.get_context("fork")
+        return vllm_context()  # in the engine, for its workers
 
-    # Garbage is collected five times while an engine starts. That would copy the pages of all objects, if not frozen.
-    # An engine has the socket at which the server listens: if it outlived the server, that would seem to be alive.
-    die = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.register_at_fork(before=gc.freeze, after_in_child=die)
-    system_utils.get_mp_context = get_mp_context  # other modules of vLLM import it later
+    # The engine collects garbage five times while it starts. It would touch, and so copy, every page of this process.
+    os.register_at_fork(before=gc.freeze, after_in_child=die_with_parent)
+    # vLLM's other modules import this function later.
+    system_utils.get_mp_context = get_mp_context
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies. A forked engine inherits the server's listening socket. If
+    it outlived the server, the server would seem to be alive.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
