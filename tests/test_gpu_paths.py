@@ -259,7 +259,7 @@ def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
         for groups in ([(256, [224] * 7)], [(256, [256])] * 4):
             tokens = sum(p + sum(r) for p, r in groups)
             spans = on_cuda.spans(groups, NamedCUDA())
-            for name in ("query_ends", "key_ends", "keys"):
+            for name in ("query_ends", "key_ends", "key_places"):
                 value = getattr(spans, name)
                 setattr(spans, name, None if value is None else value.to("meta"))
             counted = kept_bytes(policy, tokens, spans) / tokens

@@ -15,7 +15,7 @@ from common.errors import BadInput
 from common.rollout.rollout import collate
 from common.run import checks, memory
 from common.trainer import attention, batching, logits, model
-from common.trainer.attention import Sequence, similar_lengths
+from common.trainer.attention import Run
 from common.trainer.batching import Compute
 
 TEMPERATURE = 0.7
@@ -74,8 +74,7 @@ def test_the_picture_in_batching():
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3, 4]]
     assert micro.predictors.tolist() == [2, 3, 2, 5, 8, 9, 10] and micro.targets.tolist() == b + c + e
     assert micro.scatter.tolist() == [0, 1, 3, 4, 6, 7, 8] and micro.response_mask.shape == (3, 3)
-    sequences = [sequence for run in micro.spans.runs for sequence in run]
-    assert sequences == [Sequence(0, 3), Sequence(3, 2, 0, 3), Sequence(5, 2, 0, 3), Sequence(7, 5)]
+    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], prompt_start=0, prompt=3), Run(7, [5])]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -314,12 +313,15 @@ def test_slices_refuse_positions_that_depend_on_the_row(models):
         checks.check_heads(config, 2, "m")
 
 
-def test_similar_lengths_bounds_the_padding():
+def test_neighbours_of_similar_length_share_a_call():
     lengths = sorted(random_rollout(200, longest=90).response_mask.sum(1).tolist())
-    runs = [[s.length for s in run] for run in similar_lengths([Sequence(0, length) for length in lengths])]
-    assert [x for run in runs for x in run] == lengths
-    assert all(max(run) * len(run) <= 1.15 * sum(run) for run in runs)
-    assert len(similar_lengths([Sequence(0, 5)] * 3)) == 1
+    runs = attention.spans([(0, [length]) for length in lengths], torch.device("cpu")).runs
+    assert [length for run in runs for length in run.lengths] == lengths and len(runs) < len(lengths)
+    assert all(max(run.lengths) * len(run.lengths) <= 1.15 * sum(run.lengths) for run in runs)
+    starts = [run.start for run in runs]
+    assert starts == [sum(lengths[: lengths.index(run.lengths[0])]) for run in runs]
+    (run,) = attention.spans([(2, [3])] * 3, torch.device("cpu")).runs
+    assert run == Run(0, [5, 5, 5])
 
 
 def test_mask_comes_from_lengths_not_from_token_ids():
