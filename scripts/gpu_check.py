@@ -322,13 +322,11 @@ def check_gradient(models: Path) -> Iterator[Finding]:
             "--offload all": (batching.Compute(4096), True),
             "--kernels compile": (batching.Compute(4096, kernels="compile"), False),
         }
-        if importlib.util.find_spec("liger_kernel"):
-            ways["--kernels liger"] = (batching.Compute(4096, kernels="liger"), False)
     world, batch = placement.init(0), random_rollout(4, 8, 60, 40, SMALL.vocab_size)
     path = write_model(models, SMALL)
     bounds = {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}
     usual = {dtype: gradient(path, batch, world, dtype, batching.Compute(4096), False) for dtype in bounds}
-    for name, (compute, offload) in ways.items():  # Liger last: it stays in this process
+    for name, (compute, offload) in ways.items():
         for dtype, bound in bounds.items():
             error = relative(gradient(path, batch, world, dtype, compute, offload), usual[dtype])
             yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound

@@ -30,7 +30,7 @@ from common.rollout.servers import process, weights
 from common.rollout.servers.client import Control
 from common.run import memory
 from common.run.checks import check_layout
-from common.trainer import attention, kernels, logits, model
+from common.trainer import attention, logits, model
 from common.trainer.batching import Compute
 
 CUDA = torch.device("cuda")
@@ -487,21 +487,6 @@ def test_a_server_without_enough_memory_says_so_too(said, code, cure):
         server.wait_until_ready()
     assert it.value.code == code and "http://127.0.0.1:9 did not start: " in str(it.value)
     server.stop()
-
-
-@on_a_cpu
-def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch):
-    """It only logs that it does not know a model. This stands for its table of those that it knows."""
-    table = type(sys)("liger_kernel.transformers.monkey_patch")
-    table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", table)
-    for package in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, package, type(sys)(package))
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kernels.check_kernels("liger", "llama")
-    with pytest.raises(BadInput, match="it has no kernels for qwen2 models"):
-        memory.plan(Compute(kernels="liger"), models["tied"], torch.float32, 1)
 
 
 @on_a_cpu

@@ -145,12 +145,11 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
     assert 0 < graphs[0] == graphs[-1]
 
 
-@pytest.mark.parametrize("kernels, why", [("compile", r"C\+\+ compiler"), ("liger", "written for GPUs")])
-def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, kernels, why):
+def test_compiled_layers_need_a_compiler(models, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU runs both
-    with pytest.raises(BadInput, match=f"--kernels {kernels}: .*{why}"):
-        memory.plan(Compute(100, kernels=kernels), models["tied"], torch.float32, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's compiler is another one
+    with pytest.raises(BadInput, match="--kernels compile"):
+        memory.plan(Compute(100, kernels="compile"), models["tied"], torch.float32, 1)
 
 
 @pytest.mark.parametrize("budget", [60, 150, 10_000])

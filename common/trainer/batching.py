@@ -32,7 +32,7 @@ class Compute(Sharding):
     token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
-    kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
+    kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: int = 0
     """Train adapters of this rank (LoRA); raise learning rates tenfold (Schulman, 2025). 0 trains all weights."""
     train_vision: bool = False  # Train the part of the model that sees images, too.
