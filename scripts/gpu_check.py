@@ -259,7 +259,7 @@ def check_head(models: Path) -> Iterator[Finding]:
     weight = torch.randn(rows, generator=generator).to(DEVICE)
     own = [hidden.to(DEVICE).requires_grad_(), (0.15 * head).to(DEVICE).requires_grad_()]
     own = [x.detach().to(DTYPE).requires_grad_() for x in own]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)
     (logprobs * weight).sum().backward()
     wide = [x.detach().double().requires_grad_() for x in own]
     expected, entropies, gradients = [], [], [torch.zeros_like(x) for x in wide]
@@ -276,7 +276,7 @@ def check_head(models: Path) -> Iterator[Finding]:
     yield f"gradients of hidden {found[0]:.1e} and head {found[1]:.1e}", max(found) <= (5e-3 if CUDA else 1e-5)
 
     def both() -> None:
-        logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)[0].sum().backward()
+        logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)[0].sum().backward()
 
     if CUDA:
         micro = seconds(both) / rows * 1e6

@@ -301,19 +301,19 @@ def test_the_fused_functions_of_the_head_are_traced_whole(monkeypatch):
         return graph.forward
 
     backend = partial(aot_autograd(fw_compiler=compiler))
-    z, targets = torch.randn(6, 50), [torch.arange(rows) for rows in range(7)]
+    z, targets, shape = torch.randn(6, 50), [torch.arange(rows) for rows in range(7)], logits.LogitShape(0.7)
     with torch.no_grad():
         for with_entropy in (True, False):
             measure = torch.compile(on_cuda.row_statistics, dynamic=True, fullgraph=True, backend=backend)
             for rows in (6, 4):
                 given = z[:rows].clone()
-                found = measure(given, targets[rows], 0.7, with_entropy)
+                found = measure(given, targets[rows], shape, with_entropy)
                 assert torch.equal(given, z[:rows]), "writing the logits back would be a pass more"
-                expected = logits.row_statistics(given, targets[rows], 0.7, with_entropy)
+                expected = logits.row_statistics(given, targets[rows], shape, with_entropy)
                 torch.testing.assert_close(found, expected)
         differentiate = torch.compile(on_cuda.logit_gradient, dynamic=True, fullgraph=True, backend=backend)
         for rows in (6, 4):
-            given = (targets[rows], torch.ones(rows), torch.arange(rows) / 3, 0.7)
+            given = (targets[rows], torch.ones(rows), torch.arange(rows) / 3, shape)
             found = differentiate(z[:rows].clone(), *given)
             torch.testing.assert_close(found, logits.logit_gradient(z[:rows].clone(), *given))
     assert len(graphs) == 3

@@ -234,13 +234,14 @@ def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk, cap
     z = 3 * hidden @ head.t() / TEMPERATURE
     table = (z if cap is None else cap * torch.tanh(z / cap)).log_softmax(-1)
     expected = table[range(20), targets]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True, cap)
+    shape = logits.LogitShape(TEMPERATURE, cap)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, shape, True)
     assert torch.allclose(logprobs, expected, atol=1e-5) and not entropy.requires_grad
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
     ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
     theirs = torch.autograd.grad((expected * weights).sum(), (hidden, head))
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, theirs))
-    alone, _ = logits.ChunkedLogprobs.apply(3 * hidden, head.detach(), targets, TEMPERATURE, True, cap)
+    alone, _ = logits.ChunkedLogprobs.apply(3 * hidden, head.detach(), targets, shape, True)
     assert torch.equal(torch.autograd.grad((alone * weights).sum(), hidden)[0], ours[0])
 
 
@@ -249,7 +250,7 @@ def test_logits_of_bfloat16_weights_are_float32():
     hidden, head = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 3000))
     targets = torch.arange(40) * 70
     table = (hidden.double() @ head.double().t()).log_softmax(-1)
-    logprobs, entropy = logits.ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(hidden, head, targets, logits.LogitShape(), True)
     assert torch.allclose(logprobs.double(), table[range(40), targets], atol=1e-4)
     assert torch.allclose(entropy.double(), -(table.exp() * table).sum(-1), atol=1e-4)
 

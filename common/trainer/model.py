@@ -5,6 +5,7 @@ gradients are averaged over the ranks in float32.
 """
 
 import inspect
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -31,7 +32,7 @@ from common.rollout.rollout import Rollout, collate
 from common.trainer.attention import packed_attention
 from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
 from common.trainer.kernels import decoder_of, use_kernels
-from common.trainer.logits import ChunkedLogprobs
+from common.trainer.logits import ChunkedLogprobs, LogitShape
 
 SUPPORTED = "supported are decoders like Llama's, with sliding windows and experts too: see docs/models.md"
 NOISE = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
@@ -57,7 +58,6 @@ def load(
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
-    forward = token_values if value_head else token_logprobs
     disable_progress_bar()  # transformers' progress bars would interrupt those of the run
     # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
     # Without a mask function of that name transformers makes no mask, and does not ask the GPU whether rows are packed.
@@ -117,11 +117,16 @@ def load(
 
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
-    setattr(model, forward.__name__, MethodType(forward, model))
-    register_fsdp_forward_method(model, forward.__name__)
+    add_forward(model, token_values if value_head else token_logprobs)
     if not value_head:
         check_packing(model, model_path, world, 0.1 if dtype.itemsize < 4 else 1e-3)
     return model.train()
+
+
+def add_forward(model: nn.Module, function: Callable) -> None:
+    """Make the function a method of the model that FSDP treats as a forward: it gathers the weights before."""
+    setattr(model, function.__name__, MethodType(function, model))
+    register_fsdp_forward_method(model, function.__name__)
 
 
 def load_reference(policy: nn.Module, model_path: str, world: World, dtype, compute: Compute, *, offload: bool):
@@ -216,9 +221,9 @@ def logits_are_ours(model: nn.Module) -> bool:
         return False
     del decoder.forward
     model.set_output_embeddings(head)
-    divisor, cap = logit_shape(model.config, temperature=1.0)
+    shape = logit_shape(model.config, temperature=1.0)._replace(never=())
     rows = hidden[0].expand(32, -1)
-    ours, _ = ChunkedLogprobs.apply(rows, small.weight, torch.arange(32), divisor, False, cap, ())
+    ours, _ = ChunkedLogprobs.apply(rows, small.weight, torch.arange(32), shape, False)
     return torch.allclose(ours, theirs.float().log_softmax(-1), atol=1e-3)
 
 
@@ -226,10 +231,10 @@ def token_logprobs(
     self, micro: MicroBatch, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, of the R response tokens of one packed row."""
-    hidden, head = hidden_states(self, micro), self.get_output_embeddings().weight
-    divisor, cap = logit_shape(self.config, temperature)
-    never = image_tokens(self.config)  # neither does the engine sample them
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, divisor, with_entropy, cap, never)
+    hidden = hidden_states(self, micro)
+    head = self.get_output_embeddings().weight
+    shape = logit_shape(self.config, temperature)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, shape, with_entropy)
     return logprobs, entropy if with_entropy else None
 
 
@@ -241,14 +246,16 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     return hidden.last_hidden_state[0].index_select(0, micro.predictors)
 
 
-def logit_shape(config, temperature: float) -> tuple[float, float | None]:
-    """(divisor, cap) of ChunkedLogprobs at a temperature. Without it a model's logits are z = scale hidden head^T
-    (Cohere, Granite), or cap tanh(z / cap) (Gemma 2).
+def logit_shape(config, temperature: float) -> LogitShape:
+    """What makes a family's logits, at a temperature, of the products of hidden states and head.
+
+    At temperature 1 most families have the products themselves; Cohere and Granite scale them, Gemma 2 caps them.
     """
+    never = image_tokens(config)  # the engine does not sample them either
     config = config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    return temperature / scale, None if cap is None else cap / temperature
+    return LogitShape(temperature / scale, None if cap is None else cap / temperature, never)
 
 
 def token_values(self, micro: MicroBatch) -> torch.Tensor:
