@@ -189,7 +189,7 @@ def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monke
         vocab_size=50, layer_types=["conv", "full_attention"], initializer_range=0.5,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="layers of lfm2 let packed sequences see each other"):
+    with pytest.raises(BadInput, match="lfm2 models are not supported.* see each other"):
         model.load(str(tmp_path), world, torch.float32)
 
 
@@ -334,9 +334,6 @@ def test_mask_comes_from_lengths_not_from_token_ids():
 @pytest.mark.parametrize(
     "change",
     [
-        {"final_logit_softcapping": 30.0},
-        {"logit_scale": 0.5},
-        {"logits_scaling": 8.0},
         {"attention_dropout": 0.1},
         {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
     ],
