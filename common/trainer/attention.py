@@ -25,7 +25,7 @@ from common.errors import BadInput
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
 MAX_PADDING = 0.15  # share of a run's tokens by which padding may enlarge it
-PADDING_PER_CALL = 256  # tokens of padding that cost less than one more call
+PADDING_PER_CALL = 256  # tokens of padding that cost less than one more call for responses to a shared prompt
 WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
 
 
@@ -91,7 +91,10 @@ def add_sequence(runs: list[Run], sequence: Run) -> None:
     if runs:
         last = runs[-1]
         lengths = last.lengths + sequence.lengths
-        allowed = (1 + MAX_PADDING) * sum(lengths) + (PADDING_PER_CALL if last.prompt else 0)
+        allowed = (1 + MAX_PADDING) * sum(lengths)
+        if last.prompt:
+            # Another call would also read the prompt's keys and values again.
+            allowed += PADDING_PER_CALL
         same_prompt = (last.prompt_start, last.prompt) == (sequence.prompt_start, sequence.prompt)
         if same_prompt and max(lengths) * len(lengths) <= allowed:
             last.lengths = lengths
@@ -156,6 +159,7 @@ def packed_attention(
 def variable_length_attention(query, key, value, spans: Spans, scores: Scores) -> torch.Tensor:
     """(heads, L, d) -> (L, heads, d) in one kernel on a GPU."""
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
+    # Copy a shared prompt's keys and values before those of each response to it.
     if spans.key_places is not None:
         key = key.index_select(0, spans.key_places)
         value = value.index_select(0, spans.key_places)
@@ -236,6 +240,7 @@ def written_out_attention(query, key, value, prompt: int, scores: Scores) -> tor
     query = (query * (scores.scale or width**-0.5)).reshape(n * key_heads, -1, width)
     key = key.flatten(0, 1)
     value = value.flatten(0, 1)
+    # Adding -inf before the softmax makes the weight of a hidden key exactly 0.
     bias = torch.zeros(longest, prompt + longest, dtype=query.dtype, device=query.device)
     bias.masked_fill_(~causal_mask(longest, prompt, scores.window, query.device), -torch.inf)
     bias = bias.repeat(heads // key_heads, 1)
@@ -243,6 +248,7 @@ def written_out_attention(query, key, value, prompt: int, scores: Scores) -> tor
         products = torch.baddbmm(bias, query, key.transpose(1, 2))
     else:
         products = torch.bmm(query, key.transpose(1, 2)).div(scores.cap).tanh().mul(scores.cap) + bias
+    # A sink takes a share of the softmax and adds nothing to the result.
     if scores.sinks is not None:
         sinks = scores.sinks.to(products.dtype).view(1, key_heads, -1, 1).expand(n, -1, -1, longest)
         products = torch.cat([products, sinks.reshape(n * key_heads, -1, 1)], dim=-1)

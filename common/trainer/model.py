@@ -142,10 +142,12 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["reshard_after_forward"] = False  # a single shard has nothing to free
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for layer in decoder_of(model).layers:
-        fully_shard(layer, mesh=world.mesh, **settings)
-    fully_shard(model, mesh=world.mesh, **settings)
-    sum_gradients(model)
+    for module in (*decoder_of(model).layers, model):
+        fully_shard(module, mesh=world.mesh, **settings)
+        # Add up the gradients of all ranks; FSDP's default is their mean. Each rank divides its loss by a denominator
+        # of all ranks, so the sum is the gradient of the whole mini-batch. gloo cannot scale while it reduces.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bool) -> None:
@@ -305,18 +307,6 @@ def token_values(self, micro: MicroBatch) -> torch.Tensor:
     return values.squeeze(-1).clone()  # FSDP warns of a view
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Make FSDP add up the gradients of all ranks. Its default is their mean.
-
-    Each rank divides its loss by a denominator of all ranks, so the sum over ranks is the gradient of the whole
-    mini-batch. A plain sum also works where the backend (gloo) cannot scale while it reduces.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
 def reduce_gradients_after(micro: MicroBatch, model: nn.Module) -> None:
     """Tell FSDP what to do with the gradients of the backward that follows this micro-batch's forward.
 
@@ -351,34 +341,34 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
-    values, shape = micro.spans.to_owner(values), micro.response_mask.shape
+    values = micro.spans.to_owner(values)
+    shape = micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
 
 
+@torch.no_grad()
 def frozen_logprobs(
     policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
 ) -> torch.Tensor:
     """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
-
-    def forward(micro: MicroBatch) -> torch.Tensor:
-        logprobs, _ = response_logprobs(policy, micro, temperature, with_entropy=False)
-        return logprobs
-
-    return frozen(policy, rollout, micro_batches, forward)
-
-
-def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
-    return frozen(critic, rollout, micro_batches, lambda micro: response_values(critic, micro))
+    logprobs = [response_logprobs(policy, micro, temperature, with_entropy=False)[0] for micro in micro_batches]
+    reshard(policy)
+    return whole_rollout(logprobs, rollout, micro_batches)
 
 
 @torch.no_grad()
-def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], forward) -> torch.Tensor:
-    """Results of forward(micro) -> (n, T) at their rows in (N, T), 0 elsewhere."""
+def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    values = [response_values(critic, micro) for micro in micro_batches]
+    reshard(critic)
+    return whole_rollout(values, rollout, micro_batches)
+
+
+def whole_rollout(results: list[torch.Tensor], rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Results (n, T) of each micro-batch, at their rows in (N, T). A dummy's rows have been computed elsewhere."""
     out = torch.zeros_like(rollout.rollout_logprobs)  # (N, T)
-    for micro in micro_batches:
-        out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
-    reshard(model)
+    for micro, result in zip(micro_batches, results):
+        out[micro.rows] = torch.where(micro.response_mask, result, out[micro.rows])
     return out
 
 

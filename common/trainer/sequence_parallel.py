@@ -40,16 +40,6 @@ class SlicedSpans(Spans):
         return all_to_all_single(values, received, sent, self.group)
 
 
-def take_turns(texts: list, group: dist.ProcessGroup) -> list[tuple[int, int | None, list]]:
-    """(owner, number among this rank's own or None, text) for the text of each micro-batch of the group, in the same
-    order on all of its ranks. Collective over the group.
-    """
-    everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, texts, group=group)
-    own = lambda rank, i: i if rank == dist.get_rank(group) else None
-    return [(rank, own(rank, i), text) for rank, theirs in enumerate(everyone) for i, text in enumerate(theirs)]
-
-
 def cut(micro, owner: int, group: dist.ProcessGroup):
     """This rank's slice of a micro-batch that every rank of the group holds whole. Its rows are the owner's."""
     ranks = dist.get_world_size(group)
