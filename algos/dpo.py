@@ -111,7 +111,7 @@ def reference_logprobs(policy, prompts: list, pairs: Pairs, args: Args, world) -
         taken = islice(cycle(prompts), first, first + args.batch_size)  # some twice, so that all ranks have as many
         mine = list(taken)[world.rank :: world.size]
         batch = collate(mine, pairs, world)
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, together=2)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, unit_size=2)
         logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2P, T)
         own |= dict(zip([prompt.id for prompt in mine], logprobs.sum(1).view(-1, 2).tolist()))
     dist.all_gather_object(all_ranks, own)
@@ -150,7 +150,7 @@ def main(args: Args) -> None:
         batch = collate(own_prompts, pairs, world)
         ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (P, 2)
 
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, together=2)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, unit_size=2)
         for micro in micro_batches:
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (2n, T)
             rewards = implicit_rewards(

@@ -259,7 +259,7 @@ def check_head(models: Path) -> Iterator[Finding]:
     weight = torch.randn(rows, generator=generator).to(DEVICE)
     own = [hidden.to(DEVICE).requires_grad_(), (0.15 * head).to(DEVICE).requires_grad_()]
     own = [x.detach().to(DTYPE).requires_grad_() for x in own]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)
     (logprobs * weight).sum().backward()
     wide = [x.detach().double().requires_grad_() for x in own]
     expected, entropies, gradients = [], [], [torch.zeros_like(x) for x in wide]
@@ -276,7 +276,7 @@ def check_head(models: Path) -> Iterator[Finding]:
     yield f"gradients of hidden {found[0]:.1e} and head {found[1]:.1e}", max(found) <= (5e-3 if CUDA else 1e-5)
 
     def both() -> None:
-        logits.ChunkedLogprobs.apply(*own, targets, TEMPERATURE, True)[0].sum().backward()
+        logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)[0].sum().backward()
 
     if CUDA:
         micro = seconds(both) / rows * 1e6
@@ -322,13 +322,11 @@ def check_gradient(models: Path) -> Iterator[Finding]:
             "--offload all": (batching.Compute(4096), True),
             "--kernels compile": (batching.Compute(4096, kernels="compile"), False),
         }
-        if importlib.util.find_spec("liger_kernel"):
-            ways["--kernels liger"] = (batching.Compute(4096, kernels="liger"), False)
     world, batch = placement.init(0), random_rollout(4, 8, 60, 40, SMALL.vocab_size)
     path = write_model(models, SMALL)
     bounds = {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}
     usual = {dtype: gradient(path, batch, world, dtype, batching.Compute(4096), False) for dtype in bounds}
-    for name, (compute, offload) in ways.items():  # Liger last: it stays in this process
+    for name, (compute, offload) in ways.items():
         for dtype, bound in bounds.items():
             error = relative(gradient(path, batch, world, dtype, compute, offload), usual[dtype])
             yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound

@@ -31,6 +31,7 @@ import variants
 
 from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo
 from common.trainer.distillation import ChunkedKL
+from common.trainer.logits import LogitShape
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
@@ -88,7 +89,7 @@ def ours() -> Tensors:
     def divergence(logits: torch.Tensor) -> torch.Tensor:
         """The heads are identities: hidden states are logits."""
         student, teacher, head = logits[mask].float(), b["teacher_logits"][mask].float(), torch.eye(7)
-        targets, shape = torch.zeros(len(student), dtype=torch.long), (0.9, None)
+        targets, shape = torch.zeros(len(student), dtype=torch.long), LogitShape(0.9)
         found, *_ = ChunkedKL.apply(student, head, targets, shape, teacher, head, shape)
         return opd.vocabulary_loss(found, torch.ones_like(found, dtype=torch.bool), denominator=tokens)
 

@@ -54,15 +54,15 @@ class Trial:
         self.updates: dict[str, list[Update]] = {}  # by the name of the model
 
     def fill_bins(
-        self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, together: int
-    ) -> list[list[list[int]]]:
+        self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int
+    ) -> list[batching.Bin]:
         """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the second run, a few."""
-        left = rows.view(-1, together).tolist()
+        left = rows.view(-1, unit_size).tolist()
         sizes = itertools.cycle(ROWS_IN_MICRO_BATCHES) if self.first else iter([len(left)])
         bins = []
         while left:
             size = next(sizes)
-            bins.append(left[:size])
+            bins.append(batching.Bin(left[:size]))
             left = left[size:]
         self.micro_batches = len(bins)
         return bins

@@ -331,7 +331,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vo
         (transformers.ModernBertConfig(**TINY), "their encoder"),
         (transformers.T5Config(d_model=32, num_layers=1), "their encoder"),
         (transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, state_size=4), "layers unlike Llama's"),
-        (transformers.PhiConfig(**TINY), "logits that are neither scaled nor capped products with the head"),
+        (transformers.PhiConfig(**TINY), "a head with a bias"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

@@ -72,14 +72,15 @@ def test_pairs_stay_together_whatever_the_budget(budget, prompt_tokens):
         [prompts[i // 2] for i in range(10)], [[9] * n for n in lengths], None, [False] * 10, 0, torch.device("cpu")
     )
     bins = fill_bins(batch, torch.arange(10), Compute(token_budget=budget), 2)
-    rows = [row for groups in bins for group in groups for row in group]
+    rows = [row for one in bins for group in one.groups for row in group]
     assert sorted(rows) == list(range(10))
-    for groups in bins:
+    for one in bins:
+        groups = one.groups
         flat = [row for group in groups for row in group]
         assert all(flat[i] % 2 == 0 and flat[i + 1] == flat[i] + 1 for i in range(0, len(flat), 2))
         assert all(len({tuple(batch.prompt_ids[row]) for row in group}) == 1 for group in groups)
         tokens = sum(len(batch.prompt_ids[group[0]]) + sum(lengths[row] for row in group) for group in groups)
-        assert tokens <= budget or len(flat) == 2
+        assert one.tokens == tokens and (tokens <= budget or len(flat) == 2)
 
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in

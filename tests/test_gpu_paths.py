@@ -30,7 +30,7 @@ from common.rollout.servers import process, weights
 from common.rollout.servers.client import Control
 from common.run import memory
 from common.run.checks import check_layout
-from common.trainer import attention, kernels, logits, model
+from common.trainer import attention, logits, model
 from common.trainer.batching import Compute
 
 CUDA = torch.device("cuda")
@@ -260,7 +260,7 @@ def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
         for groups in ([(256, [224] * 7)], [(256, [256])] * 4):
             tokens = sum(p + sum(r) for p, r in groups)
             spans = on_cuda.spans(groups, NamedCUDA())
-            for name in ("query_ends", "key_ends", "keys"):
+            for name in ("query_ends", "key_ends", "key_places"):
                 value = getattr(spans, name)
                 setattr(spans, name, None if value is None else value.to("meta"))
             counted = kept_bytes(policy, tokens, spans) / tokens
@@ -302,19 +302,19 @@ def test_the_fused_functions_of_the_head_are_traced_whole(monkeypatch):
         return graph.forward
 
     backend = partial(aot_autograd(fw_compiler=compiler))
-    z, targets = torch.randn(6, 50), [torch.arange(rows) for rows in range(7)]
+    z, targets, shape = torch.randn(6, 50), [torch.arange(rows) for rows in range(7)], logits.LogitShape(0.7)
     with torch.no_grad():
         for with_entropy in (True, False):
             measure = torch.compile(on_cuda.row_statistics, dynamic=True, fullgraph=True, backend=backend)
             for rows in (6, 4):
                 given = z[:rows].clone()
-                found = measure(given, targets[rows], 0.7, with_entropy)
+                found = measure(given, targets[rows], shape, with_entropy)
                 assert torch.equal(given, z[:rows]), "writing the logits back would be a pass more"
-                expected = logits.row_statistics(given, targets[rows], 0.7, with_entropy)
+                expected = logits.row_statistics(given, targets[rows], shape, with_entropy)
                 torch.testing.assert_close(found, expected)
         differentiate = torch.compile(on_cuda.logit_gradient, dynamic=True, fullgraph=True, backend=backend)
         for rows in (6, 4):
-            given = (targets[rows], torch.ones(rows), torch.arange(rows) / 3, 0.7)
+            given = (targets[rows], torch.ones(rows), torch.arange(rows) / 3, shape)
             found = differentiate(z[:rows].clone(), *given)
             torch.testing.assert_close(found, logits.logit_gradient(z[:rows].clone(), *given))
     assert len(graphs) == 3
@@ -488,21 +488,6 @@ def test_a_server_without_enough_memory_says_so_too(said, code, cure):
         server.wait_until_ready()
     assert it.value.code == code and "http://127.0.0.1:9 did not start: " in str(it.value)
     server.stop()
-
-
-@on_a_cpu
-def test_liger_is_refused_where_it_would_silently_do_nothing(models, monkeypatch):
-    """It only logs that it does not know a model. This stands for its table of those that it knows."""
-    table = type(sys)("liger_kernel.transformers.monkey_patch")
-    table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", table)
-    for package in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, package, type(sys)(package))
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kernels.check_kernels("liger", "llama")
-    with pytest.raises(BadInput, match="it has no kernels for qwen2 models"):
-        memory.plan(Compute(kernels="liger"), models["tied"], torch.float32, 1)
 
 
 @on_a_cpu

@@ -136,7 +136,8 @@ def test_short_prompts_share_their_images_and_only_theirs():
     ids = lambda seed: images.ImageIds([4, 4, 5], [4, 5], "?", [noise(seed)], "folder")
     same, prompts = ids(0), [ids(0), ids(0), ids(1), ids(1)]
     rollout = SimpleNamespace(prompt_ids=prompts, response_ids=[[7, 8]] * 4)
-    (bins,) = batching.fill_bins(rollout, torch.arange(4), COMPUTE, 1)
-    assert sorted(map(sorted, bins)) == [[0, 1], [2, 3]] and prompts[0] == same
+    (one,) = batching.fill_bins(rollout, torch.arange(4), COMPUTE, 1)
+    assert sorted(map(sorted, one.groups)) == [[0, 1], [2, 3]] and prompts[0] == same
     rollout.prompt_ids = [[4, 4, 5]] * 4
-    assert len(batching.fill_bins(rollout, torch.arange(4), COMPUTE, 1)[0]) == 4  # without images it is not worth it
+    (one,) = batching.fill_bins(rollout, torch.arange(4), COMPUTE, 1)
+    assert len(one.groups) == 4  # without images it is not worth it

@@ -354,32 +354,6 @@ def test_a_gap_is_explained_with_the_images_in_place(saved, world, tmp_path):
     assert asked[0] == first and len(asked) == 3
     for ids in asked[1:]:
         assert [row.images for row in ids] == [row.images for row in first]
-        assert all(row[0] != right[0] and sorted(row) == sorted(right) for row, right in zip(ids, first))
-
-
-@pytest.mark.parametrize("name", ["llava", "idefics3", "qwen2_5_vl"])
-@pytest.mark.parametrize(
-    "text, turned",
-    [
-        ("red<image> blue squares?", ("?red<image> blue squares", "s?red<image> blue square")),
-        ("red<image>", ("edr<image>", "dre<image>")),
-        ("<image>", ("<image>", "<image>")),
-    ],
-)
-def test_the_text_around_images_is_turned(name, text, turned, saved, processors, tmp_path):
-    """The engine makes the trainer's ids of it, which name the same image. What is before Qwen's placeholder counts as
-    text.
-    """
-    (prompt,) = read(write(tmp_path, {"prompt": text, "images": ["0.png"]}), saved(name))
-    assert diagnosis.turned(prompt.ids, 0) is prompt.ids
-    tokenizer, others = load_tokenizer(saved(name))[0], [diagnosis.turned(prompt.ids, count) for count in (1, 2)]
-    for other, expected in zip(others, turned):
-        assert other.images == prompt.ids.images and other.pictures()
-        assert images.tensors(other).keys() == images.tensors(prompt.ids).keys()
-        if name == "qwen2_5_vl":  # <|vision_start|> and <|vision_end|> stand around it
-            continue
-        (own,) = read(write(tmp_path, {"prompt": expected, "images": ["0.png"]}), saved(name))
-        assert list(other) == list(own.ids) and other.compact == own.ids.compact, tokenizer.decode(other)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -10,9 +10,10 @@ from algos.opd import Args, check_args, compute_advantages, policy_loss, vocabul
 from common.errors import BadInput
 from common.trainer import logits
 from common.trainer.distillation import ChunkedKL
+from common.trainer.logits import LogitShape
 
-PLAIN = (1.0, None)
-SEES = (0.7, 3.0, (2, 5))  # two placeholders of images
+PLAIN = LogitShape()
+SEES = LogitShape(0.7, 3.0, (2, 5))  # two placeholders of images
 
 
 def test_advantages_by_hand():
@@ -53,7 +54,13 @@ def dense(hidden, head, temperature, cap, never=()):
 @pytest.mark.parametrize("rows_in_a_chunk", [1, 3, 100])
 @pytest.mark.parametrize("vocabularies", [(11, 11), (11, 13), (13, 11)])
 @pytest.mark.parametrize(
-    "shape, their_shape", [(PLAIN, PLAIN), ((0.7, None), (1.3, 4.0)), ((0.7, 3.0), (0.7, None)), (SEES, SEES)]
+    "shape, their_shape",
+    [
+        (PLAIN, PLAIN),
+        (LogitShape(0.7), LogitShape(1.3, 4.0)),
+        (LogitShape(0.7, 3.0), LogitShape(0.7)),
+        (SEES, SEES),
+    ],
 )
 def test_the_chunked_divergence_is_the_dense_one(monkeypatch, rows_in_a_chunk, vocabularies, shape, their_shape):
     """Over the tokens that both know; the models' widths differ as well. In float64 with its gradients."""

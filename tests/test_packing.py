@@ -15,7 +15,7 @@ from common.errors import BadInput
 from common.rollout.rollout import collate
 from common.run import checks, memory
 from common.trainer import attention, batching, logits, model
-from common.trainer.attention import Sequence, similar_lengths
+from common.trainer.attention import Run
 from common.trainer.batching import Compute
 
 TEMPERATURE = 0.7
@@ -74,8 +74,7 @@ def test_the_picture_in_batching():
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3, 4]]
     assert micro.predictors.tolist() == [2, 3, 2, 5, 8, 9, 10] and micro.targets.tolist() == b + c + e
     assert micro.scatter.tolist() == [0, 1, 3, 4, 6, 7, 8] and micro.response_mask.shape == (3, 3)
-    sequences = [sequence for run in micro.spans.runs for sequence in run]
-    assert sequences == [Sequence(0, 3), Sequence(3, 2, 0, 3), Sequence(5, 2, 0, 3), Sequence(7, 5)]
+    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], prompt_start=0, prompt=3), Run(7, [5])]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -146,12 +145,11 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
     assert 0 < graphs[0] == graphs[-1]
 
 
-@pytest.mark.parametrize("kernels, why", [("compile", r"C\+\+ compiler"), ("liger", "written for GPUs")])
-def test_kernels_that_this_machine_cannot_run_are_refused(models, monkeypatch, kernels, why):
+def test_compiled_layers_need_a_compiler(models, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU runs both
-    with pytest.raises(BadInput, match=f"--kernels {kernels}: .*{why}"):
-        memory.plan(Compute(100, kernels=kernels), models["tied"], torch.float32, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's compiler is another one
+    with pytest.raises(BadInput, match="--kernels compile"):
+        memory.plan(Compute(100, kernels="compile"), models["tied"], torch.float32, 1)
 
 
 @pytest.mark.parametrize("budget", [60, 150, 10_000])
@@ -191,7 +189,7 @@ def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monke
         vocab_size=50, layer_types=["conv", "full_attention"], initializer_range=0.5,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="layers of lfm2 let packed sequences see each other"):
+    with pytest.raises(BadInput, match="lfm2 models are not supported.* see each other"):
         model.load(str(tmp_path), world, torch.float32)
 
 
@@ -236,13 +234,14 @@ def test_chunked_logprobs_equal_the_whole_table(monkeypatch, rows_per_chunk, cap
     z = 3 * hidden @ head.t() / TEMPERATURE
     table = (z if cap is None else cap * torch.tanh(z / cap)).log_softmax(-1)
     expected = table[range(20), targets]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, TEMPERATURE, True, cap)
+    shape = logits.LogitShape(TEMPERATURE, cap)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(3 * hidden, head, targets, shape, True)
     assert torch.allclose(logprobs, expected, atol=1e-5) and not entropy.requires_grad
     assert torch.allclose(entropy, -(table.exp() * table).sum(-1), atol=1e-5)
     ours = torch.autograd.grad((logprobs * weights).sum(), (hidden, head))
     theirs = torch.autograd.grad((expected * weights).sum(), (hidden, head))
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, theirs))
-    alone, _ = logits.ChunkedLogprobs.apply(3 * hidden, head.detach(), targets, TEMPERATURE, True, cap)
+    alone, _ = logits.ChunkedLogprobs.apply(3 * hidden, head.detach(), targets, shape, True)
     assert torch.equal(torch.autograd.grad((alone * weights).sum(), hidden)[0], ours[0])
 
 
@@ -251,7 +250,7 @@ def test_logits_of_bfloat16_weights_are_float32():
     hidden, head = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 3000))
     targets = torch.arange(40) * 70
     table = (hidden.double() @ head.double().t()).log_softmax(-1)
-    logprobs, entropy = logits.ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
+    logprobs, entropy = logits.ChunkedLogprobs.apply(hidden, head, targets, logits.LogitShape(), True)
     assert torch.allclose(logprobs.double(), table[range(40), targets], atol=1e-4)
     assert torch.allclose(entropy.double(), -(table.exp() * table).sum(-1), atol=1e-4)
 
@@ -314,12 +313,15 @@ def test_slices_refuse_positions_that_depend_on_the_row(models):
         checks.check_heads(config, 2, "m")
 
 
-def test_similar_lengths_bounds_the_padding():
+def test_neighbours_of_similar_length_share_a_call():
     lengths = sorted(random_rollout(200, longest=90).response_mask.sum(1).tolist())
-    runs = [[s.length for s in run] for run in similar_lengths([Sequence(0, length) for length in lengths])]
-    assert [x for run in runs for x in run] == lengths
-    assert all(max(run) * len(run) <= 1.15 * sum(run) for run in runs)
-    assert len(similar_lengths([Sequence(0, 5)] * 3)) == 1
+    runs = attention.spans([(0, [length]) for length in lengths], torch.device("cpu")).runs
+    assert [length for run in runs for length in run.lengths] == lengths and len(runs) < len(lengths)
+    assert all(max(run.lengths) * len(run.lengths) <= 1.15 * sum(run.lengths) for run in runs)
+    starts = [run.start for run in runs]
+    assert starts == [sum(lengths[: lengths.index(run.lengths[0])]) for run in runs]
+    (run,) = attention.spans([(2, [3])] * 3, torch.device("cpu")).runs
+    assert run == Run(0, [5, 5, 5])
 
 
 def test_mask_comes_from_lengths_not_from_token_ids():
@@ -332,9 +334,6 @@ def test_mask_comes_from_lengths_not_from_token_ids():
 @pytest.mark.parametrize(
     "change",
     [
-        {"final_logit_softcapping": 30.0},
-        {"logit_scale": 0.5},
-        {"logits_scaling": 8.0},
         {"attention_dropout": 0.1},
         {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
     ],

@@ -122,11 +122,12 @@ def explain_gap(probe: Probe, asked: list[Prompt], settle: Callable[[], None], b
 
 
 def turned(ids: list[int], count: int) -> list[int]:
-    """The tokens with the first `count` moved to the end: a prefix cache has no entry for such a prompt."""
-    if count and hasattr(ids, "images"):
-        from common.trainer import vision
+    """The tokens with the first `count` moved to the end: a prefix cache has no entry for such a prompt.
 
-        return vision.with_other_text(ids, count)
+    A prompt with images stays as it is.
+    """
+    if hasattr(ids, "images"):
+        return ids
     count %= len(ids)
     return ids[count:] + ids[:count] if count else ids
 

@@ -249,7 +249,7 @@ def plan(
     a command always cuts the same micro-batches. Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
-    check_kernels(compute.kernels, config.model_type)
+    check_kernels(compute.kernels)
     check_heads(config, compute.sequence_parallel, model_path)
     if torch.cuda.is_available():
         gpu = this_gpu(compute, model_path, dtype, size, **on_the_gpu)

@@ -3,11 +3,18 @@
 A packed row is a list of groups (P, [L_1 ... L_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the prompt is computed once for all n responses (batching.py has a
 picture). A group with a single response is one ordinary sequence of P + L tokens.
+
+On a GPU one variable-length kernel computes the whole row. Elsewhere sequences of similar length are padded to the
+longest of them and computed in one call; such neighbours are a run. The groups (40, [5, 6]) and (33, [9]) make three:
+
+    tokens    0 ... 39    40 ... 50    51 ... 92
+    run       [40]        [5, 6]       [42]
+    attends   to itself   to itself    to itself
+                          and 0 ... 39
 """
 
-import inspect
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from common.errors import BadInput
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
-PADDING_PER_CALL = 256  # tokens
-ASKS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11's kernel has it without asking
+MAX_PADDING = 0.15  # share of a run's tokens by which padding may enlarge it
+PADDING_PER_CALL = 256  # tokens of padding that cost less than one more call for responses to a shared prompt
 WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
 
 
@@ -30,24 +37,33 @@ class Scores(NamedTuple):
     cap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
     sinks: torch.Tensor | None = None  # (heads,) score of one more key, whose value is 0 (gpt-oss)
 
+    @property
+    def need_weights(self) -> bool:
+        """Fused kernels know neither caps nor sinks."""
+        return self.cap is not None or self.sinks is not None
 
-class Sequence(NamedTuple):
-    """Tokens of a packed row that attend causally to one another and, if they have a context, to all tokens of it."""
+
+@dataclass
+class Run:
+    """Neighbouring sequences of a packed row. Each attends causally to itself and, if it answers a shared prompt, to
+    all tokens of that prompt.
+    """
 
     start: int  # place of the first token in the row
-    length: int  # tokens
-    context_start: int = 0  # place of the context, which is a shared prompt
-    context: int = 0  # tokens of the context; 0 without one
+    lengths: list[int]  # tokens of each sequence
+    prompt_start: int = 0  # place of the shared prompt
+    prompt: int = 0  # tokens of the shared prompt; 0 without one
 
 
 @dataclass
 class Spans:
     """Which tokens of a packed row of S sequences attend to which. Every layer reads the same one."""
 
-    runs: list[list[Sequence]]  # all S in order; the sequences of a run share their context and one padded call
-    query_ends: torch.Tensor | None = None  # CUDA only: (S + 1,) int32, cumulative number of queries
-    key_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of keys, with those of the contexts
-    keys: torch.Tensor | None = None  # their places in the row, a context before its sequence; None: all, in order
+    runs: list[Run]
+    # What the kernel on a GPU needs:
+    query_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of queries
+    key_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of keys, with those of shared prompts
+    key_places: torch.Tensor | None = None  # places of these keys in the row; None: every token once, in order
     longest: tuple[int, int] = (0, 0)  # most queries and most keys of one sequence
 
     def to_owner(self, values: torch.Tensor) -> torch.Tensor:
@@ -57,142 +73,216 @@ class Spans:
 
 def spans(groups: list[Group], device: torch.device) -> Spans:
     """Spans of the packed row in which these groups stand one after the other."""
-    sequences, end = [], 0  # end: tokens of the groups so far
+    runs: list[Run] = []
+    start = 0
     for prompt, responses in groups:
-        if len(responses) == 1:
-            sequences.append(Sequence(end, prompt + responses[0]))
+        if len(responses) == 1:  # nothing to share: prompt and response are one ordinary sequence
+            add_sequence(runs, Run(start, [prompt + responses[0]]))
         else:
-            sequences.append(Sequence(end, prompt))
-            starts = accumulate([end + prompt, *responses])
-            sequences += [Sequence(start, length, end, prompt) for start, length in zip(starts, responses)]
-        end += prompt + sum(responses)
-    by_context = [list(run) for _, run in groupby(sequences, lambda s: (s.context_start, s.context))]
-    runs = [run for same_context in by_context for run in similar_lengths(same_context)]
-    if device.type != "cuda":
-        return Spans(runs)
-    lengths = torch.tensor([[s.length, s.context + s.length] for s in sequences])  # (S, 2), queries and keys
-    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(device).unbind(1)  # 2 x (S + 1,)
-    keys = None
-    if any(s.context for s in sequences):
-        ranges = [((s.context_start, s.context), (s.start, s.length)) for s in sequences]
-        keys = torch.cat([torch.arange(start, start + n) for pair in ranges for start, n in pair]).to(device)
-    return Spans(runs, ends[0].contiguous(), ends[1].contiguous(), keys, tuple(lengths.amax(0).tolist()))
+            add_sequence(runs, Run(start, [prompt]))
+            for before, length in zip(accumulate(responses, initial=prompt), responses):
+                add_sequence(runs, Run(start + before, [length], prompt_start=start, prompt=prompt))
+        start += prompt + sum(responses)
+    return Spans(runs) if device.type != "cuda" else kernel_spans(runs, device)
+
+
+def add_sequence(runs: list[Run], sequence: Run) -> None:
+    """Add a run of one sequence to the last run, or after it if the padding would cost more than a call of its own."""
+    if runs:
+        last = runs[-1]
+        lengths = last.lengths + sequence.lengths
+        allowed = (1 + MAX_PADDING) * sum(lengths)
+        if last.prompt:
+            # Another call would also read the prompt's keys and values again.
+            allowed += PADDING_PER_CALL
+        same_prompt = (last.prompt_start, last.prompt) == (sequence.prompt_start, sequence.prompt)
+        if same_prompt and max(lengths) * len(lengths) <= allowed:
+            last.lengths = lengths
+            return
+    runs.append(sequence)
+
+
+def kernel_spans(runs: list[Run], device: torch.device) -> Spans:
+    """The runs as the variable-length kernel takes them. The keys of a shared prompt stand before each response."""
+    query_lengths: list[int] = []
+    key_lengths: list[int] = []
+    places: list[int] = []
+    for run in runs:
+        start = run.start
+        for length in run.lengths:
+            query_lengths.append(length)
+            key_lengths.append(run.prompt + length)
+            places += range(run.prompt_start, run.prompt_start + run.prompt)
+            places += range(start, start + length)
+            start += length
+    return Spans(
+        runs,
+        query_ends=torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32).to(device),
+        key_ends=torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32).to(device),
+        key_places=torch.tensor(places).to(device) if any(run.prompt for run in runs) else None,
+        longest=(max(query_lengths), max(key_lengths)),
+    )
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, spans=None, sliding_window=None,
-    softcap=None, s_aux=None, **kwargs,
-):  # fmt: skip
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    spans: Spans | None = None,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
     """Causal attention inside each sequence of a packed row. transformers calls it in every layer.
 
-    query (1, heads, L, d), key (1, key heads, L, d), value (1, key heads, L, v) -> (1, L, heads, v). CUDA computes the
-    row in one variable-length kernel. Elsewhere, in float32, and for layers that the kernel does not know, neighbours
-    of similar length share one padded call. The padding stands on the right, where a causal mask already hides it: no
-    token sees a later one.
+    query (1, heads, L, d), key (1, key heads, L, d), value (1, key heads, L, v) -> (1, L, heads, v). Grouped-query
+    attention has fewer key heads than heads. Raises BadInput for a family that makes an attention mask of its own.
     """
     if attention_mask is not None or spans is None:
         raise BadInput(f"{module.config.model_type} models are not supported, because of a mask of their own")
     scores = Scores(scaling, sliding_window, softcap, s_aux)
-    gqa = query.shape[1] != key.shape[1]  # grouped-query attention: several query heads share keys and values
-    written_out = softcap is not None or s_aux is not None
-    if query.is_cuda and query.dtype != torch.float32 and not written_out and query.shape[-1] == value.shape[-1]:
-        flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # (L, heads, d)
-        if spans.keys is not None:
-            flat[1:] = [x.index_select(0, spans.keys) for x in flat[1:]]
-        # The kernel aligns the ends of queries and keys for its mask, so a query sees the context that it should.
-        ends = (spans.query_ends, spans.key_ends, *spans.longest)
-        before = -1 if sliding_window is None else sliding_window - 1  # tokens that a token sees before itself
-        grouped = {"enable_gqa": gqa} if ASKS_GQA else {}
-        return varlen_attn(*flat, *ends, scale=scaling, window_size=(before, 0), **grouped)[None], None
-    outputs, prompts, prompts_start = [], [], 0  # prompts: keys and values of the latest prompts, for their responses
-    # Split the row once: the backward of a slice is as long as the whole row, so one slice a run would be slow.
-    sizes = [sum(s.length for s in run) for run in spans.runs]
-    pieces = zip(*(x.squeeze(0).split(sizes, dim=1) for x in (query, key, value)))  # (heads, tokens of the run, d)
-    for run, piece in zip(spans.runs, pieces):
-        rows = [padded(x, run) for x in piece]  # (n, heads, longest, d)
-        if context := run[0].context:
-            first = run[0].context_start - prompts_start
-            contexts = [x[None, :, first : first + context].expand(len(run), -1, -1, -1) for x in prompts]
-            rows[1:] = [torch.cat(pair, dim=2) for pair in zip(contexts, rows[1:])]  # (n, heads, context + longest, d)
-        else:
-            prompts, prompts_start = piece[1:], run[0].start
-        if written_out or rows[1].shape[2] <= WRITTEN_OUT_MAX_KEYS:
-            out = written_out_attention(*rows, context, scores)
-        else:
-            masked = context or sliding_window
-            mask = causal_mask(rows[0].shape[2], context, sliding_window, query.device) if masked else None
-            out = F.scaled_dot_product_attention(*rows, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
-        outputs.append(unpadded(out, run))
-    return torch.cat(outputs)[None], None
+    row = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
+    # The kernel takes neither float32 nor values of another width than the keys (DeepSeek).
+    can_fuse = query.shape[-1] == value.shape[-1] and not scores.need_weights
+    if query.is_cuda and query.dtype != torch.float32 and can_fuse:
+        out = variable_length_attention(*row, spans, scores)
+    else:
+        out = padded_attention(*row, spans.runs, scores)
+    return out[None], None
 
 
-def written_out_attention(query, key, value, context: int, scores: Scores) -> torch.Tensor:
-    """softmax(scale query key^T + causal mask) value, with the weights in memory. Shapes as in packed_attention's call.
+def variable_length_attention(query, key, value, spans: Spans, scores: Scores) -> torch.Tensor:
+    """(heads, L, d) -> (L, heads, d) in one kernel on a GPU."""
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
+    # Copy a shared prompt's keys and values before those of each response to it.
+    if spans.key_places is not None:
+        key = key.index_select(0, spans.key_places)
+        value = value.index_select(0, spans.key_places)
+    tokens_before = -1 if scores.window is None else scores.window - 1  # -1: all
+    # The kernel aligns the last query with the last key, so each response also sees the prompt's keys before it.
+    return varlen_attn(
+        query,
+        key,
+        value,
+        spans.query_ends,
+        spans.key_ends,
+        *spans.longest,
+        scale=scores.scale,
+        window_size=(tokens_before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def padded_attention(query, key, value, runs: list[Run], scores: Scores) -> torch.Tensor:
+    """(heads, L, d) -> (L, heads, v), one padded call for each run."""
+    # Split the row once. The backward of a slice is as long as the whole row, so one slice for each run would be slow.
+    sizes = [sum(run.lengths) for run in runs]
+    outputs = []
+    for run, q, k, v in zip(runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1)):
+        if run.prompt == 0:
+            outputs.append(attend_alone(q, k, v, run, scores))
+            # The responses that follow may answer a prompt of this run.
+            prompts_start, prompt_keys, prompt_values = run.start, k, v
+        else:
+            first = run.prompt_start - prompts_start
+            last = first + run.prompt
+            shared = (prompt_keys[:, first:last], prompt_values[:, first:last])
+            outputs.append(attend_after_prompt(q, k, v, run, scores, shared))
+    return torch.cat(outputs)
+
+
+def attend_alone(q, k, v, run: Run, scores: Scores) -> torch.Tensor:
+    """Sequences that see only themselves. (heads, tokens of the run, d) -> (tokens of the run, heads, v)."""
+    return unpadded(causal_attention(padded(q, run), padded(k, run), padded(v, run), 0, scores), run)
+
+
+def attend_after_prompt(q, k, v, run: Run, scores: Scores, shared: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Responses that see a shared prompt, too: its keys and values (key heads, P, d) stand before those of each."""
+    prompt_keys, prompt_values = (x.expand(len(run.lengths), -1, -1, -1) for x in shared)
+    keys = torch.cat([prompt_keys, padded(k, run)], dim=2)  # (n, key heads, P + longest, d)
+    values = torch.cat([prompt_values, padded(v, run)], dim=2)
+    return unpadded(causal_attention(padded(q, run), keys, values, run.prompt, scores), run)
+
+
+def causal_attention(query, key, value, prompt: int, scores: Scores) -> torch.Tensor:
+    """Attention of n sequences, each behind a prompt of that many tokens: (n, heads, longest, d), with keys and values
+    (n, key heads, prompt + longest, d or v) -> (n, heads, longest, v).
+
+    Padding stands on the right, where the causal mask already hides it: no token sees a later one.
+    """
+    if scores.need_weights or key.shape[2] <= WRITTEN_OUT_MAX_KEYS:
+        return written_out_attention(query, key, value, prompt, scores)
+    mask = None
+    if prompt or scores.window:
+        mask = causal_mask(query.shape[2], prompt, scores.window, query.device)
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scores.scale, enable_gqa=gqa
+    )
+
+
+def written_out_attention(query, key, value, prompt: int, scores: Scores) -> torch.Tensor:
+    """softmax(scale query key^T + causal mask) value, with the weights in memory. Shapes as in causal_attention.
 
     For short sequences on a CPU it is 1.6 times as fast as the fused kernel, forward and backward together.
     """
     n, heads, longest, width = query.shape
-    key_heads = key.shape[1]  # each serves `heads / key_heads` query heads, which become rows of one product
-    if scores.cap is not None or scores.sinks is not None:  # rounded to bfloat16, these scores would be far off vLLM's
-        query, key = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
+    key_heads = key.shape[1]
+    if scores.need_weights:  # rounded to bfloat16, these scores would be far off vLLM's
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key = query.to(wide), key.to(wide)
+    # The heads / key_heads query heads that share a key head become rows of one product.
     query = (query * (scores.scale or width**-0.5)).reshape(n * key_heads, -1, width)
-    bias = torch.zeros(longest, context + longest, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~causal_mask(longest, context, scores.window, query.device), -torch.inf)
+    key = key.flatten(0, 1)
+    value = value.flatten(0, 1)
+    # Adding -inf before the softmax makes the weight of a hidden key exactly 0.
+    bias = torch.zeros(longest, prompt + longest, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(~causal_mask(longest, prompt, scores.window, query.device), -torch.inf)
     bias = bias.repeat(heads // key_heads, 1)
-    key, value = (x.reshape(n * key_heads, context + longest, -1) for x in (key, value))
     if scores.cap is None:
         products = torch.baddbmm(bias, query, key.transpose(1, 2))
     else:
         products = torch.bmm(query, key.transpose(1, 2)).div(scores.cap).tanh().mul(scores.cap) + bias
+    # A sink takes a share of the softmax and adds nothing to the result.
     if scores.sinks is not None:
         sinks = scores.sinks.to(products.dtype).view(1, key_heads, -1, 1).expand(n, -1, -1, longest)
         products = torch.cat([products, sinks.reshape(n * key_heads, -1, 1)], dim=-1)
-    weights = products.softmax(-1)[..., : context + longest].to(value.dtype)
+    weights = products.softmax(-1)[..., : prompt + longest].to(value.dtype)
     return torch.bmm(weights, value).view(n, heads, longest, -1)
 
 
-def causal_mask(queries: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(queries, context + queries) bool, True where a token may look: at the context, at itself and before itself. With
+def causal_mask(queries: int, prompt: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(queries, prompt + queries) bool, True where a token may look: at the prompt, at itself and before itself. With
     a window these are the nearest `window` tokens, itself among them.
     """
-    mask = torch.ones(queries, context + queries, dtype=torch.bool, device=device).tril(context)
-    return mask if window is None else mask.triu(context - window + 1)
+    mask = torch.ones(queries, prompt + queries, dtype=torch.bool, device=device).tril(prompt)
+    return mask if window is None else mask.triu(prompt - window + 1)
 
 
-def padded(x: torch.Tensor, run: list[Sequence]) -> torch.Tensor:
-    """(heads, sum of lengths, d) -> (n, heads, longest, d) with zeros on the right. Equal lengths need no copy."""
-    longest = max(s.length for s in run)
-    if all(s.length == longest for s in run):
-        return x.unflatten(1, (len(run), -1)).transpose(0, 1)
-    out = x.new_zeros(len(run), longest, x.shape[0], x.shape[2])
-    out[real_tokens(run, x.device)] = x.transpose(0, 1)
+def padded(x: torch.Tensor, run: Run) -> torch.Tensor:
+    """(heads, tokens of the run, d) -> (n, heads, longest, d) with zeros on the right."""
+    if len(set(run.lengths)) == 1:  # equal lengths need no copy
+        return x.unflatten(1, (len(run.lengths), -1)).transpose(0, 1)
+    real = real_tokens(run, x.device)
+    out = x.new_zeros(*real.shape, x.shape[0], x.shape[2])
+    out[real] = x.transpose(0, 1)
     return out.transpose(1, 2)
 
 
-def unpadded(x: torch.Tensor, run: list[Sequence]) -> torch.Tensor:
-    """(n, heads, longest, d) -> (sum of lengths, heads, d): undo padded()."""
+def unpadded(x: torch.Tensor, run: Run) -> torch.Tensor:
+    """(n, heads, longest, d) -> (tokens of the run, heads, d): undo padded()."""
     x = x.transpose(1, 2)
-    return x.flatten(0, 1) if len({s.length for s in run}) == 1 else x[real_tokens(run, x.device)]
+    if len(set(run.lengths)) == 1:
+        return x.flatten(0, 1)
+    return x[real_tokens(run, x.device)]
 
 
-def real_tokens(run: list[Sequence], device: torch.device) -> torch.Tensor:
+def real_tokens(run: Run, device: torch.device) -> torch.Tensor:
     """(n, longest) bool, True on tokens and False on padding."""
-    lengths = torch.tensor([s.length for s in run], device=device)
-    return torch.arange(int(lengths.max()), device=device)[None] < lengths[:, None]
-
-
-def similar_lengths(sequences: list[Sequence], max_padding: float = 0.15) -> list[list[Sequence]]:
-    """Cut a list of sequences into runs, whose padding to the longest adds at most this share of their tokens.
-
-    Responses to a shared prompt may be padded by PADDING_PER_CALL tokens more, which is less work than another call.
-    """
-    runs: list[list[Sequence]] = []
-    allowed = PADDING_PER_CALL if sequences[0].context else 0
-    for sequence in sequences:
-        run = [*runs[-1], sequence] if runs else []
-        tokens = sum(s.length for s in run)
-        if runs and max(s.length for s in run) * len(run) <= (1 + max_padding) * tokens + allowed:
-            runs[-1] = run
-        else:
-            runs.append([sequence])
-    return runs
+    lengths = torch.tensor(run.lengths, device=device)
+    return torch.arange(max(run.lengths), device=device)[None] < lengths[:, None]

@@ -1,14 +1,26 @@
 """Micro-batches: rows of a rollout laid end to end in one packed row, within a token budget.
 
 Micro-batches only limit memory. The loss is divided by a denominator of the whole optimizer mini-batch on all ranks,
-so the gradient does not depend on how the mini-batch is cut. Responses to one prompt share it: its tokens stand in the
-row once. In this example b and c answer prompt a, and e answers prompt d.
+so the gradient does not depend on how the mini-batch is cut. Three words for what is put together:
+
+    bin      the rows of one micro-batch, at most `token_budget` tokens
+    group    the rows of a bin that share a prompt: its tokens stand in the packed row once
+    unit     rows that must not be separated: one response, or the two responses of a DPO pair
+
+A bin of two groups: b and c answer prompt a, and e answers prompt d. (Real prompts are longer: one of 3 tokens is not
+worth sharing.)
 
     input_ids      a0  a1  a2 | b0  b1 | c0  c1 | d0  d1  e0  e1  e2     (1, L = 12)
     position_ids    0   1   2 |  3   4 |  3   4 |  0   1   2   3   4     a response continues its prompt
     attends to     a          | a, b   | a, c   | d, e                   never to a later token
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
-    predictors = [2, 3, 2, 5, 8, 9, 10], targets = [b0, b1, c0, c1, e0, e1, e2], scatter = [0, 1, 3, 4, 6, 7, 8]
+
+The model makes a logit row for each place in `predictors`. It predicts the token in `targets`, and its log-prob goes to
+place `scatter` of the flattened (n, T) result, here (3, 3):
+
+    targets        b0  b1  c0  c1  e0  e1  e2
+    predictors      2   3   2   5   8   9  10
+    scatter         0   1   3   4   6   7   8
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +35,7 @@ from common.trainer.attention import Spans, spans
 from common.trainer.kernels import Kernels
 
 SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call costs more than sharing saves
+Text = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of the responses to it
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Compute(Sharding):
     token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
-    kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, torch.compile, or liger-kernel (GPUs only).
+    kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: int = 0
     """Train adapters of this rank (LoRA); raise learning rates tenfold (Schulman, 2025). 0 trains all weights."""
     train_vision: bool = False  # Train the part of the model that sees images, too.
@@ -76,105 +89,169 @@ def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Com
     return mini_batches
 
 
-def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, together: int = 1) -> list[MicroBatch]:
+@dataclass
+class Bin:
+    """What goes into one micro-batch."""
+
+    groups: list[list[int]] = field(default_factory=list)  # rows of the rollout; those of a group share their prompt
+    tokens: int = 0  # a group's prompt counts once
+
+
+def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
     """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one longer row.
 
-    together: so many rows in succession, which answer one prompt, stay in one micro-batch, in this order.
+    unit_size: keep this many consecutive rows in one micro-batch, such as the two of a DPO pair. They share a prompt.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K a micro-batch may be K times as
     long, and each of the K ranks of a group gets a slice of all their micro-batches. Collective: every rank calls it.
     """
-    bins = fill_bins(rollout, rows, compute, together)
-    real, forwards = len(bins), torch.tensor(len(bins))
+    bins = fill_bins(rollout, rows, compute, unit_size)
+    real = len(bins)
+    # A rank computes a slice of each micro-batch of its sequence-parallel group, so the group's sum counts.
+    forwards = torch.tensor(real)
     if world.sp_group is not None:
-        dist.all_reduce(forwards, group=world.sp_group)  # each rank computes slices for all K ranks of its group
+        dist.all_reduce(forwards, group=world.sp_group)
     missing = int(world.max(forwards)) - int(forwards)
-    if world.rank % compute.sequence_parallel == 0:  # the first rank of a sequence-parallel group adds its dummies
-        bins += [[rows[:together].tolist() or [*range(together)]]] * missing
-    micro_batches = [pack_groups(rollout, groups) for groups in bins]
+    # The first rank of a group adds the dummies for all of them.
+    if world.rank % compute.sequence_parallel == 0:
+        dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))
+        bins += [Bin([dummy_rows])] * missing
+    micro_batches = [pack_groups(rollout, bin_.groups) for bin_ in bins]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()
-    if world.sp_group is None:
-        return mark_last(micro_batches)
-    from common.trainer.sequence_parallel import cut, take_turns
-
-    turns = take_turns([texts_of(rollout, groups) for groups in bins], world.sp_group)
-    whole = lambda own, texts: lay_out(texts, [], rollout.response_mask) if own is None else micro_batches[own]
-    return mark_last([cut(whole(own, texts), owner, world.sp_group) for owner, own, texts in turns])
-
-
-def mark_last(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """Set `last` of each. Every rank has equally many, so all ranks reduce their gradients in the same backward."""
-    for micro in micro_batches:
-        micro.last = micro is micro_batches[-1]
+    if world.sp_group is not None:
+        texts = [texts_of(rollout, bin_.groups) for bin_ in bins]
+        micro_batches = slices_of_all(micro_batches, texts, rollout.response_mask, world.sp_group)
+    # Every rank has equally many, so all ranks reduce their gradients in the same backward.
+    for micro in micro_batches[:-1]:
+        micro.last = False
     return micro_batches
 
 
-def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, together: int) -> list[list[list[int]]]:
-    """The rows of each micro-batch, as a list of groups that share a prompt. Groups are sorted by their longest row, so
-    that neighbours have similar lengths: attention without a variable-length kernel then pads little.
+def slices_of_all(
+    micro_batches: list[MicroBatch], texts: list[list[Text]], response_mask: torch.Tensor, group: dist.ProcessGroup
+) -> list[MicroBatch]:
+    """This rank's slices of the micro-batches of all ranks of its sequence-parallel group, in the same order on each
+    rank. texts: what this rank's micro-batches consist of. Collective over the group.
     """
-    own = lambda unit: sum(len(rollout.response_ids[row]) for row in unit)  # unit: rows that stay together
-    length = lambda unit: len(rollout.prompt_ids[unit[0]]) + own(unit)
-    same_prompt: dict[tuple | int, list[list[int]]] = {}
-    for unit in rows.view(-1, together).tolist():
-        prompt = rollout.prompt_ids[unit[0]]
-        key = getattr(prompt, "key", None)  # a prompt with images has one, and is shared at any length
-        shared = compute.shared_prompts and (key or len(prompt) >= SHARED_PROMPT_MIN_TOKENS)
-        same_prompt.setdefault((key or tuple(prompt)) if shared else unit[0], []).append(unit)
-    bins, room = [], 0  # room: number of tokens that still fit in the last bin
-    for group in sorted(same_prompt.values(), key=lambda units: max(map(length, units))):
-        has_prompt = False  # True if the last bin holds this group's prompt
-        for unit in sorted(group, key=length):
-            needed = own(unit) if has_prompt else length(unit)
-            if needed > room:
-                bins.append([[]])
-                room, needed = compute.token_budget * compute.sequence_parallel, length(unit)
-            elif not has_prompt:
-                bins[-1].append([])
-            bins[-1][-1] += unit
-            room, has_prompt = room - needed, True
+    from common.trainer.sequence_parallel import cut
+
+    texts_of_ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts_of_ranks, texts, group=group)
+    slices = []
+    for owner, texts_of_owner in enumerate(texts_of_ranks):
+        for number, its_texts in enumerate(texts_of_owner):
+            if owner == dist.get_rank(group):
+                whole = micro_batches[number]
+            else:
+                # None of its rows is this rank's. This rank computes a part of the tokens, and the owner has the loss.
+                whole = lay_out(its_texts, [], response_mask)
+            slices.append(cut(whole, owner, group))
+    return slices
+
+
+def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
+    """The rows of each micro-batch.
+
+    Groups are sorted by their longest row, so that neighbours have similar lengths: attention without a variable-length
+    kernel then pads little. A group that does not fit into a bin goes on in the next one, with its prompt again.
+    """
+
+    def response_tokens(unit: list[int]) -> int:
+        return sum(len(rollout.response_ids[row]) for row in unit)
+
+    def tokens_of(unit: list[int]) -> int:
+        return len(rollout.prompt_ids[unit[0]]) + response_tokens(unit)
+
+    def longest(units: list[list[int]]) -> int:
+        return max(map(tokens_of, units))
+
+    budget = compute.token_budget * compute.sequence_parallel
+    bins = []
+    for units in sorted(units_by_prompt(rollout, rows, compute, unit_size), key=longest):
+        group = None  # the rows of this prompt that are in the last bin; None: the bin hasn't got the prompt
+        for unit in sorted(units, key=tokens_of):
+            added = tokens_of(unit) if group is None else response_tokens(unit)
+            if not bins or bins[-1].tokens + added > budget:
+                bins.append(Bin())
+                group = None
+                added = tokens_of(unit)
+            if group is None:
+                group = []
+                bins[-1].groups.append(group)
+            group += unit
+            bins[-1].tokens += added
     return bins
+
+
+def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[list[list[int]]]:
+    """Units that will share a prompt, or a single one. Prompts are in the order in which they come first."""
+    units = {}
+    for unit in rows.view(-1, unit_size).tolist():
+        prompt = rollout.prompt_ids[unit[0]]
+        key = unit[0]  # a number of its own: shared with no other unit
+        if compute.shared_prompts and hasattr(prompt, "images"):
+            # However short the prompt is, encoding its images again would cost more.
+            key = prompt.key
+        elif compute.shared_prompts and len(prompt) >= SHARED_PROMPT_MIN_TOKENS:
+            key = tuple(prompt)
+        units.setdefault(key, []).append(unit)
+    return list(units.values())
 
 
 def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
     """One micro-batch with these groups of rows. Rows of a group have the same prompt."""
-    return lay_out(texts_of(rollout, groups), [row for group in groups for row in group], rollout.response_mask)
+    rows = [row for group in groups for row in group]
+    return lay_out(texts_of(rollout, groups), rows, rollout.response_mask)
 
 
-def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[tuple[list[int], list[list[int]]]]:
-    """The prompt and the responses of each group, as token ids."""
+def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[Text]:
+    """The prompt and the responses of each group."""
     return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]
 
 
-def lay_out(texts: list[tuple[list[int], list[list[int]]]], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
-    """Lay texts end to end in one packed row. They are `rows` of the rollout with this response_mask (N, T). This is
-    the only place that shifts by one token: the last prompt token predicts response token 0.
+def lay_out(texts: list[Text], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
+    """Lay texts end to end in one packed row. They are `rows` of the rollout with this response_mask (N, T).
+
+    This is the only place that shifts by one token: a token's logits come from the place before it.
     """
-    tokens, positions, predictors, targets, scatter, next_row = [], [], [], [], [], 0
+    tokens = []
+    positions = []
+    predictors = []
+    targets = []
+    scatter = []
+    first_of_row = 0  # place of the response's token 0 in the flattened (n, T)
     for prompt, responses in texts:
         tokens += prompt
         positions += range(len(prompt))
         last_of_prompt = len(tokens) - 1
         for response in responses:
-            predictors += [last_of_prompt, *range(len(tokens), len(tokens) + len(response))][:-1]
+            # The prompt's last token predicts the response's first, and each token of the response the one after it.
+            # The last one predicts nothing.
+            places = [last_of_prompt, *range(len(tokens), len(tokens) + len(response))]
+            predictors += places[:-1]
             targets += response
             tokens += response
             positions += range(len(prompt), len(prompt) + len(response))
-            scatter += range(next_row, next_row + len(response))
-            next_row += response_mask.shape[1]  # T
+            scatter += range(first_of_row, first_of_row + len(response))
+            first_of_row += response_mask.shape[1]  # T
+
+    device = response_mask.device
     position_ids, images = [positions], {}
     if any(hasattr(prompt, "images") for prompt, _ in texts):
         from common.trainer import vision
 
-        position_ids, images = vision.lay_out(texts, positions, response_mask.device)
+        position_ids, images = vision.lay_out(texts, positions, device)
     lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in texts]
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.long, device=response_mask.device)
+
+    def as_tensor(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
     return MicroBatch(
         rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
         position_ids=as_tensor(position_ids),
-        spans=spans(lengths, response_mask.device),
+        spans=spans(lengths, device),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),
         scatter=as_tensor(scatter),

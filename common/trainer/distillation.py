@@ -6,36 +6,29 @@ p is the softmax of the policy's logits z, q that of the teacher's, both over th
 are often padded to different sizes.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 
-from common.data.tokenizer import image_tokens, resolve_model
+from common.data.tokenizer import resolve_model
 from common.placement import World
 from common.trainer import model
 from common.trainer.batching import Compute, MicroBatch
-from common.trainer.logits import backward_through_head, logits_in_chunks, scaled
-
-Shape = tuple  # temperature, cap and never: arguments of logits.scaled
+from common.trainer.logits import LogitShape, backward_through_head, logits_in_chunks, scaled
 
 
 def load_teacher(
     model_path: str, policy: nn.Module, world: World, dtype: torch.dtype, compute: Compute, *, offload: bool
 ) -> nn.Module:
     """A frozen model that has no adapters. frozen_logprobs() and divergences() take it. Collective: every rank."""
-    model_path = resolve_model(model_path)
-    teacher = (
-        model.load(model_path, world, dtype, replace(compute, lora_rank=0, freeze_router=False), offload=offload)
-        .requires_grad_(False)
-        .eval()
-    )
-    for owner, forward in ((teacher, hidden_and_head), (policy, token_divergences)):
-        setattr(owner, forward.__name__, MethodType(forward, owner))
-        register_fsdp_forward_method(owner, forward.__name__)
-    return teacher
+    compute = replace(compute, lora_rank=0, freeze_router=False)
+    teacher = model.load(resolve_model(model_path), world, dtype, compute, offload=offload)
+    model.add_forward(teacher, hidden_and_head)
+    model.add_forward(policy, token_divergences)
+    return teacher.requires_grad_(False).eval()
 
 
 def divergences(
@@ -47,11 +40,11 @@ def divergences(
     calls it equally often.
     """
     with torch.no_grad():
-        theirs = teacher.hidden_and_head(micro)
+        teacher_hidden, teacher_head = teacher.hidden_and_head(micro)
     model.reduce_gradients_after(micro, policy)
-    shape = *model.logit_shape(teacher.config, temperature), image_tokens(teacher.config)
-    found = policy.token_divergences(micro, temperature, *theirs, shape)
-    kl, logprobs, entropy = [model.place(values, micro) for values in found]
+    teacher_shape = model.logit_shape(teacher.config, temperature)
+    packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
+    kl, logprobs, entropy = (model.place(values, micro) for values in packed)
     # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
     return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
@@ -62,12 +55,12 @@ def hidden_and_head(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor
 
 
 def token_divergences(
-    self, micro: MicroBatch, temperature: float, their_hidden, their_head, their_shape: Shape
+    self, micro: MicroBatch, temperature: float, teacher_hidden, teacher_head, teacher_shape: LogitShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
     hidden, head = hidden_and_head(self, micro)
-    shape = *model.logit_shape(self.config, temperature), image_tokens(self.config)
-    return ChunkedKL.apply(hidden, head, micro.targets, shape, their_hidden, their_head, their_shape)
+    shape = model.logit_shape(self.config, temperature)
+    return ChunkedKL.apply(hidden, head, micro.targets, shape, teacher_hidden, teacher_head, teacher_shape)
 
 
 class ChunkedKL(torch.autograd.Function):
@@ -78,50 +71,54 @@ class ChunkedKL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, shape: Shape, their_hidden, their_head, their_shape: Shape):
-        kl, logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
-        for rows, z, w in both(hidden, head, their_hidden, their_head):
-            # Log-probs and entropies are those of all other forwards: over the policy's whole head.
-            whole = scaled(z.clone(), *shape).log_softmax(1) if len(head) > len(their_head) else None
-            log_p, log_q = log_softmaxes(z, shape, w, their_shape)
+    def forward(ctx, hidden, head, targets, shape, teacher_hidden, teacher_head, teacher_shape):
+        kl = hidden.new_zeros(len(targets), dtype=torch.float32)  # (R,)
+        logprobs = torch.zeros_like(kl)
+        entropy = torch.zeros_like(kl)
+        for rows, z, teacher_z in products_of_both(hidden, head, teacher_hidden, teacher_head):
+            z = scaled(z, shape)
+            log_p, log_q = log_softmaxes(z, scaled(teacher_z, teacher_shape))
             kl[rows] = (log_p.exp() * (log_p - log_q)).sum(1)
-            whole = log_p if whole is None else whole
+            # Log-probs and entropies are those of all other forwards: over the policy's whole head.
+            whole = log_p if log_p.shape == z.shape else z.log_softmax(1)
             entropy[rows] = -(whole.exp() * whole).sum(1)
             logprobs[rows] = whole.gather(1, targets[rows, None])[:, 0]
-        ctx.save_for_backward(hidden, head, their_hidden, their_head, kl)
-        ctx.shapes = shape, their_shape
+        ctx.save_for_backward(hidden, head, teacher_hidden, teacher_head, kl)
+        ctx.shapes = shape, teacher_shape
         ctx.mark_non_differentiable(logprobs, entropy)
         return kl, logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, *_):
-        hidden, head, their_hidden, their_head, kl = ctx.saved_tensors
-        shape, their_shape = ctx.shapes
-        temperature, cap = shape[:2]
+        hidden, head, teacher_hidden, teacher_head, kl = ctx.saved_tensors
+        shape, teacher_shape = ctx.shapes
 
         def gradients():
-            for rows, z, w in both(hidden, head, their_hidden, their_head):
-                slope = 1.0 if cap is None else 1 - (z / temperature / cap).tanh()[:, : len(their_head)] ** 2
-                log_p, log_q = log_softmaxes(z, shape, w, their_shape)
-                grad_z = torch.zeros_like(z)  # also for tokens that the teacher does not know
-                own = log_p.exp() * (log_p - log_q - kl[rows, None]) * slope * (grad[rows, None] / temperature)
-                grad_z[:, : own.shape[1]] = own
-                yield rows, grad_z
+            for rows, z, teacher_z in products_of_both(hidden, head, teacher_hidden, teacher_head):
+                slope = 1.0
+                if shape.cap is not None:
+                    slope = 1 - (z / shape.temperature / shape.cap).tanh()[:, : len(teacher_head)] ** 2
+                log_p, log_q = log_softmaxes(scaled(z, shape), scaled(teacher_z, teacher_shape))
+                outer = grad[rows, None] / shape.temperature
+                grad_z = log_p.exp() * (log_p - log_q - kl[rows, None]) * slope * outer
+                # Tokens that the teacher does not know have a gradient of 0.
+                yield rows, F.pad(grad_z, (0, len(head) - grad_z.shape[1]))
 
         grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
         return grad_hidden, grad_head, None, None, None, None, None
 
 
-def both(hidden, head, their_hidden, their_head):
+def products_of_both(hidden, head, teacher_hidden, teacher_head) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Slices of rows, each with the products (r, V) of the policy and of the teacher in float32."""
-    widest = 3 * max(len(head), len(their_head))  # a chunk takes the memory of six, where log-probs take that of two
-    pairs = zip(logits_in_chunks(hidden, head, widest), logits_in_chunks(their_hidden, their_head, widest))
-    for (rows, z), (_, w) in pairs:
-        yield rows, z, w
+    # A row takes the memory of six rows of logits here, where log-probs alone take that of two.
+    logits_of_a_row = 3 * max(len(head), len(teacher_head))
+    policy_chunks = logits_in_chunks(hidden, head, logits_of_a_row)
+    teacher_chunks = logits_in_chunks(teacher_hidden, teacher_head, logits_of_a_row)
+    for (rows, z), (_, teacher_z) in zip(policy_chunks, teacher_chunks):
+        yield rows, z, teacher_z
 
 
-def log_softmaxes(z, shape: Shape, w, their_shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p and log q (r, v) over the v tokens that both models know. z and w may be overwritten."""
-    known = min(z.shape[1], w.shape[1])
-    z = z if shape[1] is None else z.clone()  # needed again for the slope of the cap
-    return scaled(z, *shape)[:, :known].log_softmax(1), scaled(w, *their_shape)[:, :known].log_softmax(1)
+def log_softmaxes(z: torch.Tensor, teacher_z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p and log q (r, v) over the v tokens that both models know, from their logits."""
+    known = min(z.shape[1], teacher_z.shape[1])
+    return z[:, :known].log_softmax(1), teacher_z[:, :known].log_softmax(1)

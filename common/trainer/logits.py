@@ -7,6 +7,7 @@ off, far more than what one update changes.
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -16,99 +17,114 @@ LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exi
 GPU_LOGITS_PER_CHUNK = 2**28  # or 1 GiB on a GPU, where fewer and larger products are faster
 
 NEVER = -1e4  # logit of a token that is never sampled: its probability rounds to 0, and products with it stay finite
-FUSED_MIN_ROWS = 256  # The first compilation sets how work is divided. The check at a start has 16 rows.
+FUSED_MIN_ROWS = 256  # torch.compile tunes itself on its first call. Skip small inputs, such as those of check_packing.
+
+
+class LogitShape(NamedTuple):
+    """How logits follow from the products of hidden states and head: z / temperature, capped, without some tokens."""
+
+    temperature: float = 1.0
+    cap: float | None = None  # logits become cap tanh(z / temperature / cap) (Gemma 2)
+    never: tuple[int, ...] = ()  # ids of tokens that are never sampled: placeholders of images
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """logprobs = log_softmax(z) at the targets (R,) float32, and entropies (R,) float32. The logits z are
-    hidden head^T / temperature, or with a cap, cap tanh(hidden head^T / temperature / cap).
+    """Log-probs of the targets and entropies, (R,) float32 each. Entropies carry no gradient.
 
     hidden (R, d), head (V, d), targets (R,) int64. Logits exist for a chunk of rows at a time and are computed again in
     the backward. They are float32 whatever the dtype of the weights, as in the engine: rounded to bfloat16, a logit of
-    20 would be up to 0.06 off, the largest part of the gap between trainer and engine. Entropies carry no gradient, and
-    are zeros without with_entropy. never: ids of tokens that are never sampled; their logits are NEVER.
+    20 would be up to 0.06 off, the largest part of the gap between trainer and engine. Without with_entropy, entropies
+    are zeros.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature: float, with_entropy: bool, cap=None, never=()):
-        logprobs, log_z, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(3))  # (R,)
+    def forward(ctx, hidden, head, targets, shape: LogitShape, with_entropy: bool):
+        logprobs = hidden.new_zeros(len(targets), dtype=torch.float32)  # (R,)
+        entropy = torch.zeros_like(logprobs)
+        log_z = torch.zeros_like(logprobs)
         for rows, z in logits_in_chunks(hidden, head):
-            measure = fused(row_statistics, z)
-            found = measure(z, targets[rows], temperature, with_entropy, cap, never)
-            log_z[rows], logprobs[rows], entropy[rows] = found
+            statistics = fused(row_statistics, z, targets[rows], shape, with_entropy)
+            log_z[rows], logprobs[rows], entropy[rows] = statistics
         ctx.save_for_backward(hidden, head, targets, log_z)
-        ctx.temperature, ctx.cap, ctx.never = temperature, cap, never
+        ctx.shape = shape
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
         hidden, head, targets, log_z = ctx.saved_tensors
-        grad = grad / ctx.temperature  # (R,)
+        grad = grad / ctx.shape.temperature  # (R,)
 
         def gradients():
             for rows, z in logits_in_chunks(hidden, head):
-                differentiate = fused(logit_gradient, z)
-                given = (targets[rows], log_z[rows], grad[rows])
-                yield rows, differentiate(z, *given, ctx.temperature, ctx.cap, ctx.never)
+                yield rows, fused(logit_gradient, z, targets[rows], log_z[rows], grad[rows], ctx.shape)
 
         grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head, None, None, None
 
 
 def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of hidden (R, d) and head (V, d), or None, from (rows, gradient at their products (r, V)) in chunks."""
-    wide = torch.float32 if head.is_cuda else head.dtype  # sums of many chunks would lose digits in bfloat16
+    """Gradients of hidden (R, d) and head (V, d), or None for a frozen head.
+
+    gradients: pairs of a slice of rows and the gradient at their products (r, V).
+    """
+    # The head's gradient is a sum of many chunks, which would lose digits in bfloat16. Only CUDA's addmm can widen.
+    sum_dtype = torch.float32 if head.is_cuda else head.dtype
     grad_hidden = torch.empty_like(hidden)
-    grad_head = torch.zeros_like(head, dtype=wide) if is_trained else None
+    grad_head = torch.zeros_like(head, dtype=sum_dtype) if is_trained else None
     for rows, grad_z in gradients:
         grad_z = grad_z.to(hidden.dtype)
         torch.mm(grad_z, head, out=grad_hidden[rows])
-        if grad_head is not None and wide == head.dtype:
+        if grad_head is None:
+            continue
+        if sum_dtype == head.dtype:
             grad_head.addmm_(grad_z.t(), hidden[rows])
-        elif grad_head is not None:
-            torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=wide, out=grad_head)
+        else:
+            torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=sum_dtype, out=grad_head)
     return grad_hidden, None if grad_head is None else grad_head.to(head.dtype)
 
 
-def scaled(z: torch.Tensor, temperature: float, cap: float | None, never: tuple[int, ...] = ()) -> torch.Tensor:
+def scaled(z: torch.Tensor, shape: LogitShape) -> torch.Tensor:
     """Logits (r, V) from the products z of hidden states and head. A CPU's z is overwritten."""
-    z = z / temperature if z.is_cuda else z.div_(temperature)
-    z = z if cap is None else z.div_(cap).tanh_().mul_(cap)
-    for token in never:
+    # On a GPU this is part of a compiled kernel, in which writing z back would be one more pass over memory.
+    z = z / shape.temperature if z.is_cuda else z.div_(shape.temperature)
+    if shape.cap is not None:
+        z = z.div_(shape.cap).tanh_().mul_(shape.cap)
+    for token in shape.never:
         z[:, token] = NEVER
     return z
 
 
-def row_statistics(
-    z, targets, temperature: float, with_entropy: bool, cap: float | None = None, never: tuple[int, ...] = ()
-) -> tuple[torch.Tensor, ...]:
+def row_statistics(z, targets, shape: LogitShape, with_entropy: bool) -> tuple[torch.Tensor, ...]:
     """log Z, the target's log-prob and the entropy (r,) of each row of products z (r, V). A CPU's z is overwritten."""
-    z = scaled(z, temperature, cap, never)
+    z = scaled(z, shape)
     top = z.amax(1, keepdim=True)  # (r, 1)
     z -= top
     p = z.exp()  # (r, V), not normalized
     total = p.sum(1)  # (r,)
-    logprob = z.gather(1, targets[:, None])[:, 0] - total.log()
-    entropy = total.log() - p.mul_(z).sum(1) / total if with_entropy else torch.zeros_like(total)
-    return total.log() + top[:, 0], logprob, entropy
+    log_total = total.log()
+    logprob = z.gather(1, targets[:, None])[:, 0] - log_total
+    entropy = log_total - p.mul_(z).sum(1) / total if with_entropy else torch.zeros_like(total)
+    return log_total + top[:, 0], logprob, entropy
 
 
-def logit_gradient(
-    z, targets, log_z, grad, temperature: float, cap: float | None = None, never: tuple[int, ...] = ()
-) -> torch.Tensor:
-    """(r, V): the gradient at the products z, except for the factor 1 / temperature. It is grad (r,) times
-    d logprob / d logits, that is one-hot - softmax, times the slope of the cap.
+def logit_gradient(z, targets, log_z, grad, shape: LogitShape) -> torch.Tensor:
+    """(r, V): the gradient at the products z, except for the factor 1 / temperature.
+
+    It is grad (r,) times d logprob / d logits, that is one-hot - softmax, times the slope of the cap.
     """
-    z = scaled(z, temperature, cap, never)
-    slope = None if cap is None else 1 - (z / cap) ** 2  # (r, V)
-    grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
+    z = scaled(z, shape)
+    slope = None if shape.cap is None else 1 - (z / shape.cap) ** 2  # (r, V)
+    softmax = z.sub_(log_z[:, None]).exp_()
+    grad_z = softmax.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
     return grad_z if slope is None else grad_z.mul_(slope)
 
 
-def fused(function: Callable, z: torch.Tensor) -> Callable:
-    """The function, on a GPU as few kernels that read the logits z (r, V) once. They are made for many rows."""
-    return compiled(function) if z.is_cuda and len(z) >= FUSED_MIN_ROWS else function
+def fused(function: Callable, z: torch.Tensor, *arguments):
+    """function(z, ...) and, on a GPU, in few kernels that read the logits z (r, V) once."""
+    if z.is_cuda and len(z) >= FUSED_MIN_ROWS:
+        function = compiled(function)
+    return function(z, *arguments)
 
 
 @cache
@@ -116,23 +132,22 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)
 
 
-def chunks(rows: int, vocabulary: int, logits: int) -> list[slice]:
-    """Slices of the rows, each with at most that many logits but at least one row."""
-    size = max(1, logits // vocabulary)
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
 def logits_in_chunks(
     hidden: torch.Tensor, head: torch.Tensor, vocabulary: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of rows, each with its logits (r, V) in float32. vocabulary: V of the widest head to keep in step with."""
-    half = hidden.dtype != torch.float32
-    out_dtype = {"out_dtype": torch.float32} if half and hidden.is_cuda else {}  # only CUDA's product can widen
-    if not out_dtype:
+    """Slices of rows, each with its products (r, V) in float32. vocabulary: count a row as that many logits, not V."""
+    is_half = hidden.dtype == torch.bfloat16
+    can_widen = is_half and hidden.is_cuda  # only CUDA has a product of bfloat16 matrices in float32
+    if not can_widen:
         hidden, head = hidden.float(), head.float()  # once, and not for every chunk
     most = GPU_LOGITS_PER_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
-    for rows in chunks(len(hidden), vocabulary or len(head), most):
-        # Values that were bfloat16 lose nothing when the product rounds them to bfloat16 again.
-        with rounded_products(half and not out_dtype):
-            z = torch.mm(hidden[rows], head.t(), **out_dtype)  # (r, V)
+    size = max(1, most // (vocabulary or len(head)))
+    for first in range(0, len(hidden), size):
+        rows = slice(first, first + size)
+        if can_widen:
+            z = torch.mm(hidden[rows], head.t(), out_dtype=torch.float32)
+        else:
+            # Values that were bfloat16 lose nothing when the product rounds them to bfloat16 again.
+            with rounded_products(is_half):
+                z = torch.mm(hidden[rows], head.t())  # (r, V)
         yield rows, z

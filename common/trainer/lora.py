@@ -1,8 +1,8 @@
 """LoRA (arXiv:2106.09685): a linear layer becomes y = W x + (alpha / rank) B A x, of which only A and B are trained.
 
-The layer changes its class and W keeps its name, so that checkpoints load, and the engine receives, the names of the
-model itself. Adapters are put in on the meta device, before FSDP2 shards the model. The engine gets W + (alpha / rank)
-B A, summed in float32 for each push and never in place: no rounding error stays in W.
+The layer changes its class and W keeps its name, so checkpoints and the engine see the names of the model itself.
+Adapters are added on the meta device, before FSDP2 shards the model. The engine gets W + (alpha / rank) B A. Each push
+computes this sum in float32 and never in place, so no rounding error stays in W.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ ALPHA = 32.0  # for every rank: --learning-rate says how fast adapters learn
 class LoraLinear(nn.Linear):
     """weight (out, in) and bias are frozen, lora_a (rank, in) and lora_b (out, rank) are trained."""
 
-    alpha: float = ALPHA
-    on: bool = True  # False while the adapters are switched off
+    alpha = ALPHA
+    on = True  # False while the adapters are switched off
 
     @property
     def scaling(self) -> float:
@@ -36,7 +36,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = F.linear(x, self.weight, self.bias)
-        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.on else base
+        if not self.on:
+            return base
+        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
     def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, from full tensors."""
@@ -44,7 +46,7 @@ class LoraLinear(nn.Linear):
 
 
 def freeze(model: nn.Module, compute: Compute, frozen_dtype: torch.dtype) -> None:
-    """Freeze the model but for adapters (--lora-rank), or its routers (--freeze-router). Raises BadInput."""
+    """Freeze all but adapters (--lora-rank), or only the routers (--freeze-router). Raises BadInput."""
     if not compute.freeze_router:
         return insert(model, compute.lora_rank, frozen_dtype)
     if compute.lora_rank:
@@ -64,13 +66,15 @@ def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
     """
     model.requires_grad_(False)
     for layer in decoder_of(model).layers:
-        found = [module for module in layer.modules() if type(module) is nn.Linear]
-        if not found:
+        linears = [module for module in layer.modules() if type(module) is nn.Linear]
+        if not linears:
             raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
-        for linear in found:
+        for linear in linears:
+            # Another class in place of a wrapper: the names of all other parameters stay as they are.
             linear.__class__ = LoraLinear
-            linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=linear.weight.device))
-            linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=linear.weight.device))
+            device = linear.weight.device
+            linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+            linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     for parameter in model.parameters():
@@ -83,12 +87,12 @@ def initial(model: nn.Module) -> dict[str, torch.Tensor]:
 
     The run's seed, which placement.init has set, decides A.
     """
-    generator, state = torch.Generator().manual_seed(torch.initial_seed()), {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_a"):
-            state[name] = (2 * torch.rand(parameter.shape, generator=generator) - 1) / math.sqrt(parameter.shape[1])
-        elif name.endswith("lora_b"):
-            state[name] = torch.zeros(parameter.shape)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    state = {}
+    for name, layer in adapted(model):
+        draws = torch.rand(layer.lora_a.shape, generator=generator)
+        state[f"{name}.lora_a"] = (2 * draws - 1) / math.sqrt(layer.in_features)
+        state[f"{name}.lora_b"] = torch.zeros(layer.lora_b.shape)
     return state
 
 
@@ -101,7 +105,8 @@ class WithoutAdapters:
     """A policy with its adapters switched off, in the place of a second copy of its base."""
 
     def __init__(self, policy: nn.Module):
-        self.policy, self.modules = policy, policy.modules
+        self.policy = policy
+        self.modules = policy.modules  # model.reshard() asks for them
 
     def token_logprobs(self, *args) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Like the policy's, for forwards without gradient. Collective: every rank calls it."""
@@ -111,38 +116,43 @@ class WithoutAdapters:
 
 @contextlib.contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    layers = [layer for _, layer in adapted(model)]
-    for layer in layers:
-        layer.on = False
+    """The model computes as its base inside."""
+    layers = adapted(model)
     try:
+        for _, layer in layers:
+            layer.on = False
         yield
     finally:
-        for layer in layers:
+        for _, layer in layers:
             layer.on = True
 
 
 def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a folder that peft loads on top of the base model. weights: full tensors of the adapters by name."""
-    layers = adapted(model)
-    _, first = layers[0]
-    rank, last = first.lora_a.shape[0], lambda name: name.rpartition(".")[2]
-    targets = {last(name) for name, _ in layers}  # for peft all layers of these names, a vision tower's included
-    if any(type(part) is nn.Linear and last(name) in targets for name, part in model.named_modules()):
-        targets = {name for name, _ in layers}
+    layers = dict(adapted(model))
+    ends = {last_part(name) for name in layers}
+    # peft adapts every layer whose name ends like a target. If the vision tower has such layers too, it needs whole
+    # names.
+    others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    targets = layers if ends & set(map(last_part, others)) else ends
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.config._name_or_path,
-        "r": rank,
-        "lora_alpha": first.alpha,
+        "r": next(iter(layers.values())).lora_a.shape[0],
+        "lora_alpha": ALPHA,
         "target_modules": sorted(targets),
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    names = [f"{name}.{kind}" for name, _ in layers for kind in ADAPTERS]
+    names = [f"{name}.{kind}" for name in layers for kind in ADAPTERS]
     tensors = {peft_name(name): weights[name].contiguous() for name in names}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def peft_name(name: str) -> str:

@@ -5,6 +5,7 @@ gradients are averaged over the ranks in float32.
 """
 
 import inspect
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import (
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from common.data.tokenizer import causal_class, has_safetensors, image_tokens
@@ -31,11 +31,18 @@ from common.rollout.rollout import Rollout, collate
 from common.trainer.attention import packed_attention
 from common.trainer.batching import Compute, MicroBatch, pack, pack_groups
 from common.trainer.kernels import decoder_of, use_kernels
-from common.trainer.logits import ChunkedLogprobs
+from common.trainer.logits import ChunkedLogprobs, LogitShape
 
 SUPPORTED = "supported are decoders like Llama's, with sliding windows and experts too: see docs/models.md"
-NOISE = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
-         "router_jitter_noise")  # fmt: skip
+NOISE = (  # settings of layers that draw random numbers: the engine and the old log-probs would see other ones
+    "attention_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "router_jitter_noise",
+)
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
 
@@ -57,20 +64,37 @@ def load(
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
-    forward = token_values if value_head else token_logprobs
-    disable_progress_bar()  # transformers' progress bars would interrupt those of the run
-    # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
-    # Without a mask function of that name transformers makes no mask, and does not ask the GPU whether rows are packed.
+    model = build(model_path, world, dtype, compute, value_head)
+    state, buffers = read_weights(model, model_path, compute) if world.is_main else ({}, {})
+    use_kernels(model, compute.kernels)
+    if compute.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard(model, world, dtype, offload)
+    fill(model, world, state, buffers, offload)
+
+    gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
+    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
+    add_forward(model, token_values if value_head else token_logprobs)
+    if not value_head:
+        check_packing(model, model_path, world, tolerance=0.1 if dtype.itemsize < 4 else 1e-3)
+    return model.train()
+
+
+def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, value_head: bool) -> nn.Module:
+    """The model on the meta device, with packed attention, its adapters, and what is frozen marked so. It takes no
+    memory: FSDP shards it first, so that no rank ever holds it whole.
+    """
     attend = packed_attention
     if world.sp_group is not None:
         from common.trainer.sequence_parallel import sliced_attention as attend
+    # Keep attention out of torch.compile: it loops over sequence lengths, so every new row would compile again.
+    # No mask function is registered under this name, so transformers builds no mask and skips its packing check, a GPU
+    # sync.
     AttentionInterface.register("packed", torch.compiler.disable(attend))
     config = AutoConfig.from_pretrained(model_path)
     config.get_text_config()._attn_implementation = "packed"
-    if value_head:
-        config.num_labels, config.classifier_dropout, config.tie_word_embeddings = 1, 0.0, False
     model = skeleton(config, model_path, value_head)
-    # weight_sync names weights by it. FSDP changes the classes that it depends on.
+    # weight_sync needs it for the names of weights. It depends on classes, which FSDP changes.
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     if image_tokens(config):
         from common.trainer import vision
@@ -80,48 +104,69 @@ def load(
         from common.trainer import lora
 
         lora.freeze(model, compute, dtype)
-    # Only rank 0 reads the weights; the other ranks receive their shards.
-    state, buffers = {}, {}
-    if world.is_main:
-        source, info = class_of(config, value_head).from_pretrained(
-            model_path, config=config, dtype=torch.float32, output_loading_info=True,
-            use_safetensors=has_safetensors(model_path),
-        )  # fmt: skip
-        if "score.weight" in info["missing_keys"]:
-            nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
-        state, buffers = source.state_dict(), dict(source.named_buffers())
-        if compute.lora_rank:
-            state |= lora.initial(model)
+    return model
 
-    use_kernels(model, compute.kernels)
-    if compute.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+def read_weights(model: nn.Module, model_path: str, compute: Compute) -> tuple[dict, dict]:
+    """The weights in the files, in float32, and the buffers, such as rotary frequencies, which no file has.
+
+    Only rank 0 reads. The other ranks receive their shards from it.
+    """
+    disable_progress_bar()  # transformers' progress bars would interrupt those of the run
+    value_head = hasattr(model, "score")
+    source, info = class_of(model.config, value_head).from_pretrained(
+        model_path,
+        config=model.config,
+        dtype=torch.float32,
+        output_loading_info=True,
+        use_safetensors=has_safetensors(model_path),
+    )
+    if value_head and image_tokens(model.config):
+        from common.trainer import vision
+
+        vision.add_value_head(source)
+    if "score.weight" in info["missing_keys"]:
+        nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
+    state = source.state_dict()
+    if compute.lora_rank:
+        from common.trainer import lora
+
+        state |= lora.initial(model)
+    return state, dict(source.named_buffers())
+
+
+def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> None:
+    """Cut the parameters over the ranks. FSDP gathers one decoder layer at a time, in the compute dtype."""
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
     if world.mesh.size(-1) == 1:
         settings["reshard_after_forward"] = False  # a single shard has nothing to free
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for layer in decoder_of(model).layers:
-        fully_shard(layer, mesh=world.mesh, **settings)
-    fully_shard(model, mesh=world.mesh, **settings)
-    sum_gradients(model)
+    for module in (*decoder_of(model).layers, model):
+        fully_shard(module, mesh=world.mesh, **settings)
+        # Add up the gradients of all ranks; FSDP's default is their mean. Each rank divides its loss by a denominator
+        # of all ranks, so the sum is the gradient of the whole mini-batch. gloo cannot scale while it reduces.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
+
+def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bool) -> None:
+    """Give the sharded model memory, and rank 0's weights and buffers. Collective: every rank calls it."""
     model.to_empty(device="cpu" if offload else world.device)
     model.tie_weights()
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in list(model.named_buffers()):  # rotary frequencies, which are not part of a state dict
-        path, _, last = name.rpartition(".")
-        whole = buffers[name].to(world.device) if world.is_main else buffer.to(world.device)
+    for name, buffer in list(model.named_buffers()):
+        whole = buffers[name] if world.is_main else buffer
+        whole = whole.to(world.device)  # on the GPU even when the parameters are offloaded
         dist.broadcast(whole, src=0)
-        setattr(model.get_submodule(path), last, whole)  # on the GPU even when the parameters are offloaded
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, whole)
 
-    gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
-    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
-    setattr(model, forward.__name__, MethodType(forward, model))
-    register_fsdp_forward_method(model, forward.__name__)
-    if not value_head:
-        check_packing(model, model_path, world, 0.1 if dtype.itemsize < 4 else 1e-3)
-    return model.train()
+
+def add_forward(model: nn.Module, function: Callable) -> None:
+    """Make the function a method of the model that FSDP treats as a forward: it gathers the weights before."""
+    setattr(model, function.__name__, MethodType(function, model))
+    register_fsdp_forward_method(model, function.__name__)
 
 
 def load_reference(policy: nn.Module, model_path: str, world: World, dtype, compute: Compute, *, offload: bool):
@@ -137,37 +182,54 @@ def load_reference(policy: nn.Module, model_path: str, world: World, dtype, comp
 
 @torch.no_grad()
 def check_packing(model: nn.Module, model_path: str, world: World, tolerance: float) -> None:
-    """Refuse an architecture in which a token sees more of a packed row than its own sequence. Raises BadInput.
+    """Refuse an architecture whose log-probs in a packed row are not those of its own forward. Raises BadInput.
 
-    Convolutions and recurrent states would continue into the next sequence. The check compares four responses to two
-    shared prompts with each sequence alone. tolerance: largest relative difference of log-probs. Collective: every rank
-    calls it.
+    Convolutions and recurrent states would continue into the next sequence, and a family may scale or cap its logits
+    in a way that logit_shape() does not know. The check compares four responses to two shared prompts with what the
+    model's own forward gives for each sequence alone. tolerance: largest relative difference of log-probs. Collective:
+    every rank calls it.
     """
-    usable = sorted({*range(3, model.config.get_text_config().vocab_size)} - {*image_tokens(model.config)})
-    ids = torch.tensor([usable[i % len(usable)] for i in range(4 * 40)]).view(4, 40)  # 36 prompt and 4 response tokens
-    prompts, responses = [ids[i // 2, :36].tolist() for i in range(4)], [row[36:].tolist() for row in ids]
+    never = image_tokens(model.config)
+    usable = [token for token in range(3, model.config.get_text_config().vocab_size) if token not in never]
+    ids = [usable[i % len(usable)] for i in range(160)]
+    prompts = [ids[:36], ids[:36], ids[40:76], ids[40:76]]
+    responses = [ids[start : start + 4] for start in (36, 76, 116, 156)]
     rollout = collate(prompts, responses, None, [False] * 4, 0, world.device)
-    alone = [response_logprobs(model, pack_groups(rollout, [[i]]), 1.0)[0] for i in range(4)]
-    shared = pack(rollout, torch.arange(4), Compute(token_budget=1000), world)
-    together = [response_logprobs(model, micro, 1.0)[0] for micro in shared]  # (0, 4) in slices of others
-    alone, together = torch.cat(alone), torch.cat(together)  # (4, 4) each
+    micro_batches = pack(rollout, torch.arange(4), Compute(token_budget=1000), world)
+    # With slices, the micro-batches of other ranks have no rows here.
+    packed = torch.cat([response_logprobs(model, micro, temperature=1.0)[0] for micro in micro_batches])  # (4, 4)
+    alone = torch.stack([own_logprobs(model, pack_groups(rollout, [[row]]), never) for row in range(4)])
     reshard(model)
-    if (together - alone).norm() > tolerance * (alone - alone.mean()).norm():
-        raise BadInput(f"--model {model_path}: layers of {model.config.model_type} let packed sequences see each other")
+    if (packed - alone).norm() > tolerance * (alone - alone.mean()).norm():
+        raise BadInput(
+            f"--model {model_path}: {model.config.model_type} models are not supported, because packed rows change "
+            "their log-probs: their layers let packed sequences see each other, or their logits are neither scaled nor "
+            f"capped products with the head; {SUPPORTED}"
+        )
+
+
+def own_logprobs(model: nn.Module, micro: MicroBatch, never: tuple[int, ...]) -> torch.Tensor:
+    """Log-probs (R,) at temperature 1 from the logits of transformers' own forward."""
+    row = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "spans": micro.spans}
+    logits = model(**row, use_cache=False).logits[0, micro.predictors].float()  # (R, V)
+    logits[:, list(never)] = -torch.inf
+    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
 
 
 def class_of(config, value_head: bool) -> type:
     """transformers' class of a causal language model, or of one with a value for each token instead of logits."""
-    if value_head and image_tokens(config):
-        from common.trainer.vision import WithValueHead
-
-        return WithValueHead
-    return AutoModelForTokenClassification if value_head else causal_class(config)
+    if value_head and not image_tokens(config):
+        return AutoModelForTokenClassification
+    return causal_class(config)
 
 
 def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
     """The model without weights, on the meta device. Raises BadInput for one that the packed forward gets wrong."""
     refused = f"--model {model_path}: {config.model_type} models are not supported, because of"
+    if value_head:
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False  # a value head ties nothing
     try:
         with torch.device("meta"):
             model = class_of(config, value_head).from_config(config, dtype=torch.float32)
@@ -180,56 +242,41 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
         from common.trainer import vision
 
         vision.check_family(config, refused)
-        config = config.get_text_config()
-    layers, kinds = getattr(decoder_of(model), "layers", []), getattr(config, "layer_types", None) or []
-    if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
-        raise BadInput(f"{refused} layers unlike Llama's; {SUPPORTED}")
-    if other := {*kinds} - {"full_attention", "sliding_attention"}:
-        raise BadInput(f"{refused} {', '.join(sorted(other))} in some layers; {SUPPORTED}")
-    windowed = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
-    if windowed and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
-        raise BadInput(f"{refused} windows of which transformers tells only the mask; {SUPPORTED}")
-    if noise := [name for name in NOISE if getattr(config, name, 0)]:
-        raise BadInput(f"{refused} random layers: set {', '.join(noise)} to 0 in config.json")
-    if not value_head and not logits_are_ours(model):
-        raise BadInput(f"{refused} logits that are neither scaled nor capped products with the head; {SUPPORTED}")
+        if value_head:
+            vision.add_value_head(model)
+    if unsupported := unsupported_part(model, config.get_text_config()):
+        raise BadInput(f"{refused} {unsupported}")
     return model
 
 
-@torch.no_grad()
-def logits_are_ours(model: nn.Module) -> bool:
-    """Whether the model's own forward makes the logits of hidden states that ChunkedLogprobs makes. The model may be on
-    the meta device: a small head stands in for its own, and the decoder's result is made up.
-    """
-    decoder, head = model.base_model, model.get_output_embeddings()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        hidden = 30 * torch.randn(1, 1, head.in_features)  # large enough for a cap to bend the logits
-        small = nn.Linear(head.in_features, 32, bias=head.bias is not None)
-    made_up = MoeModelOutputWithPast(last_hidden_state=hidden)
-    made_up.image_hidden_states = made_up.rope_deltas = None  # models that see images pass these on
-    decoder.forward = lambda *args, **kwargs: made_up
-    model.set_output_embeddings(small)
-    try:
-        theirs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits[0, 0]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # it needs more of its decoder than that
-        return False
-    del decoder.forward
-    model.set_output_embeddings(head)
-    divisor, cap = logit_shape(model.config, temperature=1.0)
-    rows = hidden[0].expand(32, -1)
-    ours, _ = ChunkedLogprobs.apply(rows, small.weight, torch.arange(32), divisor, False, cap, ())
-    return torch.allclose(ours, theirs.float().log_softmax(-1), atol=1e-3)
+def unsupported_part(model: nn.Module, config) -> str:
+    """What the packed forward would get wrong in the layers, or "". config: that of the decoder."""
+    layers = getattr(decoder_of(model), "layers", [])
+    if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
+        return f"layers unlike Llama's; {SUPPORTED}"
+    kinds = set(getattr(config, "layer_types", None) or [])
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other:
+        return f"{', '.join(sorted(other))} in some layers; {SUPPORTED}"
+    has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
+    if has_windows and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
+        return f"windows: this family passes them only through the mask, which packed rows do not use; {SUPPORTED}"
+    if getattr(getattr(model, "lm_head", None), "bias", None) is not None:
+        return f"a head with a bias; {SUPPORTED}"
+    noise = [name for name in NOISE if getattr(config, name, 0)]
+    if noise:
+        return f"random layers: set {', '.join(noise)} to 0 in config.json"
+    return ""
 
 
 def token_logprobs(
     self, micro: MicroBatch, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, of the R response tokens of one packed row."""
-    hidden, head = hidden_states(self, micro), self.get_output_embeddings().weight
-    divisor, cap = logit_shape(self.config, temperature)
-    never = image_tokens(self.config)  # neither does the engine sample them
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, divisor, with_entropy, cap, never)
+    hidden = hidden_states(self, micro)
+    head = self.get_output_embeddings().weight
+    shape = logit_shape(self.config, temperature)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, shape, with_entropy)
     return logprobs, entropy if with_entropy else None
 
 
@@ -241,14 +288,16 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     return hidden.last_hidden_state[0].index_select(0, micro.predictors)
 
 
-def logit_shape(config, temperature: float) -> tuple[float, float | None]:
-    """(divisor, cap) of ChunkedLogprobs at a temperature. Without it a model's logits are z = scale hidden head^T
-    (Cohere, Granite), or cap tanh(z / cap) (Gemma 2).
+def logit_shape(config, temperature: float) -> LogitShape:
+    """What makes a family's logits, at a temperature, of the products of hidden states and head.
+
+    At temperature 1 most families have the products themselves; Cohere and Granite scale them, Gemma 2 caps them.
     """
+    never = image_tokens(config)  # the engine does not sample them either
     config = config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    return temperature / scale, None if cap is None else cap / temperature
+    return LogitShape(temperature / scale, None if cap is None else cap / temperature, never)
 
 
 def token_values(self, micro: MicroBatch) -> torch.Tensor:
@@ -256,18 +305,6 @@ def token_values(self, micro: MicroBatch) -> torch.Tensor:
     hidden = hidden_states(self, micro).float()  # (R, hidden size)
     values = F.linear(hidden, self.score.weight.float(), self.score.bias.float())  # (R, 1)
     return values.squeeze(-1).clone()  # FSDP warns of a view
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Make FSDP add up the gradients of all ranks. Its default is their mean.
-
-    Each rank divides its loss by a denominator of all ranks, so the sum over ranks is the gradient of the whole
-    mini-batch. A plain sum also works where the backend (gloo) cannot scale while it reduces.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def reduce_gradients_after(micro: MicroBatch, model: nn.Module) -> None:
@@ -304,34 +341,34 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
-    values, shape = micro.spans.to_owner(values), micro.response_mask.shape
+    values = micro.spans.to_owner(values)
+    shape = micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
 
 
+@torch.no_grad()
 def frozen_logprobs(
     policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
 ) -> torch.Tensor:
     """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
-
-    def forward(micro: MicroBatch) -> torch.Tensor:
-        logprobs, _ = response_logprobs(policy, micro, temperature, with_entropy=False)
-        return logprobs
-
-    return frozen(policy, rollout, micro_batches, forward)
-
-
-def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
-    return frozen(critic, rollout, micro_batches, lambda micro: response_values(critic, micro))
+    logprobs = [response_logprobs(policy, micro, temperature, with_entropy=False)[0] for micro in micro_batches]
+    reshard(policy)
+    return whole_rollout(logprobs, rollout, micro_batches)
 
 
 @torch.no_grad()
-def frozen(model: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], forward) -> torch.Tensor:
-    """Results of forward(micro) -> (n, T) at their rows in (N, T), 0 elsewhere."""
+def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    values = [response_values(critic, micro) for micro in micro_batches]
+    reshard(critic)
+    return whole_rollout(values, rollout, micro_batches)
+
+
+def whole_rollout(results: list[torch.Tensor], rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Results (n, T) of each micro-batch, at their rows in (N, T). A dummy's rows have been computed elsewhere."""
     out = torch.zeros_like(rollout.rollout_logprobs)  # (N, T)
-    for micro in micro_batches:
-        out[micro.rows] = torch.where(micro.response_mask, forward(micro), out[micro.rows])
-    reshard(model)
+    for micro, result in zip(micro_batches, results):
+        out[micro.rows] = torch.where(micro.response_mask, result, out[micro.rows])
     return out
 
 

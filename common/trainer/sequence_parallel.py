@@ -1,17 +1,22 @@
 """Sequence parallelism (Ulysses, arXiv:2309.14509): K ranks compute one packed row together, each a slice of it.
 
-Rank k of a group holds tokens k * size ... (k + 1) * size - 1 of a row of L. All layers but attention work on single
-tokens. Around attention one all-to-all goes from (all heads, a slice) to (1 / K of the heads, the whole row), and one
-goes back. Each row has an owner: the rank whose responses it holds gets their log-probs and alone has a loss on them,
-while for the others the micro-batch has no rows. Each token's gradient arises on one rank, as without slices.
+Rank k of a group holds tokens k * size ... (k + 1) * size - 1 of a row of L. All layers except attention work on single
+tokens. Before attention an all-to-all turns (all heads, a slice) into (1 / K of the heads, the whole row), and after it
+another one turns this back:
+
+    before     rank 0: heads 0 1 2 3 of tokens 0 ... 4     rank 1: heads 0 1 2 3 of tokens 5 ... 9
+    attention  rank 0: heads 0 1 of tokens 0 ... 9         rank 1: heads 2 3 of tokens 0 ... 9
+
+Each row has an owner, the rank whose responses it holds. The owner gets their log-probs and alone has a loss on them;
+for the other ranks the micro-batch has no rows. The gradient of each token arises on one rank, as without slices.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single  # torch.distributed's own has no gradient
 
 from common.trainer.attention import Spans, packed_attention
 
@@ -24,37 +29,35 @@ class SlicedSpans(Spans):
     length: int = 0  # L, tokens of the row
     size: int = 0  # tokens of a slice; the last slice is padded
     owner: int = 0  # rank in the group whose responses the row holds
-    counts: list[int] = dataclasses.field(default_factory=list)  # response tokens predicted in each rank's slice
+    counts: list[int] = field(default_factory=list)  # response tokens predicted in each rank's slice
 
     def to_owner(self, values: torch.Tensor) -> torch.Tensor:
         """(R_k,) of each slice -> (R,) of all slices on the owner, (0,) on the others. Collective over the group."""
-        ranks, owned = len(self.counts), dist.get_rank(self.group) == self.owner
-        sent = [len(values) if rank == self.owner else 0 for rank in range(ranks)]
-        return AllToAll.apply(values, sent, self.counts if owned else [0] * ranks, self.group)
-
-
-def take_turns(texts: list, group: dist.ProcessGroup) -> list[tuple[int, int | None, list]]:
-    """(owner, number among this rank's own or None, text) for the text of each micro-batch of the group, in the same
-    order on all of its ranks. Collective over the group.
-    """
-    everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, texts, group=group)
-    own = lambda rank, i: i if rank == dist.get_rank(group) else None
-    return [(rank, own(rank, i), text) for rank, theirs in enumerate(everyone) for i, text in enumerate(theirs)]
+        nothing = [0] * len(self.counts)
+        sent = nothing.copy()
+        sent[self.owner] = len(values)
+        received = self.counts if dist.get_rank(self.group) == self.owner else nothing
+        return all_to_all_single(values, received, sent, self.group)
 
 
 def cut(micro, owner: int, group: dist.ProcessGroup):
     """This rank's slice of a micro-batch that every rank of the group holds whole. Its rows are the owner's."""
-    ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), micro.input_ids.shape[1]
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    length = micro.input_ids.shape[1]
     size = -(-length // ranks)  # rounded up
-    own_tokens = lambda ids: F.pad(ids, (0, ranks * size - length))[:, rank * size : (rank + 1) * size]  # (1, size)
-    holder = micro.predictors // size  # (R,) rank that predicts each response token
+
+    def slice_of(ids: torch.Tensor) -> torch.Tensor:
+        return F.pad(ids, (0, ranks * size - length)).chunk(ranks, dim=1)[rank]  # (1, size)
+
+    holder = micro.predictors // size  # (R,) rank whose slice predicts each response token
     counts = holder.bincount(minlength=ranks).tolist()
-    order = holder.argsort(stable=True) if rank == owner else slice(0)  # the order in which to_owner returns log-probs
-    return dataclasses.replace(
+    # to_owner() returns log-probs slice by slice. Other ranks get none, so they have nowhere to put them.
+    order = holder.argsort(stable=True) if rank == owner else slice(0)
+    return replace(
         micro,
-        input_ids=own_tokens(micro.input_ids),
-        position_ids=own_tokens(micro.position_ids),
+        input_ids=slice_of(micro.input_ids),
+        position_ids=slice_of(micro.position_ids),
         spans=SlicedSpans(**vars(micro.spans), group=group, length=length, size=size, owner=owner, counts=counts),
         predictors=micro.predictors[holder == rank] - rank * size,
         targets=micro.targets[holder == rank],
@@ -62,48 +65,35 @@ def cut(micro, owner: int, group: dist.ProcessGroup):
     )
 
 
-def sliced_attention(module, query, key, value, attention_mask, spans=None, s_aux=None, **settings):
+def sliced_attention(module, query, key, value, attention_mask, *, spans=None, s_aux=None, **settings):
     """packed_attention of a row or, collective over the group, of a slice: (1, heads, size, d) -> (1, size, heads, d).
 
     Query, key and value heads are dealt in blocks, so query heads find their keys, values and sinks in the same block.
     """
     if not isinstance(spans, SlicedSpans):
         return packed_attention(module, query, key, value, attention_mask, spans=spans, s_aux=s_aux, **settings)
-    whole = [whole_row(x[0], spans)[None] for x in (query, key, value)]  # (1, heads / K, L, d)
+    row = (whole_row(x[0], spans)[None] for x in (query, key, value))  # (1, heads / K, L, d)
     if s_aux is not None:
         s_aux = s_aux.chunk(len(spans.counts))[dist.get_rank(spans.group)]  # (heads / K,)
-    out, _ = packed_attention(module, *whole, attention_mask, spans=spans, s_aux=s_aux, **settings)
+    out, _ = packed_attention(module, *row, attention_mask, spans=spans, s_aux=s_aux, **settings)
     return own_slice(out[0], spans)[None], None
 
 
 def whole_row(x: torch.Tensor, spans: SlicedSpans) -> torch.Tensor:
     """(heads, size, d) -> (heads / K, L, d): from all heads of a slice to one block of heads of the whole row."""
     blocks = x.unflatten(0, (len(spans.counts), -1))  # (K, heads / K, size, d), one block of heads for each rank
-    blocks = AllToAll.apply(blocks, None, None, spans.group)  # the same shape, one slice from each rank
-    return blocks.transpose(0, 1).flatten(1, 2)[:, : spans.length]
+    slices = exchange(blocks, spans)  # the same shape, one slice from each rank
+    return slices.transpose(0, 1).flatten(1, 2)[:, : spans.length]
 
 
 def own_slice(x: torch.Tensor, spans: SlicedSpans) -> torch.Tensor:
     """(L, heads / K, d) -> (size, heads, d): undo whole_row(). Padding is 0."""
     ranks = len(spans.counts)
-    blocks = F.pad(x, (0, 0, 0, 0, 0, ranks * spans.size - spans.length)).unflatten(0, (ranks, spans.size))
-    blocks = AllToAll.apply(blocks, None, None, spans.group)  # (K, size, heads / K, d), one block of heads a rank
+    slices = F.pad(x, (0, 0, 0, 0, 0, ranks * spans.size - spans.length)).unflatten(0, (ranks, spans.size))
+    blocks = exchange(slices, spans)  # (K, size, heads / K, d), one block of heads from each rank
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
-class AllToAll(torch.autograd.Function):
-    """Piece k of x goes to rank k of the group, and piece k of the result comes from rank k.
-
-    sent, received: length of each piece along dimension 0; None means equal lengths. The gradient goes the way back.
-    """
-
-    @staticmethod
-    def forward(ctx, x, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup):
-        ctx.way_back = received, sent, group
-        out = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+def exchange(pieces: torch.Tensor, spans: SlicedSpans) -> torch.Tensor:
+    """(K, ...): piece k goes to rank k of the group, and piece k of the result comes from rank k. So do gradients."""
+    return all_to_all_single(pieces.contiguous(), None, None, spans.group)

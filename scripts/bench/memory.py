@@ -13,7 +13,7 @@ import torch
 import tyro
 from measure import in_own_process, reset_peak, resident
 
-from common.trainer.logits import ChunkedLogprobs
+from common.trainer.logits import ChunkedLogprobs, LogitShape
 
 TOKENS, WIDTH, VOCABULARIES = 4096, 576, (50_000, 150_000)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,7 @@ def whole(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> tu
 
 
 def chunked(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return ChunkedLogprobs.apply(hidden, head, targets, 1.0, True)
+    return ChunkedLogprobs.apply(hidden, head, targets, LogitShape(), True)
 
 
 def peak_of(path: str, vocabulary: int, file: Path) -> float:
