@@ -24,7 +24,7 @@ from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 
 import requests
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 from requests.exceptions import RetryError
 from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError, InvalidHeader, MaxRetryError
@@ -32,6 +32,7 @@ from urllib3.exceptions import HTTPError, InvalidHeader, MaxRetryError
 from common.data import json_lines
 from common.errors import BadInput, RunFailed, visible
 from common.rewards.grading import Item, Result
+from common.rewards.schema import Form, parse_as
 
 VERSION = 1
 MAX_ITEMS = 64
@@ -150,11 +151,11 @@ class RewardService:
     def exchange(
         self,
         path: str,
-        form: type[BaseModel],
+        form: type[Form],
         retries: Retry,
         read_timeout: float,
         content: bytes | None = None,
-    ) -> Any:
+    ) -> Form:
         """The reply as a `form`. Raises RetryError after the last try, ValueError if another try would not help.
 
         The loop is ours because an adapter with max_retries neither tries a reply again that breaks off in its body nor
@@ -189,9 +190,9 @@ class RewardService:
         if raw.status != 200:
             raise ValueError(f"refused: {problem}")
         try:
-            return form.model_validate(json_lines.parse(body))
+            return parse_as(form, json_lines.parse(body))
         except ValueError as error:
-            raise ValueError(f"{complaint(error)}: {problem}") from None
+            raise ValueError(f"{error}: {problem}") from None
 
 
 def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:
@@ -236,14 +237,6 @@ def split(parts: list[str]) -> Iterator[dict[int, str]]:
         size += len(part)
     if batch:
         yield batch
-
-
-def complaint(error: ValueError) -> str:
-    """An error in one line. The first one of pydantic gives field, value and expectation."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f'"{".".join(map(str, first["loc"]))}" is {first["input"]!r:.50}: {first["msg"]}'
 
 
 def to_results(reply: Reply, request_id: str, batch: dict[int, str]) -> dict[int, Result]:

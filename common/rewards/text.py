@@ -19,47 +19,57 @@ _INTEGER = re.compile(r"([+-]?[0-9]{1,300})(?:\.0*)?")
 _FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
-def normalize_dapo(answer: str) -> str:
-    """The string that DAPO's grader compares: no left side of "=", no articles, units, spaces or LaTeX wrappers."""
+def normalize_dapo(answer: str, lenient: bool = False) -> str:
+    """The string that DAPO's grader compares: no left side of "=", no articles, units, spaces or LaTeX wrappers.
+
+    lenient: no Markdown stars, no period at the end, and 34 for 034, +34 and 34.0.
+    """
+    if lenient:
+        answer = answer.strip().strip("*").removesuffix(".").strip("*")
     answer = answer.rpartition("=")[2].replace("an ", "").replace("a ", "").replace(".$", "$").replace(r"\$", "")
     answer = answer.replace(r"\ ", "").replace(" ", "").replace("mbox", "text")
-    answer = _WORDS.sub("", re.sub(r",?\\text\{and\}", ",", answer))
-    if answer.count("$") > 1:  # keep the first inline formula and drop the words around it
-        answer = answer.split("$")[1]
+    answer = re.sub(r",?\\text\{and\}", ",", answer)
+    answer = _WORDS.sub("", answer)
+    if answer.count("$") > 1:
+        answer = answer.split("$")[1]  # the first inline formula, without the words around it
     answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
     without_commas = answer.replace(",", "")
-    return (without_commas if without_commas.isdigit() else answer).strip()
-
-
-def grade_dapo(response: str, answer: str, lenient: bool = False) -> tuple[bool, str | None]:
-    """Whether the last line "Answer: ..." equals the reference answer as a string, and its text (None without a line).
-
-    lenient: Markdown stars and one period at the end do not count, and integers are compared as numbers.
-    """
-    text = response[-DAPO_TAIL_CHARACTERS:]
-    found = _ANSWER.findall(text.replace("**", "") if lenient else text)
-    if not found:
-        return False, None
-    if not lenient:
-        said, gold = normalize_dapo(found[-1]), normalize_dapo(answer)
-        return said == gold, said
-    said, gold = (normalize_dapo(text.strip().strip("*").removesuffix(".").strip("*")) for text in (found[-1], answer))
-    numbers = [_INTEGER.fullmatch(text) for text in (said, gold)]
-    return (int(numbers[0][1]) == int(numbers[1][1]) if all(numbers) else said == gold), said
+    answer = without_commas if without_commas.isdigit() else answer.strip()
+    integer = _INTEGER.fullmatch(answer) if lenient else None
+    return str(int(integer[1])) if integer else answer
 
 
 def dapo_reward(items: list[Item], lengths: list[int], truncated: list[bool], lenient: bool = False) -> list[Result]:
-    """+1 for right and -1 for wrong, by the rules of DAPO's own grader: neither "34." nor "34.0" is 34."""
-    grades = [grade_dapo(item.response, item.answer, lenient) for item in items]
-    return [Result(2.0 * right - 1, float(right), said) for right, said in grades]
+    """+1 if the last line "Answer: ..." equals the reference answer as a string, otherwise -1.
+
+    The rules are those of DAPO's own grader: neither "34." nor "34.0" is 34.
+    """
+    results = []
+    for item in items:
+        text = item.response[-DAPO_TAIL_CHARACTERS:]
+        if lenient:
+            text = text.replace("**", "")
+        lines = _ANSWER.findall(text)
+        if not lines:
+            results.append(Result(-1.0, 0.0))
+            continue
+        line = normalize_dapo(lines[-1], lenient)
+        right = line == normalize_dapo(item.answer, lenient)
+        results.append(Result(1.0 if right else -1.0, float(right), line))
+    return results
 
 
 def dapo_lenient_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
     """dapo_reward that accepts Markdown, a period at the end, and any spelling of an integer."""
     return dapo_reward(items, lengths, truncated, lenient=True)
+
+
+def with_think(item: Item) -> str:
+    """The response, with its first tag where the chat template wrote that at the end of the prompt."""
+    return "<think>" + item.response if item.prompt.rstrip().endswith("<think>") else item.response
 
 
 def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
@@ -73,19 +83,16 @@ def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) 
     return results
 
 
-def with_think(item: Item) -> str:
-    """The response, with its first tag where the chat template wrote that at the end of the prompt."""
-    return "<think>" * item.prompt.rstrip().endswith("<think>") + item.response
-
-
 def format_boxed_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
     """1 if the whole response is `<think>...</think> ... \\boxed{...} ...`, otherwise 0: verl's for geo3k."""
     results = []
-    for text in map(with_think, items):
-        place = 0 if text.startswith("<think>") else -1
-        for mark in ("</think>", "\\boxed{", "}"):  # one after the other; a regular expression could take minutes
-            place = text.find(mark, place) if place >= 0 else -1
-        results.append(Result(float(place >= 0), float(place >= 0)))
+    for item in items:
+        text = with_think(item)
+        # Not a regular expression: that could take minutes.
+        _, _, after_thinking = text.partition("</think>")
+        _, _, after_box = after_thinking.partition("\\boxed{")
+        score = float(text.startswith("<think>") and "}" in after_box)
+        results.append(Result(score, score))
     return results
 
 
@@ -100,16 +107,19 @@ def overlong_reward(
     for length in lengths:
         over = length - (max_length - cache_length)
         share = over / cache_length if cache_length else float(over >= 0)
+        # 0.0 - share, because -share would be -0.0 for a short response.
         results.append(Result(0.0 - min(max(share, 0.0), 1.0), 0.0))
     return results
 
 
-def repetition_reward(items: list[Item], lengths: list[int], truncated: list[bool], n: int = 3) -> list[Result]:
-    """-(1 - distinct/all) over the n-grams of the response tokens; 0 for a response of fewer than n tokens."""
+def repetition_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """-(1 - distinct/all) over the 3-grams of the response tokens; 0 for a response of fewer than 3 tokens."""
     results = []
     for item in items:
-        grams = list(zip(*(item.response_ids[i:] for i in range(n))))
-        results.append(Result(len(set(grams)) / len(grams) - 1 if grams else 0.0, 0.0))
+        ids = item.response_ids
+        grams = list(zip(ids, ids[1:], ids[2:]))
+        score = len(set(grams)) / len(grams) - 1 if grams else 0.0
+        results.append(Result(score, 0.0))
     return results
 
 
