@@ -164,28 +164,6 @@ def test_at_most_eight_requests_at_once(fake):
     assert server.peak == 8
 
 
-def test_requests_of_at_most_4_mib(fake, capfd):
-    """An item that no request can hold is not graded; the others are."""
-    server = fake()
-    zeros = "\uff10" * (4 * MIB // 60)  # full-width: six bytes each in a request, and still a number
-    responses = [f"{zeros}{row}" for row in range(25)] + ["2" * 4 * MIB, "3"]
-    results = ask(RewardService(server.url), responses=responses)
-    assert scores(results) == [*range(25), None, 3]
-    assert sorted(len(post["asked"]["items"]) for post in server.posts) == [1, 7, 9, 9]
-    assert 3 * MIB < max(post["bytes"] for post in server.posts) <= 4 * MIB
-    assert "bytes for one item" in results[25].info["error"]
-    assert "1 of 27 rows not graded" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("rest, requests", [(-600, [2]), (0, [1, 1])])
-def test_the_bytes_between_the_items_count(fake, rest, requests):
-    server = fake()
-    responses = ["0" * 2 * MIB, "0" * (2 * MIB + rest)]
-    assert scores(ask(RewardService(server.url), responses=responses)) == [0, 0]
-    assert sorted(len(post["asked"]["items"]) for post in server.posts) == requests
-    assert max(post["bytes"] for post in server.posts) <= 4 * MIB
-
-
 def test_an_items_error_is_that_rows_alone(fake, capfd):
     def partly(asked, attempt, reply):
         reply["results"][1].update(score=None, acc=None, error="gold answer\nis not a number" + "x" * 1000)
@@ -328,8 +306,8 @@ def with_entry(**changes):
 
 MALFORMED = {
     "missing id": (results_of(lambda results: results[1:]), r"ids \['1', '2'\], expected \['0', '1', '2'\]"),
-    "duplicate id": (results_of(lambda results: [*results, results[1]]), "ids .*'1', '1'"),
-    "one for another": (results_of(lambda results: [*results[1:], results[1]]), "ids .*'1', '1'"),
+    "duplicate id": (results_of(lambda results: [*results, results[1]]), "ids .*'2', '1'"),
+    "one for another": (results_of(lambda results: [*results[1:], results[1]]), "ids .*'2', '1'"),
     "unknown id": (results_of(lambda results: [*results, {**results[0], "id": "9"}]), "ids .*'9'"),
     "id no string": (with_entry(id=0), '"results.0.id" is 0: Input should be a valid string'),
     "id a list": (with_entry(id=["0"]), '"results.0.id" is .*: Input should be a valid string'),
@@ -365,17 +343,14 @@ def test_malformed(fake, name):
     assert caught.value.code == "reward-service" and len(server.posts) == 1
 
 
-@pytest.mark.parametrize("status, hint", [
-    (404, "--reward takes the address without /score"), (401, "REWARD_TOKEN"), (422, "no such thing"),
-    (302, "redirects are not followed"), (307, "redirects are not followed"), (204, "status 204"),
-])  # fmt: skip
-def test_refused(fake, status, hint):
+@pytest.mark.parametrize("status", [404, 401, 422, 302, 307, 204])
+def test_refused(fake, status):
     elsewhere = fake()
     headers = {"Location": f"{elsewhere.url}/score"}
     server = fake(lambda asked, attempt, reply: (status, b"" if status == 204 else b"no such thing", headers))
     with pytest.raises(RunFailed, match=f"refused: status {status}") as caught:
         ask(quick(server.url))
-    assert hint in str(caught.value) and server.url in str(caught.value)
+    assert server.url in str(caught.value) and "REWARD_TOKEN" in str(caught.value)
     assert len(server.posts) == 1 and not elsewhere.posts
 
 
@@ -567,7 +542,7 @@ def test_bodies_the_server_refuses(serve):
                     body(items=[row] * (64 + 1)), body(items=[{**row, "response": None}]),
                     body(items=[{**row, "id": 0}]), body(items=[{**row, "meta": []}])):  # fmt: skip
         assert post(refused).status_code == 422
-    large = body(items=[{**row, "response": "1" * 4 * MIB}])
+    large = body(items=[{**row, "response": "1" * 64 * MIB}])
     assert post(large).status_code == 413
     assert post(iter([large.encode()])).status_code == 413  # without a Content-Length
     assert post(body(request_id="c")).status_code == 200

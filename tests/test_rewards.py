@@ -213,7 +213,8 @@ def test_overlong_by_hand():
 @pytest.mark.parametrize("longest, cache", [(20, 0), (20, 7), (20, 20), (1, 1)])
 def test_overlong_is_the_penalty_of_dapo(longest, cache):
     lengths = list(range(1, 30))
-    results = overlong_reward([], lengths, [], max_length=longest, cache_length=cache)
+    items = [Item("", "", "5")] * len(lengths)
+    results = overlong_reward(items, lengths, [False] * len(lengths), max_length=longest, cache_length=cache)
     expected = overlong_penalty(torch.tensor(lengths), longest, cache)
     assert torch.allclose(torch.tensor([result.score for result in results]), expected)
 

@@ -19,7 +19,6 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 
@@ -35,16 +34,13 @@ from common.rewards.grading import Item, Result
 from common.rewards.schema import Form, parse_as
 
 VERSION = 1
-MAX_ITEMS = 64
-MAX_REQUEST_BYTES = 4 * 2**20
+MAX_ITEMS = 64  # of one request
+MAX_REQUEST_BYTES = 64 * 2**20  # that our own server reads
 MAX_REPLY_BYTES = 16 * 2**20  # also of a compressed reply, once it is unpacked
-ENVELOPE_BYTES = 256  # enough for what stands around the items of a request, and the commas between them
 REQUESTS_AT_ONCE = 8  # requests of one call in progress at the same time
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 4.0
-HINTS = dict.fromkeys((301, 302, 303, 307, 308), "; redirects are not followed: give the address they lead to")
-HINTS |= dict.fromkeys((401, 403), "; REWARD_TOKEN must be that of the service")
-HINTS[404] = "; --reward takes the address without /score"
+ADVICE = "--reward takes the address without /score, redirects are not followed, REWARD_TOKEN must be the service's"
 
 
 class Health(BaseModel):
@@ -120,9 +116,9 @@ class RewardService:
 
         Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
         """
-        rows = enumerate(zip(items, lengths, truncated))
-        batches = list(split([encode(row, *columns) for row, columns in rows]))
-        results: dict[int, Result] = {}
+        rows = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
+        batches = [rows[start : start + MAX_ITEMS] for start in range(0, len(rows), MAX_ITEMS)]
+        results: dict[str, Result] = {}
         # The threads are daemons, and leaving the block doesn't wait for them: one refused request ends the call.
         with ThreadPool(min(REQUESTS_AT_ONCE, len(batches) or 1)) as threads:
             for graded in threads.imap_unordered(self.grade, batches):
@@ -131,20 +127,21 @@ class RewardService:
         if errors:  # printed by every rank, because each one knows only its own rows
             where = f"reward service {self.url}, rank {os.environ.get('RANK', '0')}"
             print(f"{where}: {len(errors)} of {len(items)} rows not graded: {errors[0]}", file=sys.stderr, flush=True)
-        return [results[row] for row in range(len(items))]
+        return [results[row["id"]] for row in rows]
 
-    def grade(self, batch: dict[int, str]) -> dict[int, Result]:
-        """Results of one request by row, without scores if the service stays away. Raises RunFailed."""
+    def grade(self, batch: list[dict]) -> dict[str, Result]:
+        """Results of one request by id, without scores if the service stays away. Raises RunFailed."""
+        ids = [row["id"] for row in batch]
         request_id = str(uuid.uuid4())  # the same in each try, so that a service may answer from memory
-        items = ",".join(batch.values())
-        body = f'{{"version": {VERSION}, "request_id": "{request_id}", "items": [{items}]}}'.encode()
-        if len(body) > MAX_REQUEST_BYTES:  # a batch of one item
-            return ungraded(batch, f"a request of {len(body)} bytes for one item, {MAX_REQUEST_BYTES} is the most")
+        request = {"version": VERSION, "request_id": request_id, "items": batch}
+        # ASCII, because UTF-8 cannot hold a lone surrogate of a response. An escape can.
+        content = json.dumps(request, allow_nan=False).encode()
         try:
-            reply = self.exchange("/score", Reply, self.retries, self.read_timeout, body)
-            return to_results(reply, request_id, batch)
+            reply = self.exchange("/score", Reply, self.retries, self.read_timeout, content)
+            return to_results(reply, request_id, ids)
         except (RetryError, InvalidHeader) as error:  # InvalidHeader: nobody can read its Retry-After
-            return ungraded(batch, visible(f"{error} (after {self.retries.total + 1} tries)"))
+            reason = visible(f"{error} (after {self.retries.total + 1} tries)")
+            return dict.fromkeys(ids, Result(None, None, None, {"error": reason}))
         except ValueError as error:
             raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
 
@@ -179,7 +176,7 @@ class RewardService:
             except (requests.RequestException, HTTPError) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
-                problem = f"status {raw.status}, {body[:500]!r}{HINTS.get(raw.status, '')}"
+                problem = f"status {raw.status}, {body[:500]!r}"
                 if not retries.is_retry(method, raw.status):
                     break
             try:
@@ -188,7 +185,7 @@ class RewardService:
                 raise RetryError(problem) from None
             retries.sleep(raw)
         if raw.status != 200:
-            raise ValueError(f"refused: {problem}")
+            raise ValueError(f"refused: {problem}; {ADVICE}")
         try:
             return parse_as(form, json_lines.parse(body))
         except ValueError as error:
@@ -208,15 +205,15 @@ def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:
     return bytes(body)
 
 
-def ungraded(batch: dict[int, str], reason: str) -> dict[int, Result]:
-    return dict.fromkeys(batch, Result(None, None, None, {"error": reason}))
-
-
-def encode(row: int, item: Item, length: int, truncated: bool) -> str:
-    """An item of a request, in ASCII: UTF-8 cannot hold a lone surrogate of a response, an escape can."""
-    meta = {**plain(item.meta), "length": length, "truncated": truncated}
-    fields = {"id": str(row), "prompt": item.prompt, "response": item.response, "answer": item.answer, "meta": meta}
-    return json.dumps(fields, allow_nan=False)
+def encode(row: int, item: Item, length: int, truncated: bool) -> dict:
+    """An item of a request."""
+    return {
+        "id": str(row),
+        "prompt": item.prompt,
+        "response": item.response,
+        "answer": item.answer,
+        "meta": {**plain(item.meta), "length": length, "truncated": truncated},
+    }
 
 
 def plain(value: dict) -> dict:
@@ -224,30 +221,14 @@ def plain(value: dict) -> dict:
     return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 
-def split(parts: list[str]) -> Iterator[dict[int, str]]:
-    """Batches of rows that fit into a request, in order. An item too large for any is a batch of its own."""
-    batch: dict[int, str] = {}
-    size = ENVELOPE_BYTES
-    for row, part in enumerate(parts):
-        if batch and (len(batch) == MAX_ITEMS or size + len(part) > MAX_REQUEST_BYTES):
-            yield batch
-            batch = {}
-            size = ENVELOPE_BYTES
-        batch[row] = part
-        size += len(part)
-    if batch:
-        yield batch
-
-
-def to_results(reply: Reply, request_id: str, batch: dict[int, str]) -> dict[int, Result]:
-    """Results by row, whatever their order. Raises ValueError, which says what breaks the contract."""
+def to_results(reply: Reply, request_id: str, ids: list[str]) -> dict[str, Result]:
+    """Results by id, whatever their order. Raises ValueError, which says what breaks the contract."""
     if reply.request_id != request_id:
         raise ValueError(f'"request_id" is {reply.request_id!r:.50}, expected {request_id!r}')
-    ids = sorted(entry.id for entry in reply.results)
-    expected = sorted(map(str, batch))
-    if ids != expected:
-        raise ValueError(f"the results have the ids {ids!s:.500}, expected {expected}")
-    return {int(entry.id): to_result(entry) for entry in reply.results}
+    answered = [entry.id for entry in reply.results]
+    if sorted(answered) != sorted(ids):
+        raise ValueError(f"the results have the ids {answered!s:.500}, expected {ids}")
+    return {entry.id: to_result(entry) for entry in reply.results}
 
 
 def to_result(entry: Entry) -> Result:

@@ -4,9 +4,11 @@ A shaping reward does not know what is correct: acc is 0, or equals the score of
 reward is named first.
 """
 
+import functools
 import re
+from collections.abc import Callable
 
-from common.rewards.grading import Item, Result
+from common.rewards.grading import Item, Result, Reward
 
 DAPO_TAIL_CHARACTERS = 300  # DAPO's code reads the end of a response only
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
@@ -42,29 +44,35 @@ def normalize_dapo(answer: str, lenient: bool = False) -> str:
     return str(int(integer[1])) if integer else answer
 
 
-def dapo_reward(items: list[Item], lengths: list[int], truncated: list[bool], lenient: bool = False) -> list[Result]:
+def of_each(grade: Callable[..., Result]) -> Reward:
+    """A reward from a function that grades one response: grade(item, length, truncated) -> Result."""
+
+    @functools.wraps(grade)
+    def reward(items: list[Item], lengths: list[int], truncated: list[bool], **settings) -> list[Result]:
+        return [grade(*row, **settings) for row in zip(items, lengths, truncated)]
+
+    return reward
+
+
+@of_each
+def dapo_reward(item: Item, length: int, truncated: bool, lenient: bool = False) -> Result:
     """+1 if the last line "Answer: ..." equals the reference answer as a string, otherwise -1.
 
     The rules are those of DAPO's own grader: neither "34." nor "34.0" is 34.
     """
-    results = []
-    for item in items:
-        text = item.response[-DAPO_TAIL_CHARACTERS:]
-        if lenient:
-            text = text.replace("**", "")
-        lines = _ANSWER.findall(text)
-        if not lines:
-            results.append(Result(-1.0, 0.0))
-            continue
-        line = normalize_dapo(lines[-1], lenient)
-        right = line == normalize_dapo(item.answer, lenient)
-        results.append(Result(1.0 if right else -1.0, float(right), line))
-    return results
+    text = item.response[-DAPO_TAIL_CHARACTERS:]
+    if lenient:
+        text = text.replace("**", "")
+    lines = _ANSWER.findall(text)
+    if not lines:
+        return Result(-1.0, 0.0)
+    line = normalize_dapo(lines[-1], lenient)
+    right = line == normalize_dapo(item.answer, lenient)
+    return Result(1.0 if right else -1.0, float(right), line)
 
 
-def dapo_lenient_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-    """dapo_reward that accepts Markdown, a period at the end, and any spelling of an integer."""
-    return dapo_reward(items, lengths, truncated, lenient=True)
+# Accepts Markdown, a period at the end, and any spelling of an integer.
+dapo_lenient_reward = functools.partial(dapo_reward, lenient=True)
 
 
 def with_think(item: Item) -> str:
@@ -72,57 +80,47 @@ def with_think(item: Item) -> str:
     return "<think>" + item.response if item.prompt.rstrip().endswith("<think>") else item.response
 
 
-def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def format_reward(item: Item, length: int, truncated: bool) -> Result:
     """1 if the whole response is `<think>...</think> <answer>...</answer>`, each tag once, otherwise 0."""
-    results = []
-    for item in items:
-        text = with_think(item)
-        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-        score = float(once and _FORMAT.fullmatch(text) is not None)
-        results.append(Result(score, score))
-    return results
+    text = with_think(item)
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    score = float(once and _FORMAT.fullmatch(text) is not None)
+    return Result(score, score)
 
 
-def format_boxed_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def format_boxed_reward(item: Item, length: int, truncated: bool) -> Result:
     """1 if the whole response is `<think>...</think> ... \\boxed{...} ...`, otherwise 0: verl's for geo3k."""
-    results = []
-    for item in items:
-        text = with_think(item)
-        # Not a regular expression: that could take minutes.
-        _, _, after_thinking = text.partition("</think>")
-        _, _, after_box = after_thinking.partition("\\boxed{")
-        score = float(text.startswith("<think>") and "}" in after_box)
-        results.append(Result(score, score))
-    return results
+    text = with_think(item)
+    # Not a regular expression: that could take minutes.
+    _, _, after_thinking = text.partition("</think>")
+    _, _, after_box = after_thinking.partition("\\boxed{")
+    score = float(text.startswith("<think>") and "}" in after_box)
+    return Result(score, score)
 
 
-def overlong_reward(
-    items: list[Item], lengths: list[int], truncated: list[bool], *, max_length: int, cache_length: int
-) -> list[Result]:
+@of_each
+def overlong_reward(item: Item, length: int, truncated: bool, *, max_length: int, cache_length: int) -> Result:
     """0 up to max_length - cache_length tokens, then linearly down to -1 at max_length (DAPO, eq. 13).
 
     With cache_length 0 the score drops from 0 to -1 at max_length. Expects 0 <= cache_length <= max_length.
     """
-    results = []
-    for length in lengths:
-        over = length - (max_length - cache_length)
-        share = over / cache_length if cache_length else float(over >= 0)
-        # 0.0 - share, because -share would be -0.0 for a short response.
-        results.append(Result(0.0 - min(max(share, 0.0), 1.0), 0.0))
-    return results
+    over = length - (max_length - cache_length)
+    share = over / cache_length if cache_length else float(over >= 0)
+    # 0.0 - share, because -share would be -0.0 for a short response.
+    return Result(0.0 - min(max(share, 0.0), 1.0), 0.0)
 
 
-def repetition_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def repetition_reward(item: Item, length: int, truncated: bool) -> Result:
     """-(1 - distinct/all) over the 3-grams of the response tokens; 0 for a response of fewer than 3 tokens."""
-    results = []
-    for item in items:
-        ids = item.response_ids
-        grams = list(zip(ids, ids[1:], ids[2:]))
-        score = len(set(grams)) / len(grams) - 1 if grams else 0.0
-        results.append(Result(score, 0.0))
-    return results
+    ids = item.response_ids
+    grams = list(zip(ids, ids[1:], ids[2:]))
+    return Result(len(set(grams)) / len(grams) - 1 if grams else 0.0, 0.0)
 
 
-def missing_eos_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def missing_eos_reward(item: Item, length: int, truncated: bool) -> Result:
     """-1 for a response that was cut off, 0 for one that ended."""
-    return [Result(-1.0 if cut else 0.0, 0.0) for cut in truncated]
+    return Result(-1.0 if truncated else 0.0, 0.0)
