@@ -30,6 +30,7 @@ BUILT_IN = {
     "repetition": text.repetition_reward,
     "missing-eos": text.missing_eos_reward,
 }
+# The others need an import that takes time, or parameters. load_one() makes them.
 WITH_PROCESSES = ("math", "math-flexible", "reasoning-gym")
 WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
@@ -40,6 +41,7 @@ def load_one(spec: str) -> Reward | None:
     None for "environment": mixture.py has the scores of --environment in its place.
     """
     kind, _, rest = spec.partition(":")
+    # The last colon, because a path may hold others.
     path, _, function = spec.rpartition(":")
     if spec == "environment":
         return None
@@ -95,6 +97,7 @@ def load(specs: tuple[str, ...]):
             raise BadInput(f"--reward {' '.join(specs)}: a reward is named twice")
         check_weights("--reward", {"weights": weights})
     rewards = {name: load_one(name) for name in weights}
+    # A wrong address should be an error now, and not after the models have been loaded.
     for name, reward in rewards.items():
         if name.startswith(("http://", "https://")):
             reward.check()

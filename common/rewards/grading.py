@@ -32,6 +32,7 @@ Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 
 _PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
 TAIL_CHARACTERS = 2000  # graders look for an answer in the end of a response only
+# In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
             (?P<whole>[0-9]+)\s+(?P<over>[0-9]+)/(?P<under>[0-9]+)   # mixed: 2 1/2
@@ -41,6 +42,7 @@ _NUMBER = re.compile(
           | (?<![\w.]) (?P<decimal>\.[0-9]+) )""",
     re.VERBOSE,
 )
+# \frac{1}{2} matches with the two groups in braces, \frac12 with the two digits.
 _FRACTION = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
 
 
@@ -101,6 +103,7 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
         numbers = find_numbers(candidate)
         if numbers:
             return numbers[0]
+    # A mark without a number, as in "#### five", is an answer, too. No other number of the text takes its place.
     if candidates or mode == "strict":
         return None
     numbers = find_numbers(text)
@@ -136,6 +139,7 @@ def _clean(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("**", "")
     text = re.sub(r"\\[,!()]", "", text).replace(r"\$", "$")
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1", text)
+    # A digit before a fraction makes it a mixed number. Those come first.
     text = re.sub(r"([0-9])\s*" + _FRACTION, _as_quotient, text)
     return re.sub("()" + _FRACTION, _as_quotient, text)
 
@@ -156,6 +160,8 @@ def _is_negative(text: str, start: int) -> bool:
     before = before.rstrip()
     if not before.endswith("-"):
         return False
+    # Where something that can be subtracted from stands on the left, the minus is an operator. In "was 5 -3" it is not:
+    # spaces are kept if the minus touches its number.
     left = before[:-1]
     if not glued:
         left = left.rstrip()
@@ -165,6 +171,7 @@ def _is_negative(text: str, start: int) -> bool:
 def _value(match: re.Match, negative: bool) -> Fraction | None:
     """The exact value. None if it is divided by 0, has over 100 characters, or has an exponent beyond 30."""
     parts = match.groupdict()
+    # These limits come first: int() refuses thousands of digits, and 10**999999999 takes all memory.
     exponent = parts["exponent"] or ""
     if len(match[0]) > 100 or abs(int(exponent[1:7] or 0)) > 30:
         return None

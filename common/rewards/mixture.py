@@ -52,6 +52,7 @@ def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], trun
             continue
         if not math.isfinite(result.score):
             raise BadInput(f'reward "{name}": row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}')
+        # A reward that knows no right and wrong, such as a model's score, counts as right above 0.
         acc = result.score > 0 if result.acc is None else result.acc
         results[row] = dataclasses.replace(result, score=float(result.score), acc=float(acc))
     return Graded(results, time.perf_counter() - began)
@@ -84,8 +85,9 @@ class EarlyGrading:
 
     def __call__(self, index: int, response_ids: list[list[int]], truncated: list[bool]) -> None:
         """Start to grade the responses to prompts[index]. A second call for a prompt replaces the first."""
+        # Without a reward that waits, decoding here would only slow the sampling down.
         if not self.rewards:
-            return  # without decoding
+            return
         responses = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
         items = to_items([self.prompts[index]], responses, response_ids)
         lengths = [len(ids) for ids in response_ids]
@@ -97,6 +99,7 @@ class EarlyGrading:
 
         Raises what the reward raised.
         """
+        # A prompt is missing if the engine does not call done(). Then score() grades all of them.
         futures = [self.futures.get((name, index)) for index in range(len(self.prompts))]
         if None in futures:
             return None
@@ -132,6 +135,7 @@ class Rewards:
         if set(state["weights"]) != set(self.weights):
             return
         self.first_step = state["first_step"]
+        # Without a file, the command line of the resumed run has the weights.
         if self.file:
             self.weights = state["weights"]
 
@@ -145,6 +149,7 @@ class Rewards:
                 refuse_all(
                     [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
                 )
+        # The first reward says what is right, so it has to read every answer.
         first = next(iter(self.rewards))
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         if first in NUMERIC_REWARDS:
@@ -178,8 +183,8 @@ class Rewards:
 
         If a response could not be graded, its prompt leaves the step with all its responses: score 0, acc 0, the reason
         in info["ungraded"], and no token in rollout.response_mask, so no mean, std or loss counts them.
-        step: None in an evaluation. metrics: a tracking.Metrics. early: from begin_early(). Raises BadInput or RunFailed on all
-        ranks.
+        step: None in an evaluation. metrics: a tracking.Metrics. early: from begin_early().
+        Raises BadInput or RunFailed on all ranks.
         """
         if step is not None:
             self.begin_step(step, world)
@@ -218,7 +223,8 @@ class Rewards:
         lengths = [len(ids) for ids in rollout.response_ids]
         grades = {}
         error = None
-        for name in self.rewards:  # in one order on all ranks, because a sharded model runs collectives
+        # In one order on all ranks, and each reward whatever has failed: a sharded model runs collectives.
+        for name in self.rewards:
             try:
                 graded = early.results(name) if early else None
                 grades[name] = graded or grade(name, rewards[name], items, lengths, rollout.truncated.tolist())
@@ -250,6 +256,7 @@ class Rewards:
         """reward/NAME/{mean, std, weight, contribution}, time/reward/NAME, reward/accuracy of the first. Collective."""
         if self.file:
             metrics.mean("reward/weights_stale", float(bool(self.file.complaint)))
+        # With one reward these metrics would repeat reward/mean and its like.
         if len(grades) < 2:
             return
         for name, graded in grades.items():
@@ -279,6 +286,7 @@ class Rewards:
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
             raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
         say(message)
+        # A group has a baseline only as a whole, so its other responses leave, too.
         for group in {row // group_size for row in missing}:
             rows = range(group * group_size, (group + 1) * group_size)
             reason = next(results[row].info["ungraded"] for row in rows if results[row].score is None)

@@ -45,6 +45,7 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
 
 def make_batches(lengths: list[int]) -> list[list[int]]:
     """The rows of each forward. A batch holds similar lengths, and the longest conversations come first."""
+    # Similar lengths need little padding. If the memory does not suffice, the first batch shows it.
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     batches = []
     while order:
@@ -72,6 +73,7 @@ class RewardModel:
             raise BadInput(f"{self.flag}: cannot be loaded: {first_line(error)}") from None
         if self.config.num_labels != 1:
             raise BadInput(f"{self.flag}: has {self.config.num_labels} outputs, a reward model has one")
+        # On the meta device a model has names and shapes, and no weights. They give the head and the size.
         try:
             with torch.device("meta"):
                 skeleton = AutoModelForSequenceClassification.from_config(self.config)
@@ -111,24 +113,24 @@ class RewardModel:
         self.model.to(device)
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """score: output of the model. acc: grade_gsm8k if the reference answer is a number, otherwise score > 0."""
+        """score: output of the model. acc: grade_gsm8k if the reference answer is a number."""
         if self.model is None:
             self.load()
         ids = []
         for item, cut in zip(items, truncated):
+            # The raw column, because item.prompt has been through the policy's chat template.
             content = item.meta.get("prompt", item.meta.get("question", item.prompt))
             ids.append(conversation(self.tokenizer, content, item.response, not cut))
+        # All ranks raise if one has too long a conversation. Otherwise the others would wait for it in forward().
         positions = getattr(self.config, "max_position_embeddings", None)
         longest = self.maximum(max(map(len, ids)))
         if positions and longest > positions:
             raise BadInput(f"{self.flag}: a conversation of {longest} tokens, it has {positions} positions")
         results = []
         for item, score in zip(items, self.scores(ids)):
-            if item.answer is not None and parse_gold(item.answer) is not None:
-                acc = grade_gsm8k(item.response, item.answer)
-            else:
-                acc = float(score > 0)
-            results.append(Result(score, acc))
+            # Without a number to compare with there is no acc, and mixture.py takes score > 0.
+            numeric = item.answer is not None and parse_gold(item.answer) is not None
+            results.append(Result(score, grade_gsm8k(item.response, item.answer) if numeric else None))
         return results
 
     def scores(self, ids: list[list[int]]) -> list[float]:

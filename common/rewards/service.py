@@ -47,6 +47,7 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
+# Strict: "0.5" and true are no scores. A service that sends them has a bug.
 class Entry(BaseModel):
     model_config = ConfigDict(strict=True)
     id: str
@@ -179,6 +180,8 @@ class RewardService:
                 problem = f"status {raw.status}, {body[:500]!r}"
                 if not retries.is_retry(method, raw.status):
                     break
+            # increment() counts the try and raises after the last one. sleep() waits as long as Retry-After says, or
+            # twice as long as the time before.
             try:
                 retries = retries.increment()
             except MaxRetryError:
@@ -196,6 +199,7 @@ def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:
     """The whole body. Raises ValueError if it is too large, Timeout if it is not there in time, though each byte is."""
     deadline = time.monotonic() + seconds
     body = bytearray()
+    # read1() returns what is there. read() would wait for all 64 KiB, however slowly they come.
     while part := raw.read1(2**16, decode_content=True):
         body += part
         if len(body) > MAX_REPLY_BYTES:
@@ -234,6 +238,7 @@ def to_results(reply: Reply, request_id: str, ids: list[str]) -> dict[str, Resul
 def to_result(entry: Entry) -> Result:
     """Raises ValueError if the entry has neither a score nor an error."""
     if entry.error is not None:
+        # visible() comes before the cut, which might otherwise hide a token from it.
         one_line = " ".join(entry.error[:2000].split())
         return Result(None, None, None, {"error": visible(one_line)[:500]})
     if entry.score is None:

@@ -48,6 +48,7 @@ class WeightsFile:
 
     def refresh(self, weights: dict[str, float], world: World) -> dict[str, float]:
         """The weights of the file, or those given if it is bad. Rank 0 reads. Collective: every rank calls it."""
+        # Only rank 0 reads. Two ranks that read while the file is replaced would have different weights.
         message: list = [weights, ""]
         if world.is_main:
             try:
@@ -59,6 +60,7 @@ class WeightsFile:
                 message[1] = str(error)
         dist.broadcast_object_list(message, src=0, group=world.group)
         current, complaint = message
+        # A file that stays broken is worth one warning, not one a step.
         if complaint and complaint != self.complaint:
             warn(f"{complaint}; the weights stay {weights}", "reward-weights")
         if current != weights:
