@@ -35,7 +35,7 @@ COMPARING_REWARDS = (*NUMERIC_REWARDS, "dapo", "math", "math-flexible")  # rewar
 
 @dataclass
 class Graded:
-    """What one reward says about a batch."""
+    """The results of one reward for a batch."""
 
     results: list[Result]
     seconds: float  # time that the reward took
@@ -210,7 +210,7 @@ class Rewards:
         world: World,
         early: EarlyGrading | None,
     ) -> dict[str, Graded]:
-        """What each reward says, by name. Collective. Raises the first error of any rank on all ranks."""
+        """The results of each reward, by name. Collective. Raises the first error of any rank on all ranks."""
         response_ids = rollout.response_ids
         rewards = dict(self.rewards)
         if self.environment:

@@ -1,4 +1,4 @@
-"""What a reward service or a file of weights must hold, as pydantic models. A fault becomes one line."""
+"""Checks the reply of a reward service, or a file of weights, by a pydantic model. A fault becomes one line."""
 
 from typing import Any, TypeVar
 

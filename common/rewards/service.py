@@ -34,9 +34,9 @@ from common.rewards.grading import Item, Result
 from common.rewards.schema import Form, parse_as
 
 VERSION = 1
-MAX_ITEMS = 64  # of one request
-MAX_REQUEST_BYTES = 64 * 2**20  # that our own server reads
-MAX_REPLY_BYTES = 16 * 2**20  # also of a compressed reply, once it is unpacked
+MAX_ITEMS = 64  # items of one request
+MAX_REQUEST_BYTES = 64 * 2**20  # the most that our own server reads
+MAX_REPLY_BYTES = 16 * 2**20  # a compressed reply counts unpacked
 REQUESTS_AT_ONCE = 8  # requests of one call in progress at the same time
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 4.0

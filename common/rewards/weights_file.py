@@ -44,7 +44,7 @@ class WeightsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.complaint = ""  # what is wrong with the file, "" if nothing is
+        self.complaint = ""  # the fault that the file had when it was read last, "" if it had none
 
     def refresh(self, weights: dict[str, float], world: World) -> dict[str, float]:
         """The weights of the file, or those given if it is bad. Rank 0 reads. Collective: every rank calls it."""
