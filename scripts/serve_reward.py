@@ -25,11 +25,13 @@ from typing import Literal
 import tyro
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from common import errors, rewards
+from common.data import json_lines
 from common.rewards.grading import Item, Result, Reward
-from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, complaint, plain
+from common.rewards.schema import parse_as
+from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, plain
 
 REMEMBERED_REQUESTS = 256  # the service keeps the answers to this many requests
 
@@ -87,11 +89,9 @@ async def read(request: Request) -> Score:
         if len(body) > MAX_REQUEST_BYTES:
             raise HTTPException(413, f"a request holds {MAX_REQUEST_BYTES} bytes")
     try:
-        return Score.model_validate(json.loads(body))  # not pydantic's own JSON: it refuses lone surrogates
-    except ValidationError as error:
-        raise HTTPException(422, complaint(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(422, f"not JSON: {error}") from None
+        return parse_as(Score, json_lines.parse(body))  # not pydantic's own JSON: it refuses lone surrogates
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from None
 
 
 def serve(reward: Reward, name: str, token: str, threads: int) -> FastAPI:

@@ -333,8 +333,7 @@ def test_a_reply_without_end(serve):
 def test_a_reply_that_unpacks_to_gigabytes(serve):
     bomb = gzip.compress(bytes(64 * MIB))
     service = serve(lambda asked: [whole(bomb, b"Content-Encoding: gzip")])
-    assert_one_line(lambda: ask(service), service.url, "Content-Encoding: 'gzip'")
-    assert b"accept-encoding: identity" in service.heads[0].lower()
+    assert_one_line(lambda: ask(service), service.url, f"a reply of more than {LARGEST // MIB} MiB")
 
 
 def drip(first: bytes, byte: bytes):
@@ -347,10 +346,10 @@ def drip(first: bytes, byte: bytes):
     return answer
 
 
-@pytest.mark.parametrize("first, byte", [(OK + b"Content-Length: 100000\r\n\r\n", b" "), (OK, b"a"), (b"", b"H")])
-def test_a_reply_that_comes_byte_by_byte(serve, first, byte):
+@pytest.mark.parametrize("head", [b"Content-Length: 100000\r\n\r\n", b"\r\n"])
+def test_a_reply_that_comes_byte_by_byte(serve, head):
     began = time.monotonic()
-    result = ask(serve(drip(first, byte)))
+    result = ask(serve(drip(OK + head, b" ")))
     assert result.score is None and time.monotonic() - began < 3
     said = ("no whole reply within 0.6 s", "ProtocolError", "ReadTimeout")  # the last if this machine is busy
     assert any(reason in result.info["error"] for reason in said)

@@ -180,11 +180,13 @@ def test_what_load_refuses(specs, message):
 
 BROKEN = [  # contents of a weights file -> what is said of it
     ('{"version": 2, "weights": {"gsm8k": 1.0, "for', r"weights.json: invalid JSON at column 42"),
-    ('{"weights": {"gsm8k": 1.0}}', r"has weights of \['gsm8k'\], the run has the rewards \['format', 'gsm8k'\]"),
-    ('{"weights": {"gsm8k": 1.0, "format": NaN}}', 'the weight of "format" is NaN, expected a finite number'),
-    ('{"weights": {"gsm8k": 1.0, "format": true}}', 'the weight of "format" is true'),
+    ('{"weights": {"gsm8k": 1.0}}', r"weighs \['gsm8k'\], the run has the rewards \['format', 'gsm8k'\]"),
+    ('{"weights": {"gsm8k": 1.0, "format": NaN}}', '"weights.format" is nan: .*finite number'),
+    ('{"weights": {"gsm8k": 1.0, "format": true}}', '"weights.format" is True'),
+    ('{"weights": {"gsm8k": 1.0, "format": "1"}}', "\"weights.format\" is '1'"),
     ('{"weights": {"gsm8k": 0, "format": 0}}', "no reward has a weight other than 0"),
-    ('{"gsm8k": 1.0}', 'expected an object with "weights"'),
+    ('{"gsm8k": 1.0}', '"weights" .*required'),
+    ("[1]", r"is \[1\]: .*dictionary"),
     (None, "file not found"),
 ]
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 from algos.dapo import overlong_penalty
 from common.data import arithmetic
 from common.data.prompts import Prompt
-from common.rewards.grading import Item, Result, extract, grade_gsm8k, gsm8k_reward
+from common.rewards.grading import Item, Result, grade_gsm8k, gsm8k_reward
 from common.rewards.math_grading import grade_by_string
 from common.rewards.text import (
     dapo_lenient_reward,
@@ -108,12 +108,6 @@ def test_strict_wants_the_marker():
 
 def test_the_number_after_the_last_equals_sign_of_a_box():
     assert grade_gsm8k(r"\boxed{3 \times 6 = 18}", "18") == 1 and grade_gsm8k(r"\boxed{3 \times 6 = 18}", "3") == 0
-
-
-def test_extraction_is_named():
-    assert extract("#### 5")[1] == "marker"
-    assert extract("it is 5")[1] == "last-number"
-    assert extract("no idea")[1] is None
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
@@ -219,7 +213,8 @@ def test_overlong_by_hand():
 @pytest.mark.parametrize("longest, cache", [(20, 0), (20, 7), (20, 20), (1, 1)])
 def test_overlong_is_the_penalty_of_dapo(longest, cache):
     lengths = list(range(1, 30))
-    results = overlong_reward([], lengths, [], max_length=longest, cache_length=cache)
+    items = [Item("", "", "5")] * len(lengths)
+    results = overlong_reward(items, lengths, [False] * len(lengths), max_length=longest, cache_length=cache)
     expected = overlong_penalty(torch.tensor(lengths), longest, cache)
     assert torch.allclose(torch.tensor([result.score for result in results]), expected)
 

@@ -15,33 +15,44 @@ from functools import partial
 from pathlib import Path
 
 from common.data.rows import split_weight
+from common.errors import BadInput
+from common.rewards import text
 from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
 
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
 
-GSM8K = {name: partial(gsm8k_reward, mode=mode) for name, mode in [("gsm8k", "flexible"), ("gsm8k-strict", "strict")]}
-# text.py has a function for each
-OF_TEXT = ("dapo", "dapo-lenient", "format", "format-boxed", "repetition", "missing-eos")
-BUILT_IN = (*GSM8K, *OF_TEXT)
-OTHERS = (
-    "environment, overlong:MAX:CACHE, math, math-flexible, reasoning-gym, file.py:function, "
-    "model[-sharded|-cpu]:FOLDER, http://..."
-)
+BUILT_IN = {
+    "gsm8k": partial(gsm8k_reward, mode="flexible"),
+    "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
+    "dapo": text.dapo_reward,
+    "dapo-lenient": text.dapo_lenient_reward,
+    "format": text.format_reward,
+    "format-boxed": text.format_boxed_reward,
+    "repetition": text.repetition_reward,
+    "missing-eos": text.missing_eos_reward,
+}
+# The others need an import that takes time, or parameters. load_one() makes them.
+WITH_PROCESSES = ("math", "math-flexible", "reasoning-gym")
+WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
 
-def load_one(spec: str) -> Reward:
-    """One reward of --reward, without its weight. Each branch imports only what its reward needs. Raises BadInput."""
-    from common.errors import BadInput
+def load_one(spec: str) -> Reward | None:
+    """One reward of --reward, without its weight. Each branch imports only what its reward needs. Raises BadInput.
 
+    None for "environment": mixture.py has the scores of --environment in its place.
+    """
     kind, _, rest = spec.partition(":")
+    # The last colon, because a path may hold others.
+    path, _, function = spec.rpartition(":")
     if spec == "environment":
-        return None  # mixture.py has the scores of --environment in its place
-    if spec in GSM8K:
-        return GSM8K[spec]
-    if spec in OF_TEXT:
-        from common.rewards import text
-
-        return getattr(text, f"{spec.replace('-', '_')}_reward")
+        return None
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]
+    if kind == "overlong":
+        limits = re.fullmatch(r"(\d+):(\d+)", rest)
+        if not limits or int(limits[2]) > int(limits[1]):
+            raise BadInput(f'--reward "{spec}": expected overlong:MAX:CACHE, in tokens, with CACHE <= MAX')
+        return partial(text.overlong_reward, max_length=int(limits[1]), cache_length=int(limits[2]))
     if spec in ("math", "math-flexible"):
         from common.rewards.workers import MathReward
 
@@ -50,45 +61,45 @@ def load_one(spec: str) -> Reward:
         from common.rewards.reasoning_gym import ReasoningGym
 
         return ReasoningGym()
-    if kind in ("model", "model-sharded", "model-cpu"):
-        from common.rewards.model import RewardModel, RewardModelOnCPU
+    if kind == "model-cpu":
+        from common.rewards.model import RewardModelOnCPU
 
-        return RewardModelOnCPU(rest) if kind == "model-cpu" else RewardModel(rest, sharded=kind == "model-sharded")
+        return RewardModelOnCPU(rest)
+    if kind in ("model", "model-sharded"):
+        from common.rewards.model import RewardModel
+
+        return RewardModel(rest, sharded=kind == "model-sharded")
     if kind in ("http", "https"):
         from common.rewards.service import RewardService
 
         return RewardService(spec)
-    if kind == "overlong":
-        from common.rewards import text
-
-        limits = re.fullmatch(r"(\d+):(\d+)", rest)
-        if not limits or int(limits[2]) > int(limits[1]):
-            raise BadInput(f'--reward "{spec}": expected overlong:MAX:CACHE, in tokens, with CACHE <= MAX')
-        return partial(text.overlong_reward, max_length=int(limits[1]), cache_length=int(limits[2]))
-    path, _, function = spec.rpartition(":")
     if path.endswith(".py"):
         from common.rewards.workers import UserReward
 
         return UserReward(path, function)
-    near = difflib.get_close_matches(spec, [*BUILT_IN, "math", "math-flexible", "overlong", "reasoning-gym"], 1)
+    names = [*BUILT_IN, *WITH_PROCESSES]
+    near = difflib.get_close_matches(spec, names, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(BUILT_IN)}, {OTHERS}')
+    raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(names)}, {WITH_PARAMETERS}')
 
 
 def load(specs: tuple[str, ...]):
     """The mixture.Rewards of all values of --reward. Asks a service whether it is there. Raises BadInput."""
-    from common.errors import BadInput
     from common.rewards.mixture import Rewards
     from common.rewards.weights_file import WeightsFile, check_weights, read_weights
 
-    file = Path(specs[0]) if len(specs) == 1 and specs[0].endswith(".json") else None
-    weights = read_weights(file) if file else dict(map(split_weight, specs))
-    if not file:
+    file = None
+    if len(specs) == 1 and specs[0].endswith(".json"):
+        file = WeightsFile(Path(specs[0]))
+        weights = read_weights(file.path)
+    else:
+        weights = dict(map(split_weight, specs))
         if len(weights) < len(specs):
             raise BadInput(f"--reward {' '.join(specs)}: a reward is named twice")
-        check_weights("--reward", weights)
+        check_weights("--reward", {"weights": weights})
     rewards = {name: load_one(name) for name in weights}
+    # A wrong address should be an error now, and not after the models have been loaded.
     for name, reward in rewards.items():
         if name.startswith(("http://", "https://")):
             reward.check()
-    return Rewards(rewards, weights, WeightsFile(file) if file else None)
+    return Rewards(rewards, weights, file)

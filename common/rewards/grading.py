@@ -33,6 +33,7 @@ class Result:
 Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 
 TAIL_CHARACTERS = 2000  # graders look for an answer in the end of a response only
+# In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
             (?P<whole>[0-9]+)\s+(?P<over>[0-9]+)/(?P<under>[0-9]+)   # mixed: 2 1/2
@@ -42,6 +43,8 @@ _NUMBER = re.compile(
           | (?<![\w.]) (?P<decimal>\.[0-9]+) )""",
     re.VERBOSE,
 )
+# \frac{1}{2} matches with the two groups in braces, \frac12 with the two digits.
+_FRACTION = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
 
 
 def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
@@ -51,13 +54,21 @@ def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
     or `####` line, whichever starts later, and only without either the last number in the text. The answer is a number
     or a GSM8K solution that ends in `#### number`. Numbers are exact fractions: 0.333 is not 1/3.
     """
-    return _grade(response, answer, mode)[0]
+    (result,) = gsm8k_reward([Item("", response, answer)], [], [], mode)
+    return result.acc
 
 
-def _grade(response: str, answer: str, mode: str) -> tuple[float, str | None]:
-    """(1.0 or 0.0, the number in the response)."""
-    number, _ = extract(response, mode)
-    return float(number is not None and number == parse_gold(answer)), None if number is None else str(number)
+def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], mode: str) -> list[Result]:
+    """grade_gsm8k as a reward, with score = acc."""
+    results = []
+    for item in items:
+        number = extract(item.response, mode)
+        if number is None:
+            results.append(Result(0.0, 0.0))
+        else:
+            acc = float(number == parse_gold(item.answer))
+            results.append(Result(acc, acc, str(number)))
+    return results
 
 
 def parse_gold(answer: str) -> Fraction | None:
@@ -66,22 +77,26 @@ def parse_gold(answer: str) -> Fraction | None:
     return numbers[0] if numbers else None
 
 
-def extract(response: str, mode: str = "flexible") -> tuple[Fraction | None, str | None]:
-    """The number that a response gives as its answer, and how it was found: "marker", "last-number" or None."""
+def extract(response: str, mode: str = "flexible") -> Fraction | None:
+    """The number that a response gives as its answer. None if there is none, or if nobody can compute with it."""
     text = response[-TAIL_CHARACTERS:]
+    candidates = []  # (start, text) of the places that are marked as the answer
     marker = text.rfind("####")
-    line = (marker, text[marker + 4 :].split("\n", 1)[0]) if marker >= 0 else None
+    if marker >= 0:
+        candidates.append((marker, text[marker + 4 :].split("\n", 1)[0]))
     box = last_box(text) if mode == "flexible" else None
-    box = box and (box[0], box[1].rpartition("=")[2])  # the 7 of x = 7
-    candidates = sorted((c for c in (line, box) if c is not None), reverse=True)  # the later one first
-    for _, candidate in candidates:
+    if box:
+        start, content = box
+        candidates.append((start, content.rpartition("=")[2]))  # the 7 of x = 7
+    for _, candidate in sorted(candidates, reverse=True):  # the later one first
         numbers = find_numbers(candidate)
         if numbers:
-            return numbers[0], "marker"
+            return numbers[0]
+    # A mark without a number, as in "#### five", is an answer, too. No other number of the text takes its place.
     if candidates or mode == "strict":
-        return None, None
+        return None
     numbers = find_numbers(text)
-    return (numbers[-1], "last-number") if numbers else (None, None)
+    return numbers[-1] if numbers else None
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
@@ -95,14 +110,20 @@ def _clean(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("**", "")
     text = re.sub(r"\\[,!()]", "", text).replace(r"\$", "$")
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1", text)
-    fraction = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
-    part = lambda *groups: next(filter(None, groups), "").strip()
-    text = re.sub(r"([0-9])\s*" + fraction, lambda m: f"{m[1]} {part(m[2], m[4])}/{part(m[3], m[5])}", text)
-    return re.sub(fraction, lambda m: f"{part(m[1], m[3])}/{part(m[2], m[4])}", text)
+    # A digit before a fraction makes it a mixed number. Those come first.
+    text = re.sub(r"([0-9])\s*" + _FRACTION, _as_quotient, text)
+    return re.sub("()" + _FRACTION, _as_quotient, text)
+
+
+def _as_quotient(fraction: re.Match) -> str:
+    r"""`2\frac{1}{2}` as "2 1/2", `\frac12` as "1/2"."""
+    whole, top, bottom, top_digit, bottom_digit = fraction.groups()
+    quotient = f"{(top or top_digit or '').strip()}/{(bottom or bottom_digit or '').strip()}"
+    return f"{whole} {quotient}" if whole else quotient
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether a minus before `start` is a sign, as in -$5 or $-5$, and not an operator, as in 10-12 or 5 - 3."""
+    """Whether a minus before `start` is a sign, as in -$5 or $-5, and not an operator, as in 10-12 or 5 - 3."""
     before = text[:start]
     if before.endswith(("$", "£", "€")):
         before = before[:-1]
@@ -110,14 +131,20 @@ def _is_negative(text: str, start: int) -> bool:
     before = before.rstrip()
     if not before.endswith("-"):
         return False
-    left = before[:-1] if glued else before[:-1].rstrip()
+    # Where something that can be subtracted from stands on the left, the minus is an operator. In "was 5 -3" it is not:
+    # spaces are kept if the minus touches its number.
+    left = before[:-1]
+    if not glued:
+        left = left.rstrip()
     return not left or not (left[-1].isalnum() or left[-1] in ")%")
 
 
 def _value(match: re.Match, negative: bool) -> Fraction | None:
     """The exact value. None if it is divided by 0, has over 100 characters, or has an exponent beyond 30."""
     parts = match.groupdict()
-    if len(match[0]) > 100 or abs(int((parts["exponent"] or "e0")[1:][:6])) > 30:
+    # These limits come first: int() refuses thousands of digits, and 10**999999999 takes all memory.
+    exponent = parts["exponent"] or ""
+    if len(match[0]) > 100 or abs(int(exponent[1:7] or 0)) > 30:
         return None
     divisor = int(parts["under"] or parts["divisor"] or 1)
     if divisor == 0:
@@ -126,14 +153,5 @@ def _value(match: re.Match, negative: bool) -> Fraction | None:
         value = int(parts["whole"]) + Fraction(int(parts["over"]), divisor)
     else:
         digits = (parts["digits"] or parts["decimal"]).replace(",", "")
-        value = Fraction(digits + (parts["exponent"] or "")) / divisor
+        value = Fraction(digits + exponent) / divisor
     return -value if negative else value
-
-
-def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], mode: str) -> list[Result]:
-    """grade_gsm8k as a reward, with score = acc."""
-    results = []
-    for item in items:
-        acc, number = _grade(item.response, item.answer, mode)
-        results.append(Result(acc, acc, number))
-    return results

@@ -5,6 +5,8 @@ eat all memory or hang in C. Training therefore grades through workers.MathRewar
 it drops units and percent signs, it reads 11:30 as 11/30, and it accepts 2^{3} for 8.
 """
 
+import functools
+import itertools
 import re
 import threading
 
@@ -13,12 +15,19 @@ from common.rewards.grading import TAIL_CHARACTERS, Result
 
 TIMEOUT_SECONDS = 5  # for reading one expression, and again for comparing two
 CHECKED_GOLDS = 2000  # answers that are read before a run; an answer of a formula takes up to a tenth of a second
+FLEXIBLE_TAIL_CHARACTERS = 500  # mode "flexible" looks for an answer without a box in the end of a response
 # Expressions that sympy does not know raise these. Errors of a broken installation are different ones.
 SYMPY_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
     ValueError,
-)  # fmt: skip
-FLEXIBLE_TAIL_CHARACTERS = 500  # mode "flexible" looks for an answer without a box in the end of a response
+)
 
 
 def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
@@ -39,42 +48,51 @@ def last_answer(response: str) -> str:
 def grade_by_string(response: str, answer: str, mode: str) -> Result | None:
     """The result where no algebra is needed: there is no answer, or it is the same string. Otherwise None."""
     box = last_box(response[-TAIL_CHARACTERS:])
-    if box is None and (mode == "boxed" or not response[-FLEXIBLE_TAIL_CHARACTERS:].strip()):
-        return Result(0.0, 0.0)
-    text = box and plain(box[1])
-    if text == "":
+    if box is None:
+        nothing_to_read = mode == "boxed" or not response[-FLEXIBLE_TAIL_CHARACTERS:].strip()
+        return Result(0.0, 0.0) if nothing_to_read else None
+    # Most right answers are the same string, and sympy takes milliseconds for each.
+    content = plain(box[1])
+    if not content:
         return Result(0.0, 0.0, "")
-    return Result(1.0, 1.0, box[1].strip()) if text and text == plain(unwrap(answer)) else None
+    return Result(1.0, 1.0, box[1].strip()) if content == plain(unwrap(answer)) else None
 
 
-def grade_by_algebra(said: str, answer: str) -> Result:
-    """The verdict of math-verify on `said`, a last_answer(response)."""
+def grade_by_algebra(text: str, answer: str) -> Result:
+    """The verdict of math-verify on the last_answer() of a response."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("grade_math needs the main thread, for SIGALRM; workers.MathReward works in any")
     # Imported here because sympy takes a second, which only the workers need to pay.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    from math_verify.errors import TimeoutException as TimedOut
+    from math_verify.errors import TimeoutException
     from sympy.polys.polyerrors import BasePolynomialError
 
-    box = last_box(said)
-    extracted = box and box[1].strip()
-    # math-verify would unite all boxes of a text into a set, so it sees the last one alone.
-    text = rf"\boxed{{{clean(box[1])}}}" if box else clean(said)
-    configs = [LatexExtractionConfig()] if box else [LatexExtractionConfig(), ExprExtractionConfig()]
+    read = functools.partial(parse, parsing_timeout=TIMEOUT_SECONDS, raise_on_error=True)
+    latex = LatexExtractionConfig()
+    box = last_box(text)
+    if box:
+        # math-verify would unite all boxes of a text into a set, so it sees the last one alone.
+        text = rf"\boxed{{{clean(box[1])}}}"
+        extracted = box[1].strip()
+        configs = [latex]
+    else:
+        text = clean(text)
+        extracted = None
+        configs = [latex, ExprExtractionConfig()]
     try:
-        gold = parse(delimited(answer), configs[:1], parsing_timeout=TIMEOUT_SECONDS, raise_on_error=True)
-        if not gold:
+        golds = read(delimited(answer), [latex])
+        if not golds:
             return Result(None, None, extracted, {"error": f"gold answer {answer[:60]!r} cannot be parsed"})
-        found = parse(text, configs, parsing_timeout=TIMEOUT_SECONDS, raise_on_error=True)
-        if box is None and found and isinstance(found[-1], str):
-            extracted = found[-1]
-        pairs = ((g, f) for g in gold for f in found)
-        same = any(verify(g, f, timeout_seconds=TIMEOUT_SECONDS, raise_on_error=True) for g, f in pairs)
-    except TimedOut:  # a BaseException
+        answers = read(text, configs)
+        if box is None and answers and isinstance(answers[-1], str):
+            extracted = answers[-1]
+        pairs = itertools.product(golds, answers)
+        equal = any(verify(*pair, timeout_seconds=TIMEOUT_SECONDS, raise_on_error=True) for pair in pairs)
+    except TimeoutException:  # a BaseException
         return Result(0.0, 0.0, extracted, {"timeout": 1})
     except (*SYMPY_ERRORS, BasePolynomialError) as error:
         return Result(0.0, 0.0, extracted, {"error": type(error).__name__})
-    return Result(float(same), float(same), extracted)
+    return Result(float(equal), float(equal), extracted)
 
 
 def unreadable_golds(answers: set[str]) -> set[str]:
@@ -104,8 +122,10 @@ def delimited(answer: str) -> str:
 def unwrap(answer: str) -> str:
     """A reference answer without its box, or without the delimiters around the whole."""
     box = last_box(answer)
+    if box:
+        return box[1]
     whole = re.fullmatch(r"\s*(?:\$+([^$]+)\$+|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]])\s*", answer, re.DOTALL)
-    return box[1] if box else (whole[1] or whole[2]) if whole else answer
+    return whole[1] or whole[2] if whole else answer
 
 
 def clean(text: str) -> str:
@@ -117,6 +137,7 @@ def clean(text: str) -> str:
 
 def plain(text: str) -> str:
     """A form in which the same expression is often the same string."""
-    text = clean(text).replace(r"\left", "").replace(r"\right", "").replace("dfrac", "frac").replace("tfrac", "frac")
+    text = clean(text).replace(r"\left", "").replace(r"\right", "")
+    text = text.replace("dfrac", "frac").replace("tfrac", "frac")
     text = re.sub(r"\\[()\[\],;:! ]|\$", " ", text)
     return re.sub(r"(?<![0-9a-zA-Z])\s+|\s+(?![0-9a-zA-Z])", "", text)  # 2 1/2 is not 21/2, \pi r is not \pir

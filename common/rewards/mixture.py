@@ -1,6 +1,17 @@
 """Several rewards as one: their weighted sum, and the prompts that leave a step because nobody could grade them.
 
 score = sum_k weight_k * score_k,    acc = acc of the reward that is named first
+
+Rewards.score() grades the responses of a step:
+
+1. begin_step      read the weights again, if they are in a file
+2. grade_all       call every reward
+3. log             metrics of each reward
+4. mix             one score for each response
+5. drop_ungraded   prompts with a response without a score leave the step
+
+Some rewards wait for a service or for other processes. EarlyGrading calls them while the engine still samples, and
+grade_all() takes its results.
 """
 
 import dataclasses
@@ -9,65 +20,96 @@ import math
 import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
 from common.rewards.grading import Item, Result, Reward, parse_gold
 
-GradedPart = tuple[list[Result], float]  # results of one reward, and the seconds that it took
-CALLS_AT_ONCE = 16  # calls of one reward in progress at the same time: their threads mostly wait
+CALLS_AT_ONCE = 32  # calls of rewards in progress while the engine samples: their threads mostly wait
 SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
 MAX_UNGRADED_SHARE = 0.2  # share of the responses of one step
 NUMERIC_REWARDS = ("gsm8k", "gsm8k-strict", "dapo-lenient")  # rewards whose reference answers must be numbers
 COMPARING_REWARDS = (*NUMERIC_REWARDS, "dapo", "math", "math-flexible")  # rewards that need a reference answer
 
 
-def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> GradedPart:
+@dataclass
+class Graded:
+    """The results of one reward for a batch."""
+
+    results: list[Result]
+    seconds: float  # time that the reward took
+
+
+def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> Graded:
     """Call one reward and check what it returns. Raises BadInput on a wrong count, NaN or infinity."""
     began = time.perf_counter()
     results = list(reward(items, lengths, truncated))
     if len(results) != len(items):
         raise BadInput(f'reward "{name}" returned {len(results)} results for {len(items)} items')
     for row, result in enumerate(results):
-        if result.score is not None:
-            if not math.isfinite(result.score):
-                raise BadInput(f'reward "{name}": row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}')
-            acc = float(result.score > 0 if result.acc is None else result.acc)
-            results[row] = dataclasses.replace(result, score=float(result.score), acc=acc)
-    return results, time.perf_counter() - began
+        if result.score is None:
+            continue
+        if not math.isfinite(result.score):
+            raise BadInput(f'reward "{name}": row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}')
+        # A reward that knows no right and wrong, such as a model's score, counts as right above 0.
+        acc = result.score > 0 if result.acc is None else result.acc
+        results[row] = dataclasses.replace(result, score=float(result.score), acc=float(acc))
+    return Graded(results, time.perf_counter() - began)
 
 
-class Ahead:
+def to_items(prompts: list, responses: list[str], response_ids: list[list[int]]) -> list[Item]:
+    """N items: each prompt with its G responses, which follow each other."""
+    group_size = len(responses) // len(prompts)
+    items = []
+    for row, (response, ids) in enumerate(zip(responses, response_ids)):
+        prompt = prompts[row // group_size]
+        items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
+    return items
+
+
+class EarlyGrading:
     """Grades the responses to one prompt while the engine samples others, with the rewards that wait.
 
     engine.generate(done=...) calls it, from any thread, for each prompt whose responses are complete.
     """
 
     def __init__(self, rewards: dict[str, Reward], prompts: list, tokenizer, reply=None):
-        """reply: what answers a turn, for engine.generate(reply=...); None: responses have one turn."""
+        """reply: the environment's answer to a turn, for engine.generate(reply=...). None: responses have one turn."""
+        self.rewards = rewards
+        self.prompts = prompts
+        self.tokenizer = tokenizer
         self.reply = reply
-        self.rewards, self.prompts, self.tokenizer = rewards, prompts, tokenizer
-        self.threads = {name: ThreadPoolExecutor(CALLS_AT_ONCE, f"grading {name}") for name in rewards}
-        self.futures: dict[str, dict[int, Future]] = {name: {} for name in rewards}  # by index of the prompt
+        self.threads = ThreadPoolExecutor(CALLS_AT_ONCE, "grading")
+        self.futures: dict[tuple[str, int], Future] = {}  # (name of the reward, index of the prompt) -> its Graded
 
     def __call__(self, index: int, response_ids: list[list[int]], truncated: list[bool]) -> None:
         """Start to grade the responses to prompts[index]. A second call for a prompt replaces the first."""
+        # Without a reward that waits, decoding here would only slow the sampling down.
         if not self.rewards:
             return
-        prompt, texts = self.prompts[index], self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-        items = [Item(prompt.text, text, prompt.answer, prompt.meta, ids) for text, ids in zip(texts, response_ids)]
+        responses = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+        items = to_items([self.prompts[index]], responses, response_ids)
         lengths = [len(ids) for ids in response_ids]
         for name, reward in self.rewards.items():
-            self.futures[name][index] = self.threads[name].submit(grade, name, reward, items, lengths, truncated)
+            self.futures[name, index] = self.threads.submit(grade, name, reward, items, lengths, truncated)
 
-    def results(self, name: str) -> GradedPart | None:
-        """Results for all prompts in their order; None if any prompt was not started. Raises what the reward raised."""
-        futures = self.futures.get(name, {})
-        if len(futures) < len(self.prompts):
+    def results(self, name: str) -> Graded | None:
+        """One reward's results for all prompts, in their order. None if it was not called for each of them.
+
+        Raises what the reward raised.
+        """
+        # A prompt is missing if the engine does not call done(). Then score() grades all of them.
+        futures = [self.futures.get((name, index)) for index in range(len(self.prompts))]
+        if None in futures:
             return None
-        self.threads[name].shutdown(wait=False)
-        parts = [futures[index].result() for index in range(len(self.prompts))]
-        return [result for results, _ in parts for result in results], sum(seconds for _, seconds in parts)
+        self.threads.shutdown(wait=False)
+        whole = Graded([], 0.0)
+        for future in futures:
+            part = future.result()
+            whole.results += part.results
+            whole.seconds += part.seconds
+        return whole
 
 
 class Rewards:
@@ -75,11 +117,14 @@ class Rewards:
 
     def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], file=None):
         """file: a weights_file.WeightsFile, from which the weights are read again before each step."""
-        self.rewards, self.weights, self.file = rewards, weights, file
+        self.rewards = rewards
+        self.weights = weights
+        self.file = file
         self.environment = None  # an environments.episodes.Environments
-        # Rewards that wait for a service or for other processes. Threads call them; models run where score() does.
+        # Threads call the rewards that wait. The others compute in this process, once sampling is over.
         self.waiting = {name: reward for name, reward in rewards.items() if getattr(reward, "waits", False)}
-        self.first_step = self.step = None
+        self.first_step: int | None = None
+        self.step: int | None = None
 
     def state(self) -> dict:
         """Facts about earlier steps that a resumed run needs."""
@@ -87,124 +132,177 @@ class Rewards:
 
     def restore(self, state: dict) -> None:
         """Go on from state(). A run with other rewards only starts from a checkpoint, so it ignores the state."""
-        if set(state["weights"]) == set(self.weights):
-            self.first_step = state["first_step"]
-            self.weights = state["weights"] if self.file else self.weights
+        if set(state["weights"]) != set(self.weights):
+            return
+        self.first_step = state["first_step"]
+        # Without a file, the command line of the resumed run has the weights.
+        if self.file:
+            self.weights = state["weights"]
 
     def check_answers(self, prompts: list) -> None:
         """Refuse reference answers that are missing or that the first reward cannot read. Raises BadInput."""
         if "environment" in self.rewards and not self.environment:
             raise BadInput("--reward environment: the run has no --environment")
-        for name in set(self.rewards).intersection(COMPARING_REWARDS):
-            cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
-            refuse_all(
-                [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
-            )
-        name, unreadable, fault = next(iter(self.rewards)), set(), "is not a number"
+        for name in self.rewards:
+            if name in COMPARING_REWARDS:
+                cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
+                refuse_all(
+                    [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
+                )
+        # The first reward says what is right, so it has to read every answer.
+        first = next(iter(self.rewards))
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
-        if name in NUMERIC_REWARDS:
+        if first in NUMERIC_REWARDS:
             unreadable = {answer for answer in answers if parse_gold(answer) is None}
-        elif name.startswith("math"):
+            fault = "is not a number"
+        elif first.startswith("math"):
             from common.rewards.math_grading import unreadable_golds
 
-            unreadable, fault = unreadable_golds(answers), "cannot be parsed as LaTeX"
+            unreadable = unreadable_golds(answers)
+            fault = "cannot be parsed as LaTeX"
+        else:
+            return
         refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 
-    def ahead(self, prompts: list, tokenizer, step: int = 0, seed: int = 0) -> Ahead:
-        """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(begun=...)."""
-        reply = self.environment and self.environment.replies(prompts, step, seed)
-        return Ahead(self.waiting, prompts, tokenizer, reply)
+    def begin_early(self, prompts: list, tokenizer, step: int = 0, seed: int = 0) -> EarlyGrading:
+        """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(early=...)."""
+        reply = self.environment.replies(prompts, step, seed) if self.environment else None
+        return EarlyGrading(self.waiting, prompts, tokenizer, reply)
 
     def score(
-        self, prompts: list, responses: list[str], rollout, world: World, step: int | None = None,
-        metrics=None, begun: Ahead | None = None,
-    ) -> list[Result]:  # fmt: skip
+        self,
+        prompts: list,
+        responses: list[str],
+        rollout,
+        world: World,
+        step: int | None = None,
+        metrics=None,
+        early: EarlyGrading | None = None,
+    ) -> list[Result]:
         """Grade N responses, G to each of B prompts (group-major). Collective: every rank calls it.
 
         If a response could not be graded, its prompt leaves the step with all its responses: score 0, acc 0, the reason
-        in info["ungraded"], and no token in rollout.response_mask, so that no mean, std or loss counts them.
-        step: None in an evaluation. metrics: tracking.Metrics. begun: from ahead(). Raises BadInput or RunFailed on all
-        ranks.
+        in info["ungraded"], and no token in rollout.response_mask, so no mean, std or loss counts them.
+        step: None in an evaluation. metrics: a tracking.Metrics. early: from begin_early().
+        Raises BadInput or RunFailed on all ranks.
         """
         if step is not None:
-            if self.file and step != self.step:  # once a step: all draws of a step have the same weights
-                self.weights = self.file.refresh(self.weights, world)
-            self.step, self.first_step = step, step if self.first_step is None else self.first_step
-        group_size = len(responses) // len(prompts)
-        repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        sampled, rewards = rollout.response_ids, self.rewards
-        if self.environment:  # Rewards read what the policy has written, and not what it was answered.
-            responses = ["\n".join(turns.said) for turns in rollout.episodes]
-            sampled = [list(itertools.compress(turns.ids, turns.sampled)) for turns in rollout.episodes]
-            results = self.environment.results(rollout.episodes, world)
-            rewards = {**rewards, "environment": lambda *batch: results}
-        rows = zip(repeated, responses, sampled)
-        items = [Item(prompt.text, response, prompt.answer, prompt.meta, ids) for prompt, response, ids in rows]
-        batch = items, [len(ids) for ids in rollout.response_ids], rollout.truncated.tolist()
-        call = lambda name: (begun and begun.results(name)) or grade(name, rewards[name], *batch)
-        parts, error = {}, None
-        with ThreadPoolExecutor(len(self.rewards)) as threads:
-            futures = {name: threads.submit(call, name) for name in self.waiting}
-            for name in self.rewards:  # the collectives of models need one order on all ranks
-                try:
-                    parts[name] = futures[name].result() if name in futures else call(name)
-                except (BadInput, RunFailed) as failure:
-                    error = error or failure
-        raise_together(error, world.group)
+            self.begin_step(step, world)
+        grades = self.grade_all(prompts, responses, rollout, world, early)
         if metrics is not None:
-            self.log(parts, metrics, world)
-        return self.drop_ungraded(self.mix(parts), rollout, group_size, world, step)
+            self.log(grades, metrics, world)
+        group_size = len(responses) // len(prompts)
+        return self.drop_ungraded(self.mix(grades), rollout, group_size, world, step)
 
-    def mix(self, parts: dict[str, GradedPart]) -> list[Result]:
+    def begin_step(self, step: int, world: World) -> None:
+        """Read the weights once a step, so all draws of a step have the same ones. Collective."""
+        if self.file and step != self.step:
+            self.weights = self.file.refresh(self.weights, world)
+        self.step = step
+        if self.first_step is None:
+            self.first_step = step
+
+    def grade_all(
+        self,
+        prompts: list,
+        responses: list[str],
+        rollout,
+        world: World,
+        early: EarlyGrading | None,
+    ) -> dict[str, Graded]:
+        """The results of each reward, by name. Collective. Raises the first error of any rank on all ranks."""
+        response_ids = rollout.response_ids
+        rewards = dict(self.rewards)
+        if self.environment:
+            # Rewards read what the policy has written, and not the environment's answers.
+            responses = ["\n".join(turns.said) for turns in rollout.episodes]
+            response_ids = [list(itertools.compress(turns.ids, turns.sampled)) for turns in rollout.episodes]
+            results = self.environment.results(rollout.episodes, world)
+            rewards["environment"] = lambda *batch: results
+        items = to_items(prompts, responses, response_ids)
+        lengths = [len(ids) for ids in rollout.response_ids]
+        grades = {}
+        error = None
+        # In one order on all ranks, and each reward whatever has failed: a sharded model runs collectives.
+        for name in self.rewards:
+            try:
+                graded = early.results(name) if early else None
+                grades[name] = graded or grade(name, rewards[name], items, lengths, rollout.truncated.tolist())
+            except (BadInput, RunFailed) as failure:
+                error = error or failure
+        raise_together(error, world.group)
+        return grades
+
+    def mix(self, grades: dict[str, Graded]) -> list[Result]:
         """The weighted sum of each row, or None if a reward with a weight has no score. info["parts"]: all scores."""
         mixed = []
-        for row in zip(*(results for results, _ in parts.values())):
-            results = dict(zip(parts, row))
-            counted = {name: result for name, result in results.items() if self.weights[name]}
+        for row in zip(*(graded.results for graded in grades.values())):
+            first = row[0]
+            weights = [self.weights[name] for name in grades]
             # Without the first reward there is no acc, whatever its weight is.
-            failed = [result for result in (*counted.values(), row[0]) if result.score is None]
-            score = None if failed else sum(self.weights[name] * result.score for name, result in counted.items())
-            info = {**row[0].info, "ungraded": failed[0].info or "no score"} if failed else row[0].info
-            if len(results) > 1:
-                info = {**info, "parts": {name: result.score for name, result in results.items()}}
-            mixed.append(dataclasses.replace(row[0], score=score, info=info))
+            failed = [r for weight, r in zip(weights, row) if r.score is None and (weight or r is first)]
+            info = dict(first.info)
+            if failed:
+                score = None
+                info["ungraded"] = failed[0].info or "no score"
+            else:
+                score = sum(weight * result.score for weight, result in zip(weights, row) if weight)
+            if len(row) > 1:
+                info["parts"] = {name: result.score for name, result in zip(grades, row)}
+            mixed.append(dataclasses.replace(first, score=score, info=info))
         return mixed
 
-    def log(self, parts: dict[str, GradedPart], metrics, world: World) -> None:
+    def log(self, grades: dict[str, Graded], metrics, world: World) -> None:
         """reward/NAME/{mean, std, weight, contribution}, time/reward/NAME, reward/accuracy of the first. Collective."""
         if self.file:
             metrics.mean("reward/weights_stale", float(bool(self.file.complaint)))
-        if len(parts) < 2:
+        # With one reward these metrics would repeat reward/mean and its like.
+        if len(grades) < 2:
             return
-        for name, (results, seconds) in parts.items():
-            short = re.sub(r"\W+", "-", name).strip("-")
-            scores = [result.score for result in results if result.score is not None]
-            metrics.mean(f"reward/{short}/mean", sum(scores), len(scores))
-            count, total, squares = map(world.sum, (len(scores), sum(scores), sum(score**2 for score in scores)))
-            variance = max(0.0, squares / count - (total / count) ** 2) if count else 0.0  # over all ranks
-            metrics.mean(f"reward/{short}/std", variance**0.5 * len(scores), len(scores))
-            metrics.mean(f"reward/{short}/weight", self.weights[name])
-            metrics.mean(f"reward/{short}/contribution", self.weights[name] * sum(scores), len(scores))
-            metrics.sum(f"time/reward/{short}", seconds / world.size)  # a sum over the draws of a step, as time/reward
-        accs = [result.acc for result in next(iter(parts.values()))[0] if result.acc is not None]
+        for name, graded in grades.items():
+            prefix = "reward/" + re.sub(r"\W+", "-", name).strip("-")
+            scores = [result.score for result in graded.results if result.score is not None]
+            total = sum(scores)
+            metrics.mean(f"{prefix}/mean", total, len(scores))
+            metrics.mean(f"{prefix}/std", std_over_ranks(scores, world) * len(scores), len(scores))
+            metrics.mean(f"{prefix}/weight", self.weights[name])
+            metrics.mean(f"{prefix}/contribution", self.weights[name] * total, len(scores))
+            metrics.sum(f"time/{prefix}", graded.seconds / world.size)  # over the draws of a step, as time/reward
+        first = next(iter(grades.values()))
+        accs = [result.acc for result in first.results if result.acc is not None]
         metrics.mean("reward/accuracy", sum(accs), len(accs))
 
     def drop_ungraded(self, results: list[Result], rollout, group_size: int, world: World, step) -> list[Result]:
         """Take prompts with an ungraded response out of the step. Collective: every rank calls it. Raises RunFailed."""
         missing = [row for row, result in enumerate(results) if result.score is None]
-        total, count = world.sum(len(missing)), world.sum(len(results))
+        total = world.sum(len(missing))
+        count = world.sum(len(results))
         if not total:
             return results
+        when = "evaluation" if step is None else f"step {step}"
         reason = f": {results[missing[0]].info['ungraded']}" if missing else ""
-        message = f"{total:.0f} of {count:.0f} responses could not be graded{reason}"
-        message = f"{'evaluation' if step is None else f'step {step}'}: {message}"
+        message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
         if step is not None and (step - self.first_step < SETUP_STEPS or total > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
             raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
         say(message)
+        # A group has a baseline only as a whole, so its other responses leave, too.
         for group in {row // group_size for row in missing}:
-            rows = slice(group * group_size, (group + 1) * group_size)
-            rollout.response_mask[rows] = False
-            why = {"ungraded": next(r.info["ungraded"] for r in results[rows] if r.score is None)}
-            results[rows] = [dataclasses.replace(r, score=0.0, acc=0.0, info={**r.info, **why}) for r in results[rows]]
+            rows = range(group * group_size, (group + 1) * group_size)
+            reason = next(results[row].info["ungraded"] for row in rows if results[row].score is None)
+            for row in rows:
+                rollout.response_mask[row] = False
+                info = {**results[row].info, "ungraded": reason}
+                results[row] = dataclasses.replace(results[row], score=0.0, acc=0.0, info=info)
         return results
+
+
+def std_over_ranks(scores: list[float], world: World) -> float:
+    """Population standard deviation of the scores of all ranks. Collective."""
+    count = world.sum(len(scores))
+    total = world.sum(sum(scores))
+    squares = world.sum(sum(score**2 for score in scores))
+    if not count:
+        return 0.0
+    # Rounding may bring the difference of two equal numbers below 0.
+    return max(0.0, squares / count - (total / count) ** 2) ** 0.5

@@ -2,7 +2,7 @@
 
 It reads whole conversations with its own tokenizer and chat template, whatever those of the policy are. Each rank
 scores its own responses, without gradient: `model:FOLDER` with a full copy of the model, `model-sharded:FOLDER` with a
-model sharded over all ranks by FSDP2, `model-cpu:FOLDER` in a worker process on the CPU, so that a GPU stays free.
+model sharded over all ranks by FSDP2, `model-cpu:FOLDER` in a worker process on the CPU, which leaves the GPU free.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from common.data.sources import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
@@ -36,8 +37,23 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
             roles = ", ".join(message["role"] for message in messages)
             raise BadInput(f"the reward model's chat template refuses messages of {roles}: {error}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written the BOS
-    text = content if isinstance(content, str) else "\n".join(message["content"] for message in content) + "\n"
-    return tokenizer(text + response)["input_ids"] + ([tokenizer.eos_token_id] if ended else [])
+    if not isinstance(content, str):
+        content = "".join(message["content"] + "\n" for message in content)
+    ids = tokenizer(content + response)["input_ids"]
+    return [*ids, tokenizer.eos_token_id] if ended else ids
+
+
+def make_batches(lengths: list[int]) -> list[list[int]]:
+    """The rows of each forward. A batch holds similar lengths, and the longest conversations come first."""
+    # Similar lengths need little padding. If the memory does not suffice, the first batch shows it.
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    batches = []
+    while order:
+        longest = lengths[order[-1]]
+        size = max(1, MAX_BATCH_TOKENS // longest)
+        batches.append(order[-size:])
+        del order[-size:]
+    return batches
 
 
 class RewardModel:
@@ -45,40 +61,51 @@ class RewardModel:
 
     def __init__(self, path: str, sharded: bool = False):
         """Reads configuration and tokenizer, no weights. Raises BadInput. sharded: every call is a collective."""
-        refuse_pickles(path, f"--reward model:{path}")
+        self.path = path
+        self.sharded = sharded
+        self.model = None
+        self.flag = f"--reward model:{path}"
+        refuse_pickles(path, self.flag)
         try:
             self.config = AutoConfig.from_pretrained(path)
             self.tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise BadInput(f"--reward model:{path}: cannot be loaded: {reason}") from None
+            raise BadInput(f"{self.flag}: cannot be loaded: {first_line(error)}") from None
         if self.config.num_labels != 1:
-            raise BadInput(f"--reward model:{path}: has {self.config.num_labels} outputs, a reward model has one")
+            raise BadInput(f"{self.flag}: has {self.config.num_labels} outputs, a reward model has one")
+        # On the meta device a model has names and shapes, and no weights. They give the head and the size.
         try:
             with torch.device("meta"):
                 skeleton = AutoModelForSequenceClassification.from_config(self.config)
         except ValueError:
             skeleton = None
+        # Encoders have other heads, which read another token.
         if not hasattr(skeleton, "score"):
             raise BadInput(
-                f"--reward model:{path}: {self.config.model_type} has no head named score that reads the last "
-                "token; reward models are decoders"
+                f"{self.flag}: {self.config.model_type} has no head named score that reads the last token; "
+                "reward models are decoders"
             )
         self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-        self.path, self.sharded, self.model = path, sharded, None
 
     def load(self) -> None:
         """Read the weights. Raises BadInput without a trained head: a random one would train without any sign."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            dtype = torch.bfloat16
+        else:
+            device = torch.device("cpu")
+            dtype = torch.float32
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            self.path, config=self.config, dtype=torch.bfloat16 if cuda else torch.float32, output_loading_info=True,
+            self.path,
+            config=self.config,
+            dtype=dtype,
+            output_loading_info=True,
             use_safetensors=True,
-        )  # fmt: skip
+        )
         if info["missing_keys"]:
-            raise BadInput(f"--reward model:{self.path}: not a reward model, has no {sorted(info['missing_keys'])[0]}")
+            raise BadInput(f"{self.flag}: not a reward model, has no {min(info['missing_keys'])}")
         self.model.eval().requires_grad_(False)
-        if self.sharded:  # from the copy in host memory, so that no GPU ever holds the whole model
+        if self.sharded:  # from the copy in host memory, so no GPU ever holds the whole model
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             for layer in self.model.base_model.layers:
                 fully_shard(layer, mesh=mesh)
@@ -86,43 +113,50 @@ class RewardModel:
         self.model.to(device)
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """score: output of the model. acc: grade_gsm8k if the reference answer is a number, otherwise score > 0."""
+        """score: output of the model. acc: grade_gsm8k if the reference answer is a number."""
         if self.model is None:
             self.load()
         ids = []
         for item, cut in zip(items, truncated):
+            # The raw column, because item.prompt has been through the policy's chat template.
             content = item.meta.get("prompt", item.meta.get("question", item.prompt))
             ids.append(conversation(self.tokenizer, content, item.response, not cut))
-        longest, positions = self.maximum(max(map(len, ids))), getattr(self.config, "max_position_embeddings", None)
+        # All ranks raise if one has too long a conversation. Otherwise the others would wait for it in forward().
+        positions = getattr(self.config, "max_position_embeddings", None)
+        longest = self.maximum(max(map(len, ids)))
         if positions and longest > positions:
-            raise BadInput(
-                f"--reward model:{self.path}: a conversation of {longest} tokens, it has {positions} positions"
-            )
+            raise BadInput(f"{self.flag}: a conversation of {longest} tokens, it has {positions} positions")
         results = []
         for item, score in zip(items, self.scores(ids)):
-            known = item.answer is not None and parse_gold(item.answer) is not None
-            results.append(Result(score, grade_gsm8k(item.response, item.answer) if known else float(score > 0)))
+            # Without a number to compare with there is no acc, and mixture.py takes score > 0.
+            numeric = item.answer is not None and parse_gold(item.answer) is not None
+            results.append(Result(score, grade_gsm8k(item.response, item.answer) if numeric else None))
         return results
 
-    @torch.no_grad()
     def scores(self, ids: list[list[int]]) -> list[float]:
-        """One number for each conversation, in order. A batch holds similar lengths, padded on the right."""
+        """One number for each conversation, in order."""
         scores = [0.0] * len(ids)
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        while self.maximum(len(order)):
-            size = min(len(order), max(1, MAX_BATCH_TOKENS // len(ids[order[-1]]))) if order else 0
-            rows, order = order[len(order) - size :], order[: len(order) - size]
-            # A rank that is done runs a dummy conversation, because every forward of a sharded model is a collective.
-            batch = [torch.tensor(ids[i]) for i in rows] or [torch.tensor([0])]
-            lengths = torch.tensor([len(row) for row in batch])
-            inputs = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(self.model.device)  # (n, T)
-            mask = (torch.arange(inputs.shape[1]) < lengths[:, None]).long().to(inputs.device)  # (n, T)
-            # The model's own pooling finds padding by token id, which may be that of the end token. The mask is exact.
-            hidden = self.model.base_model(input_ids=inputs, attention_mask=mask, use_cache=False).last_hidden_state
-            last = hidden[torch.arange(len(batch)), lengths - 1].float()  # (n, H); in bfloat16 scores would tie
-            for i, score in zip(rows, (last @ self.model.score.weight[0].float()).tolist()):
-                scores[i] = score
+        batches = make_batches([len(row) for row in ids])
+        for number in range(self.maximum(len(batches))):
+            if number < len(batches):
+                for row, score in zip(batches[number], self.forward([ids[row] for row in batches[number]])):
+                    scores[row] = score
+            else:
+                # Every forward of a sharded model is a collective, so a rank that is done runs one token.
+                self.forward([[0]])
         return scores
+
+    @torch.no_grad()
+    def forward(self, batch: list[list[int]]) -> list[float]:
+        """One number for each of n conversations, which are padded on the right."""
+        rows = [torch.tensor(ids) for ids in batch]
+        lengths = torch.tensor([len(row) for row in rows])
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.model.device)  # (n, T)
+        mask = (torch.arange(inputs.shape[1]) < lengths[:, None]).long().to(inputs.device)  # (n, T)
+        hidden = self.model.base_model(input_ids=inputs, attention_mask=mask, use_cache=False).last_hidden_state
+        # The model's own pooling finds padding by token id, which may be that of the end token. The lengths are exact.
+        last = hidden[torch.arange(len(rows)), lengths - 1].float()  # (n, H); in bfloat16 scores would tie
+        return (last @ self.model.score.weight[0].float()).tolist()
 
     def maximum(self, number: int) -> int:
         """The maximum over all ranks if the model is sharded, so that they run the same number of forwards."""

@@ -8,43 +8,46 @@
 
 "meta" holds the other columns of the data set, "length" (tokens of the response) and "truncated". Token ids stay in the
 trainer. The environment variable REWARD_TOKEN is sent as a bearer token.
+
+Without a reply, or with one that breaks off or has status 408, 429 or 5xx, a request is sent again for about a minute.
+After the last try its rows have no score. Any other status, or a reply that breaks the contract, ends the run at once.
 """
 
-import asyncio
 import json
 import os
-import random
 import re
 import sys
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from typing import Any, ClassVar, Literal
+from multiprocessing.pool import ThreadPool
+from typing import Any, Literal
 
-import httpx
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+import requests
+from pydantic import BaseModel, ConfigDict, FiniteFloat
+from requests.exceptions import RetryError
+from urllib3 import BaseHTTPResponse, Retry
+from urllib3.exceptions import HTTPError, InvalidHeader, MaxRetryError
 
 from common.data import json_lines
 from common.errors import BadInput, RunFailed, visible
 from common.rewards.grading import Item, Result
+from common.rewards.schema import Form, parse_as
 
 VERSION = 1
-MAX_ITEMS, MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 64, 4 * 2**20, 16 * 2**20
-ENVELOPE_BYTES = 256  # enough for what stands around the items of a request, and the commas between them
+MAX_ITEMS = 64  # items of one request
+MAX_REQUEST_BYTES = 64 * 2**20  # the most that our own server reads
+MAX_REPLY_BYTES = 16 * 2**20  # a compressed reply counts unpacked
 REQUESTS_AT_ONCE = 8  # requests of one call in progress at the same time
-MAX_PAUSE_SECONDS = 300.0  # longest pause that Retry-After may ask for
-HINTS = dict.fromkeys(range(300, 400), "; redirects are not followed: give the address they lead to")
-HINTS |= dict.fromkeys((401, 403), "; REWARD_TOKEN must be that of the service")
-HINTS[404] = "; --reward takes the address without /score"
+CONNECT_SECONDS = 5.0
+HEALTH_SECONDS = 4.0
+ADVICE = "--reward takes the address without /score, redirects are not followed, REWARD_TOKEN must be the service's"
 
 
 class Health(BaseModel):
     status: Literal["ok"]
 
 
+# Strict: "0.5" and true are no scores. A service that sends them has a bug.
 class Entry(BaseModel):
     model_config = ConfigDict(strict=True)
     id: str
@@ -57,140 +60,164 @@ class Entry(BaseModel):
 class Reply(BaseModel):
     version: Literal[1]
     request_id: str
-    results: list[dict[str, Any]]  # each an Entry
+    results: list[Entry]
 
 
-class TryAgain(Exception):
-    """No usable reply, but another try may bring one: (reason, seconds that the service asks to wait)."""
-
-
-@dataclass
 class RewardService:
     """One of the rewards of common/rewards/__init__.py. Only check() and calls use the network."""
 
-    url: str
-    tries: int = 10  # about a minute of pauses in all: our own server takes ten seconds to restart
-    backoff: float = 0.5  # seconds; the longest pause before the second try, doubled for each later one ...
-    cap: float = 30.0  # ... up to this many seconds
-    read_timeout: float = 60.0  # seconds without a byte; a whole reply may take twice as long
-    waits: ClassVar[bool] = True  # mixture.py calls it in a thread, because it waits for another process
-    draw: random.Random = field(default_factory=random.Random)  # pauses must not change a seeded run
+    waits = True  # mixture.py calls it in a thread, because it waits for another process
 
-    def __post_init__(self):
-        """Raises BadInput."""
-        try:
-            host = httpx.URL(self.url).host
-        except httpx.InvalidURL:
-            host = ""
-        if not host or not re.fullmatch("https?://[^@?#]+", self.url):
-            shown = re.split("[?#]", self.url)[0]  # a key may follow
+    def __init__(self, url: str, tries: int = 10, backoff: float = 0.25, read_timeout: float = 60.0):
+        """Raises BadInput for an address or a token that cannot be sent.
+
+        backoff: the second try follows at once, the third after twice these seconds. Then pauses double, up to 15 s.
+        read_timeout: seconds without a byte. A whole reply may take twice as long.
+        """
+        address = re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[^@?#]*)?", url)
+        if not address:
+            without_key = re.split("[?#]", url)[0]
             expected = "http://HOST:PORT or https://HOST/PATH, with no user, no password, no ? and no #"
-            raise BadInput(f"--reward {shown}: expected {expected}; a token goes into REWARD_TOKEN")
-        self.url = self.url.rstrip("/")
-        # A proxy cannot reach the loopback of this machine. Elsewhere HTTP_PROXY and its like count.
-        self.trust_env = host not in ("localhost", "::1") and not host.startswith("127.")
-
-    def client(self) -> httpx.AsyncClient:
-        """Raises BadInput for a token that no header can hold."""
+            raise BadInput(f"--reward {without_key}: expected {expected}; a token goes into REWARD_TOKEN")
         token = os.environ.get("REWARD_TOKEN", "").strip()
         if not (token.isascii() and token.isprintable()):
             raise BadInput("REWARD_TOKEN: expected printable ASCII characters")
-        headers = {"Accept-Encoding": "identity"}  # a compressed kilobyte could become a gigabyte
-        headers |= {"Authorization": f"Bearer {token}"} if token else {}
-        timeout = httpx.Timeout(self.read_timeout, connect=5.0)
-        return httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=self.trust_env, follow_redirects=False)
 
-    async def exchange(self, client, method: str, path: str, read: Callable, seconds: float, **content) -> Any:
-        """read(JSON of the reply). Raises TryAgain, or ValueError if another try would not help."""
-        try:
-            async with asyncio.timeout(seconds), client.stream(method, self.url + path, **content) as reply:
-                encoding, body = reply.headers.get("Content-Encoding", "identity"), bytearray()
-                if encoding != "identity":
-                    raise ValueError(f"Content-Encoding: {encoding[:50]!r}, expected none")
-                async for part in reply.aiter_raw():
-                    body += part
-                    if len(body) > MAX_REPLY_BYTES:
-                        raise ValueError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
-        except TimeoutError:  # although each byte may have come in time
-            raise TryAgain(f"no whole reply within {seconds:g} s", 0.0) from None
-        except httpx.TransportError as error:  # nobody is there, or too slow, or gone in the middle of the reply
-            raise TryAgain(f"{type(error).__name__}: {error}", 0.0) from None
-        said = f"status {reply.status_code}, {bytes(body[:500])!r}{HINTS.get(reply.status_code, '')}"
-        if reply.status_code in (408, 429) or reply.status_code >= 500:
-            raise TryAgain(said, retry_after(reply.headers.get("Retry-After", "")))
-        try:
-            if reply.status_code != 200:
-                raise ValueError("refused")
-            return read(json_lines.parse(bytes(body)))
-        except ValueError as error:
-            raise ValueError(f"{complaint(error)}: {said}") from None
+        def send_token(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            if token:
+                request.headers["Authorization"] = f"Bearer {token}"
+            return request
+
+        self.url = url.rstrip("/")
+        self.read_timeout = read_timeout
+        # Without jitter: urllib3 would draw it from Python's global generator, and so change a seeded run.
+        self.retries = Retry(
+            total=tries - 1,
+            backoff_factor=backoff,
+            backoff_max=15.0,
+            retry_after_max=300,
+            status_forcelist=[408, 429, *range(500, 600)],
+            allowed_methods=None,
+        )
+        self.session = requests.Session()
+        # A header of the session would lose against an entry in ~/.netrc.
+        self.session.auth = send_token
+        # A proxy cannot reach the loopback of this machine. Elsewhere HTTP_PROXY and its like count.
+        self.session.trust_env = not re.match(r"localhost$|127\.|\[::1\]", address[1])
 
     def check(self) -> None:
         """Ask the service whether it is there, once. Raises BadInput, within seconds."""
-
-        async def ask() -> None:
-            async with self.client() as client:
-                await self.exchange(client, "GET", "/health", Health.model_validate, 8.0, timeout=4.0)
-
         try:
-            asyncio.run(ask())
-        except TryAgain as error:
-            raise BadInput(f"--reward {self.url}: GET /health: {error.args[0]}; is the service up?") from None
-        except ValueError as error:
-            raise BadInput(f"--reward {self.url}: GET /health: {error}") from None
+            self.exchange("/health", Health, Retry(0), HEALTH_SECONDS)
+        except (RetryError, ValueError) as error:
+            raise BadInput(f"--reward {self.url}: GET /health: {error}; is the service up?") from None
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """A row that could not be graded has no score, and the reason in info["error"].
 
         Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
         """
-        parts = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
-        results = asyncio.run(self.grade_all(parts))
-        lost = [result.info["error"] for result in results.values() if result.score is None]
-        if lost:  # printed by every rank, because each one knows only its own rows
+        rows = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
+        batches = [rows[start : start + MAX_ITEMS] for start in range(0, len(rows), MAX_ITEMS)]
+        results: dict[str, Result] = {}
+        # The threads are daemons, and leaving the block doesn't wait for them: one refused request ends the call.
+        with ThreadPool(min(REQUESTS_AT_ONCE, len(batches) or 1)) as threads:
+            for graded in threads.imap_unordered(self.grade, batches):
+                results.update(graded)
+        errors = [result.info["error"] for result in results.values() if result.score is None]
+        if errors:  # printed by every rank, because each one knows only its own rows
             where = f"reward service {self.url}, rank {os.environ.get('RANK', '0')}"
-            print(f"{where}: {len(lost)} of {len(items)} rows not graded: {lost[0]}", file=sys.stderr, flush=True)
-        return [results[row] for row in range(len(items))]
+            print(f"{where}: {len(errors)} of {len(items)} rows not graded: {errors[0]}", file=sys.stderr, flush=True)
+        return [results[row["id"]] for row in rows]
 
-    async def grade_all(self, parts: list[bytes]) -> dict[int, Result]:
-        """Results by row. One request that is refused ends the others."""
-        turn = asyncio.Semaphore(REQUESTS_AT_ONCE)
-        async with self.client() as client:
-            graded = await asyncio.gather(*[self.grade(client, turn, batch) for batch in split(parts)])
-        return {row: result for results in graded for row, result in results.items()}
-
-    async def grade(self, client, turn: asyncio.Semaphore, batch: dict[int, bytes]) -> dict[int, Result]:
-        """Results of one request by row, without scores if the service stays away. Raises RunFailed."""
+    def grade(self, batch: list[dict]) -> dict[str, Result]:
+        """Results of one request by id, without scores if the service stays away. Raises RunFailed."""
+        ids = [row["id"] for row in batch]
         request_id = str(uuid.uuid4())  # the same in each try, so that a service may answer from memory
-        body = f'{{"version": {VERSION}, "request_id": "{request_id}", "items": ['.encode()
-        body += b",".join(batch.values()) + b"]}"
-        if len(body) > MAX_REQUEST_BYTES:  # a batch of one item
-            return ungraded(batch, f"a request of {len(body)} bytes for one item, {MAX_REQUEST_BYTES} is the most")
-        content = {"content": body, "headers": {"Content-Type": "application/json"}}
-        read = lambda reply: to_results(Reply.model_validate(reply), request_id, batch)
-        async with turn:
-            for attempt in range(self.tries):
-                pause = self.draw.uniform(0, min(self.cap, self.backoff * 2**attempt))
-                try:
-                    return await self.exchange(client, "POST", "/score", read, 2 * self.read_timeout, **content)
-                except ValueError as error:
-                    raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
-                except TryAgain as error:
-                    reason, asked = error.args
-                if attempt + 1 < self.tries:
-                    await asyncio.sleep(max(pause, asked))
-        return ungraded(batch, visible(f"{reason} (after {self.tries} tries)"))
+        request = {"version": VERSION, "request_id": request_id, "items": batch}
+        # ASCII, because UTF-8 cannot hold a lone surrogate of a response. An escape can.
+        content = json.dumps(request, allow_nan=False).encode()
+        try:
+            reply = self.exchange("/score", Reply, self.retries, self.read_timeout, content)
+            return to_results(reply, request_id, ids)
+        except (RetryError, InvalidHeader) as error:  # InvalidHeader: nobody can read its Retry-After
+            reason = visible(f"{error} (after {self.retries.total + 1} tries)")
+            return dict.fromkeys(ids, Result(None, None, None, {"error": reason}))
+        except ValueError as error:
+            raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
+
+    def exchange(
+        self,
+        path: str,
+        form: type[Form],
+        retries: Retry,
+        read_timeout: float,
+        content: bytes | None = None,
+    ) -> Form:
+        """The reply as a `form`. Raises RetryError after the last try, ValueError if another try would not help.
+
+        The loop is ours because an adapter with max_retries neither tries a reply again that breaks off in its body nor
+        bounds the body of an error.
+        """
+        method = "GET" if content is None else "POST"
+        while True:
+            raw = None
+            try:
+                with self.session.request(
+                    method,
+                    self.url + path,
+                    data=content,
+                    headers={"Content-Type": "application/json"},
+                    timeout=(CONNECT_SECONDS, read_timeout),
+                    allow_redirects=False,
+                    stream=True,
+                ) as reply:
+                    raw = reply.raw
+                    body = read_body(raw, 2 * read_timeout)
+            except (requests.RequestException, HTTPError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                problem = f"status {raw.status}, {body[:500]!r}"
+                if not retries.is_retry(method, raw.status):
+                    break
+            # increment() counts the try and raises after the last one. sleep() waits as long as Retry-After says, or
+            # twice as long as the time before.
+            try:
+                retries = retries.increment()
+            except MaxRetryError:
+                raise RetryError(problem) from None
+            retries.sleep(raw)
+        if raw.status != 200:
+            raise ValueError(f"refused: {problem}; {ADVICE}")
+        try:
+            return parse_as(form, json_lines.parse(body))
+        except ValueError as error:
+            raise ValueError(f"{error}: {problem}") from None
 
 
-def ungraded(batch: dict[int, bytes], reason: str) -> dict[int, Result]:
-    return dict.fromkeys(batch, Result(None, None, None, {"error": reason}))
+def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:
+    """The whole body. Raises ValueError if it is too large, Timeout if it is not there in time, though each byte is."""
+    deadline = time.monotonic() + seconds
+    body = bytearray()
+    # read1() returns what is there. read() would wait for all 64 KiB, however slowly they come.
+    while part := raw.read1(2**16, decode_content=True):
+        body += part
+        if len(body) > MAX_REPLY_BYTES:
+            raise ValueError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
+        if time.monotonic() > deadline:
+            raise requests.Timeout(f"no whole reply within {seconds:g} s")
+    return bytes(body)
 
 
-def encode(row: int, item: Item, length: int, truncated: bool) -> bytes:
-    """An item of a request. Lone surrogates become ASCII escapes, because UTF-8 cannot hold them."""
-    meta = {**plain(item.meta), "length": length, "truncated": truncated}
-    fields = {"id": str(row), "prompt": item.prompt, "response": item.response, "answer": item.answer, "meta": meta}
-    return json.dumps(fields, allow_nan=False).encode()
+def encode(row: int, item: Item, length: int, truncated: bool) -> dict:
+    """An item of a request."""
+    return {
+        "id": str(row),
+        "prompt": item.prompt,
+        "response": item.response,
+        "answer": item.answer,
+        "meta": {**plain(item.meta), "length": length, "truncated": truncated},
+    }
 
 
 def plain(value: dict) -> dict:
@@ -198,58 +225,24 @@ def plain(value: dict) -> dict:
     return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 
-def split(parts: list[bytes]) -> Iterator[dict[int, bytes]]:
-    """Batches of rows that fit into a request, in order. An item too large for any is a batch of its own."""
-    batch, size = {}, ENVELOPE_BYTES
-    for row, part in enumerate(parts):
-        if batch and (len(batch) == MAX_ITEMS or size + len(part) > MAX_REQUEST_BYTES):
-            yield batch
-            batch, size = {}, ENVELOPE_BYTES
-        batch[row] = part
-        size += len(part)
-    if batch:
-        yield batch
-
-
-def complaint(error: ValueError) -> str:
-    """An error in one line. The first one of pydantic gives field, value and expectation."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f'"{".".join(map(str, first["loc"]))}" is {first["input"]!r:.50}: {first["msg"]}'
-
-
-def to_results(reply: Reply, request_id: str, rows: dict[int, bytes]) -> dict[int, Result]:
-    """Results by row, whatever their order. Raises ValueError, which says what breaks the contract."""
+def to_results(reply: Reply, request_id: str, ids: list[str]) -> dict[str, Result]:
+    """Results by id, whatever their order. Raises ValueError, which says what breaks the contract."""
     if reply.request_id != request_id:
         raise ValueError(f'"request_id" is {reply.request_id!r:.50}, expected {request_id!r}')
-    ids, expected = Counter(repr(entry.get("id")) for entry in reply.results), Counter(repr(str(row)) for row in rows)
-    if ids != expected:
-        some = lambda ids: ", ".join(list(ids)[:3])[:100] or "none"
-        raise ValueError(f"ids missing: {some(expected - ids)}; unknown or repeated: {some(ids - expected)}")
-    return {int(entry["id"]): to_result(entry) for entry in reply.results}
+    answered = [entry.id for entry in reply.results]
+    if sorted(answered) != sorted(ids):
+        raise ValueError(f"the results have the ids {answered!s:.500}, expected {ids}")
+    return {entry.id: to_result(entry) for entry in reply.results}
 
 
-def to_result(content: dict) -> Result:
-    """Raises ValueError, which names id, field and value."""
-    try:
-        entry = Entry.model_validate(content)
-    except ValidationError as error:
-        raise ValueError(f"id {content['id']}: {complaint(error)}") from None
+def to_result(entry: Entry) -> Result:
+    """Raises ValueError if the entry has neither a score nor an error."""
     if entry.error is not None:
-        return Result(None, None, None, {"error": visible(" ".join(entry.error[:2000].split()))[:500]})
+        # visible() comes before the cut, which might otherwise hide a token from it.
+        one_line = " ".join(entry.error[:2000].split())
+        return Result(None, None, None, {"error": visible(one_line)[:500]})
     if entry.score is None:
         raise ValueError(f'id {entry.id}: neither a "score" nor an "error"')
     info = entry.info or {}
     extracted = info.pop("extracted", None)
     return Result(entry.score, entry.acc, extracted and str(extracted), info)
-
-
-def retry_after(value: str) -> float:
-    """Seconds that the header Retry-After asks to wait, as a number or a date. 0 if it does not say."""
-    try:
-        number = re.fullmatch(r"[0-9]{1,9}", value.strip())
-        seconds = float(value) if number else parsedate_to_datetime(value).timestamp() - time.time()
-    except (ValueError, OverflowError):
-        return 0.0
-    return min(max(seconds, 0.0), MAX_PAUSE_SECONDS)

@@ -4,9 +4,11 @@ A shaping reward does not know what is correct: acc is 0, or equals the score of
 reward is named first.
 """
 
+import functools
 import re
+from collections.abc import Callable
 
-from common.rewards.grading import Item, Result
+from common.rewards.grading import Item, Result, Reward
 
 DAPO_TAIL_CHARACTERS = 300  # DAPO's code reads the end of a response only
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
@@ -19,100 +21,106 @@ _INTEGER = re.compile(r"([+-]?[0-9]{1,300})(?:\.0*)?")
 _FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
-def normalize_dapo(answer: str) -> str:
-    """The string that DAPO's grader compares: no left side of "=", no articles, units, spaces or LaTeX wrappers."""
+def normalize_dapo(answer: str, lenient: bool = False) -> str:
+    """The string that DAPO's grader compares: no left side of "=", no articles, units, spaces or LaTeX wrappers.
+
+    lenient: no Markdown stars, no period at the end, and 34 for 034, +34 and 34.0.
+    """
+    if lenient:
+        answer = answer.strip().strip("*").removesuffix(".").strip("*")
     answer = answer.rpartition("=")[2].replace("an ", "").replace("a ", "").replace(".$", "$").replace(r"\$", "")
     answer = answer.replace(r"\ ", "").replace(" ", "").replace("mbox", "text")
-    answer = _WORDS.sub("", re.sub(r",?\\text\{and\}", ",", answer))
-    if answer.count("$") > 1:  # keep the first inline formula and drop the words around it
-        answer = answer.split("$")[1]
+    answer = re.sub(r",?\\text\{and\}", ",", answer)
+    answer = _WORDS.sub("", answer)
+    if answer.count("$") > 1:
+        answer = answer.split("$")[1]  # the first inline formula, without the words around it
     answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
     without_commas = answer.replace(",", "")
-    return (without_commas if without_commas.isdigit() else answer).strip()
+    answer = without_commas if without_commas.isdigit() else answer.strip()
+    integer = _INTEGER.fullmatch(answer) if lenient else None
+    return str(int(integer[1])) if integer else answer
 
 
-def grade_dapo(response: str, answer: str, lenient: bool = False) -> tuple[bool, str | None]:
-    """Whether the last line "Answer: ..." equals the reference answer as a string, and its text (None without a line).
+def of_each(grade: Callable[..., Result]) -> Reward:
+    """A reward from a function that grades one response: grade(item, length, truncated) -> Result."""
 
-    lenient: Markdown stars and one period at the end do not count, and integers are compared as numbers.
+    @functools.wraps(grade)
+    def reward(items: list[Item], lengths: list[int], truncated: list[bool], **settings) -> list[Result]:
+        return [grade(*row, **settings) for row in zip(items, lengths, truncated)]
+
+    return reward
+
+
+@of_each
+def dapo_reward(item: Item, length: int, truncated: bool, lenient: bool = False) -> Result:
+    """+1 if the last line "Answer: ..." equals the reference answer as a string, otherwise -1.
+
+    The rules are those of DAPO's own grader: neither "34." nor "34.0" is 34.
     """
-    text = response[-DAPO_TAIL_CHARACTERS:]
-    found = _ANSWER.findall(text.replace("**", "") if lenient else text)
-    if not found:
-        return False, None
-    if not lenient:
-        said, gold = normalize_dapo(found[-1]), normalize_dapo(answer)
-        return said == gold, said
-    said, gold = (normalize_dapo(text.strip().strip("*").removesuffix(".").strip("*")) for text in (found[-1], answer))
-    numbers = [_INTEGER.fullmatch(text) for text in (said, gold)]
-    return (int(numbers[0][1]) == int(numbers[1][1]) if all(numbers) else said == gold), said
+    text = item.response[-DAPO_TAIL_CHARACTERS:]
+    if lenient:
+        text = text.replace("**", "")
+    lines = _ANSWER.findall(text)
+    if not lines:
+        return Result(-1.0, 0.0)
+    line = normalize_dapo(lines[-1], lenient)
+    right = line == normalize_dapo(item.answer, lenient)
+    return Result(1.0 if right else -1.0, float(right), line)
 
 
-def dapo_reward(items: list[Item], lengths: list[int], truncated: list[bool], lenient: bool = False) -> list[Result]:
-    """+1 for right and -1 for wrong, by the rules of DAPO's own grader: neither "34." nor "34.0" is 34."""
-    grades = [grade_dapo(item.response, item.answer, lenient) for item in items]
-    return [Result(2.0 * right - 1, float(right), said) for right, said in grades]
-
-
-def dapo_lenient_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-    """dapo_reward that accepts Markdown, a period at the end, and any spelling of an integer."""
-    return dapo_reward(items, lengths, truncated, lenient=True)
-
-
-def format_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-    """1 if the whole response is `<think>...</think> <answer>...</answer>`, each tag once, otherwise 0."""
-    results = []
-    for item in items:
-        text = with_think(item)
-        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-        score = float(once and _FORMAT.fullmatch(text) is not None)
-        results.append(Result(score, score))
-    return results
+# Accepts Markdown, a period at the end, and any spelling of an integer.
+dapo_lenient_reward = functools.partial(dapo_reward, lenient=True)
 
 
 def with_think(item: Item) -> str:
     """The response, with its first tag where the chat template wrote that at the end of the prompt."""
-    return "<think>" * item.prompt.rstrip().endswith("<think>") + item.response
+    return "<think>" + item.response if item.prompt.rstrip().endswith("<think>") else item.response
 
 
-def format_boxed_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def format_reward(item: Item, length: int, truncated: bool) -> Result:
+    """1 if the whole response is `<think>...</think> <answer>...</answer>`, each tag once, otherwise 0."""
+    text = with_think(item)
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    score = float(once and _FORMAT.fullmatch(text) is not None)
+    return Result(score, score)
+
+
+@of_each
+def format_boxed_reward(item: Item, length: int, truncated: bool) -> Result:
     """1 if the whole response is `<think>...</think> ... \\boxed{...} ...`, otherwise 0: verl's for geo3k."""
-    results = []
-    for text in map(with_think, items):
-        place = 0 if text.startswith("<think>") else -1
-        for mark in ("</think>", "\\boxed{", "}"):  # one after the other; a regular expression could take minutes
-            place = text.find(mark, place) if place >= 0 else -1
-        results.append(Result(float(place >= 0), float(place >= 0)))
-    return results
+    text = with_think(item)
+    # Not a regular expression: that could take minutes.
+    _, _, after_thinking = text.partition("</think>")
+    _, _, after_box = after_thinking.partition("\\boxed{")
+    score = float(text.startswith("<think>") and "}" in after_box)
+    return Result(score, score)
 
 
-def overlong_reward(
-    items: list[Item], lengths: list[int], truncated: list[bool], *, max_length: int, cache_length: int
-) -> list[Result]:
+@of_each
+def overlong_reward(item: Item, length: int, truncated: bool, *, max_length: int, cache_length: int) -> Result:
     """0 up to max_length - cache_length tokens, then linearly down to -1 at max_length (DAPO, eq. 13).
 
     With cache_length 0 the score drops from 0 to -1 at max_length. Expects 0 <= cache_length <= max_length.
     """
-    results = []
-    for length in lengths:
-        over = length - (max_length - cache_length)
-        share = over / cache_length if cache_length else float(over >= 0)
-        results.append(Result(0.0 - min(max(share, 0.0), 1.0), 0.0))
-    return results
+    over = length - (max_length - cache_length)
+    share = over / cache_length if cache_length else float(over >= 0)
+    # 0.0 - share, because -share would be -0.0 for a short response.
+    return Result(0.0 - min(max(share, 0.0), 1.0), 0.0)
 
 
-def repetition_reward(items: list[Item], lengths: list[int], truncated: list[bool], n: int = 3) -> list[Result]:
-    """-(1 - distinct/all) over the n-grams of the response tokens; 0 for a response of fewer than n tokens."""
-    results = []
-    for item in items:
-        grams = list(zip(*(item.response_ids[i:] for i in range(n))))
-        results.append(Result(len(set(grams)) / len(grams) - 1 if grams else 0.0, 0.0))
-    return results
+@of_each
+def repetition_reward(item: Item, length: int, truncated: bool) -> Result:
+    """-(1 - distinct/all) over the 3-grams of the response tokens; 0 for a response of fewer than 3 tokens."""
+    ids = item.response_ids
+    grams = list(zip(ids, ids[1:], ids[2:]))
+    return Result(len(set(grams)) / len(grams) - 1 if grams else 0.0, 0.0)
 
 
-def missing_eos_reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+@of_each
+def missing_eos_reward(item: Item, length: int, truncated: bool) -> Result:
     """-1 for a response that was cut off, 0 for one that ended."""
-    return [Result(-1.0 if cut else 0.0, 0.0) for cut in truncated]
+    return Result(-1.0 if truncated else 0.0, 0.0)

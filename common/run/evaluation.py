@@ -25,7 +25,7 @@ def evaluate(
     eval/turns. Raises RunFailed if no prompt could be graded. Collective: every rank calls it.
     """
     own_prompts = prompts[world.rank :: world.size]
-    grading = reward.ahead(own_prompts, tokenizer)
+    grading = reward.begin_early(own_prompts, tokenizer)
     ids = [prompt.ids for prompt in own_prompts]
     rollout = engine.generate(ids, n, temperature, max_tokens, seed, reply=grading.reply)
     responses = texts_of(rollout, tokenizer)

@@ -80,7 +80,7 @@ class PromptSampler:
 
         Its attribute `reply` is what an environment answers, for engine.generate(reply=...); None without one.
         """
-        return self.reward.ahead(prompts, self.tokenizer, self.step, self.loader.seed)
+        return self.reward.begin_early(prompts, self.tokenizer, self.step, self.loader.seed)
 
     def grade(
         self,

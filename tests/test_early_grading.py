@@ -11,7 +11,7 @@ from common.data.prompts import Prompt
 from common.errors import BadInput
 from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
-from common.rewards.mixture import Ahead
+from common.rewards.mixture import EarlyGrading
 from common.rollout.rollout import collate
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=", [5 + i], f"{i + 1}", {}) for i in range(3)]
@@ -32,11 +32,11 @@ class Length:
         return [Result(float(n), 0.0, None, {"of": item.prompt, "cut": cut}) for item, n, cut in pairs]
 
 
-def begun(reward, order=(2, 0, 1), tokenizer=None) -> Ahead:
-    ahead = Ahead({"length": reward}, PROMPTS, tokenizer or embedded.tokenizer())
+def begun(reward, order=(2, 0, 1), tokenizer=None) -> EarlyGrading:
+    early = EarlyGrading({"length": reward}, PROMPTS, tokenizer or embedded.tokenizer())
     for place in order:
-        ahead(place, [[6] * (place + 1), [7] * 5], [False, True])
-    return ahead
+        early(place, [[6] * (place + 1), [7] * 5], [False, True])
+    return early
 
 
 def sampled():
@@ -58,10 +58,10 @@ def test_what_was_begun_is_what_grading_afterwards_gives(world):
 
 def test_it_does_not_hold_up_who_samples():
     began = time.perf_counter()
-    ahead = begun(Length(seconds=0.3))
+    early = begun(Length(seconds=0.3))
     assert time.perf_counter() - began < 0.2
     time.sleep(0.3)  # sampling goes on
-    ahead.results("length")
+    early.results("length")
     assert time.perf_counter() - began < 0.7, "three prompts at the same time"
 
 
@@ -76,9 +76,9 @@ def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
 def test_a_reward_of_this_process_waits_until_sampling_is_over():
     reward = Length()
     reward.waits = False
-    ahead = reward_mixture.Rewards({"length": reward}, {"length": 1.0}).ahead(PROMPTS, embedded.tokenizer())
-    ahead(0, [[6], [7]], [False, False])
-    assert ahead.results("length") is None and reward.calls == []
+    early = reward_mixture.Rewards({"length": reward}, {"length": 1.0}).begin_early(PROMPTS, embedded.tokenizer())
+    early(0, [[6], [7]], [False, False])
+    assert early.results("length") is None and reward.calls == []
 
 
 def test_what_it_raises_is_raised_where_its_results_are_wanted():
@@ -93,6 +93,6 @@ def test_what_it_raises_is_raised_where_its_results_are_wanted():
 def test_a_second_answer_takes_the_place_of_the_first():
     """A rollout server was lost, and all prompts are asked for again."""
     reward = Length()
-    ahead = begun(reward)
-    ahead(1, [[6] * 9, [7] * 5], [False, False])
-    assert [result.score for result in ahead.results("length")[0]] == [1.0, 5.0, 9.0, 5.0, 3.0, 5.0]
+    early = begun(reward)
+    early(1, [[6] * 9, [7] * 5], [False, False])
+    assert [result.score for result in early.results("length").results] == [1.0, 5.0, 9.0, 5.0, 3.0, 5.0]
