@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.sources import first_line
+from common.data.rows import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
