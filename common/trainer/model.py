@@ -72,6 +72,7 @@ def load(
     shard(model, world, dtype, offload)
     fill(model, world, state, buffers, offload)
 
+    # reduce_gradients_after() asks whether a rank can keep whole gradients between micro-batches.
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
     add_forward(model, token_values if value_head else token_logprobs)
@@ -81,8 +82,9 @@ def load(
 
 
 def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, value_head: bool) -> nn.Module:
-    """The model on the meta device, with packed attention, its adapters, and what is frozen marked so. It takes no
-    memory: FSDP shards it first, so that no rank ever holds it whole.
+    """The model on the meta device, with packed attention and adapters, and with its frozen parameters marked.
+
+    It takes no memory yet. FSDP shards it first, so only rank 0, which reads the files, ever holds all weights.
     """
     attend = packed_attention
     if world.sp_group is not None:
