@@ -256,10 +256,12 @@ def unsupported_part(model: nn.Module, config) -> str:
     layers = getattr(decoder_of(model), "layers", [])
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         return f"layers unlike Llama's; {SUPPORTED}"
+    # Chunked and linear attention would need a mask or a state, which packed rows do not have.
     kinds = set(getattr(config, "layer_types", None) or [])
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
         return f"{', '.join(sorted(other))} in some layers; {SUPPORTED}"
+    # The attention function must be told about a window. The mask alone is lost.
     has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     if has_windows and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
         return f"windows: this family passes them only through the mask, which packed rows do not use; {SUPPORTED}"
@@ -284,6 +286,7 @@ def token_logprobs(
 
 def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     """The decoder's last hidden states, (R, hidden size), at the predictors of the R response tokens of a row."""
+    # base_model leaves out the head, which would make logits of prompts, too.
     hidden = self.base_model(
         input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, spans=micro.spans, **micro.images
     )
@@ -343,6 +346,7 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
+    # With sequence parallelism each rank has the values of its slice.
     values = micro.spans.to_owner(values)
     shape = micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)
