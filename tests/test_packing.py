@@ -74,7 +74,7 @@ def test_the_picture_in_batching():
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3, 4]]
     assert micro.predictors.tolist() == [2, 3, 2, 5, 8, 9, 10] and micro.targets.tolist() == b + c + e
     assert micro.scatter.tolist() == [0, 1, 3, 4, 6, 7, 8] and micro.response_mask.shape == (3, 3)
-    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], prompt_start=0, prompt=3), Run(7, [5])]
+    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], prompt_start=0, prompt_length=3), Run(7, [5])]
 
 
 @pytest.mark.parametrize("shared", [False, True])

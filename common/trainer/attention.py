@@ -52,7 +52,7 @@ class Run:
     start: int  # place of the first token in the row
     lengths: list[int]  # tokens of each sequence
     prompt_start: int = 0  # place of the shared prompt
-    prompt: int = 0  # tokens of the shared prompt; 0 without one
+    prompt_length: int = 0  # tokens of the shared prompt; 0 without one
 
 
 @dataclass
@@ -81,7 +81,7 @@ def spans(groups: list[Group], device: torch.device) -> Spans:
         else:
             add_sequence(runs, Run(start, [prompt]))
             for before, length in zip(accumulate(responses, initial=prompt), responses):
-                add_sequence(runs, Run(start + before, [length], prompt_start=start, prompt=prompt))
+                add_sequence(runs, Run(start + before, [length], prompt_start=start, prompt_length=prompt))
         start += prompt + sum(responses)
     return Spans(runs) if device.type != "cuda" else kernel_spans(runs, device)
 
@@ -92,10 +92,10 @@ def add_sequence(runs: list[Run], sequence: Run) -> None:
         last = runs[-1]
         lengths = last.lengths + sequence.lengths
         allowed = (1 + MAX_PADDING) * sum(lengths)
-        if last.prompt:
+        if last.prompt_length:
             # Another call would also read the prompt's keys and values again.
             allowed += PADDING_PER_CALL
-        same_prompt = (last.prompt_start, last.prompt) == (sequence.prompt_start, sequence.prompt)
+        same_prompt = (last.prompt_start, last.prompt_length) == (sequence.prompt_start, sequence.prompt_length)
         if same_prompt and max(lengths) * len(lengths) <= allowed:
             last.lengths = lengths
             return
@@ -111,15 +111,15 @@ def kernel_spans(runs: list[Run], device: torch.device) -> Spans:
         start = run.start
         for length in run.lengths:
             query_lengths.append(length)
-            key_lengths.append(run.prompt + length)
-            places += range(run.prompt_start, run.prompt_start + run.prompt)
+            key_lengths.append(run.prompt_length + length)
+            places += range(run.prompt_start, run.prompt_start + run.prompt_length)
             places += range(start, start + length)
             start += length
     return Spans(
         runs,
         query_ends=torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32).to(device),
         key_ends=torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32).to(device),
-        key_places=torch.tensor(places).to(device) if any(run.prompt for run in runs) else None,
+        key_places=torch.tensor(places).to(device) if any(run.prompt_length for run in runs) else None,
         longest=(max(query_lengths), max(key_lengths)),
     )
 
@@ -184,13 +184,13 @@ def padded_attention(query, key, value, runs: list[Run], scores: Scores) -> torc
     sizes = [sum(run.lengths) for run in runs]
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1)):
-        if run.prompt == 0:
+        if run.prompt_length == 0:
             outputs.append(attend_alone(q, k, v, run, scores))
-            # The responses that follow may answer a prompt of this run.
+            # Keep these keys and values: the responses that follow may answer the last prompt of this run.
             prompts_start, prompt_keys, prompt_values = run.start, k, v
         else:
             first = run.prompt_start - prompts_start
-            last = first + run.prompt
+            last = first + run.prompt_length
             shared = (prompt_keys[:, first:last], prompt_values[:, first:last])
             outputs.append(attend_after_prompt(q, k, v, run, scores, shared))
     return torch.cat(outputs)
@@ -206,7 +206,7 @@ def attend_after_prompt(q, k, v, run: Run, scores: Scores, shared: tuple[torch.T
     prompt_keys, prompt_values = (x.expand(len(run.lengths), -1, -1, -1) for x in shared)
     keys = torch.cat([prompt_keys, padded(k, run)], dim=2)  # (n, key heads, P + longest, d)
     values = torch.cat([prompt_values, padded(v, run)], dim=2)
-    return unpadded(causal_attention(padded(q, run), keys, values, run.prompt, scores), run)
+    return unpadded(causal_attention(padded(q, run), keys, values, run.prompt_length, scores), run)
 
 
 def causal_attention(query, key, value, prompt: int, scores: Scores) -> torch.Tensor:

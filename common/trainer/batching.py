@@ -166,6 +166,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     def longest(units: list[list[int]]) -> int:
         return max(map(tokens_of, units))
 
+    # K ranks compute a row together, so it may be K times as long.
     budget = compute.token_budget * compute.sequence_parallel
     bins = []
     for units in sorted(units_by_prompt(rollout, rows, compute, unit_size), key=longest):
@@ -176,6 +177,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
                 bins.append(Bin())
                 group = None
                 added = tokens_of(unit)
+            # The first unit of a prompt in a bin brings the prompt along.
             if group is None:
                 group = []
                 bins[-1].groups.append(group)

@@ -55,6 +55,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, head, targets, log_z = ctx.saved_tensors
         grad = grad / ctx.shape.temperature  # (R,)
 
+        # One chunk after another: neither the logits nor their gradients exist as a whole.
         def gradients():
             for rows, z in logits_in_chunks(hidden, head):
                 yield rows, fused(logit_gradient, z, targets[rows], log_z[rows], grad[rows], ctx.shape)
@@ -98,6 +99,7 @@ def scaled(z: torch.Tensor, shape: LogitShape) -> torch.Tensor:
 def row_statistics(z, targets, shape: LogitShape, with_entropy: bool) -> tuple[torch.Tensor, ...]:
     """log Z, the target's log-prob and the entropy (r,) of each row of products z (r, V). A CPU's z is overwritten."""
     z = scaled(z, shape)
+    # Subtract the largest logit, so that exp cannot overflow.
     top = z.amax(1, keepdim=True)  # (r, 1)
     z -= top
     p = z.exp()  # (r, V), not normalized

@@ -72,6 +72,7 @@ def load(
     shard(model, world, dtype, offload)
     fill(model, world, state, buffers, offload)
 
+    # reduce_gradients_after() asks whether a rank can keep whole gradients between micro-batches.
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
     add_forward(model, token_values if value_head else token_logprobs)
@@ -81,8 +82,9 @@ def load(
 
 
 def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, value_head: bool) -> nn.Module:
-    """The model on the meta device, with packed attention, its adapters, and what is frozen marked so. It takes no
-    memory: FSDP shards it first, so that no rank ever holds it whole.
+    """The model on the meta device, with packed attention and adapters, and with its frozen parameters marked.
+
+    It takes no memory yet. FSDP shards it first, so only rank 0, which reads the files, ever holds all weights.
     """
     attend = packed_attention
     if world.sp_group is not None:
@@ -254,10 +256,12 @@ def unsupported_part(model: nn.Module, config) -> str:
     layers = getattr(decoder_of(model), "layers", [])
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         return f"layers unlike Llama's; {SUPPORTED}"
+    # Chunked and linear attention would need a mask or a state, which packed rows do not have.
     kinds = set(getattr(config, "layer_types", None) or [])
     other = kinds - {"full_attention", "sliding_attention"}
     if other:
         return f"{', '.join(sorted(other))} in some layers; {SUPPORTED}"
+    # The attention function must be told about a window. The mask alone is lost.
     has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     if has_windows and "sliding_window=" not in inspect.getsource(type(layers[0].self_attn)):
         return f"windows: this family passes them only through the mask, which packed rows do not use; {SUPPORTED}"
@@ -282,6 +286,7 @@ def token_logprobs(
 
 def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     """The decoder's last hidden states, (R, hidden size), at the predictors of the R response tokens of a row."""
+    # base_model leaves out the head, which would make logits of prompts, too.
     hidden = self.base_model(
         input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, spans=micro.spans, **micro.images
     )
@@ -341,6 +346,7 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R,) -> (n, T): move values of packed tokens to their rows. The rows of a slice may be on another rank."""
+    # With sequence parallelism each rank has the values of its slice.
     values = micro.spans.to_owner(values)
     shape = micro.response_mask.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.scatter, values).view(shape)

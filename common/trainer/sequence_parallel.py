@@ -47,6 +47,7 @@ def cut(micro, owner: int, group: dist.ProcessGroup):
     length = micro.input_ids.shape[1]
     size = -(-length // ranks)  # rounded up
 
+    # An all-to-all wants slices of equal length, so the last one is padded.
     def slice_of(ids: torch.Tensor) -> torch.Tensor:
         return F.pad(ids, (0, ranks * size - length)).chunk(ranks, dim=1)[rank]  # (1, size)
 
@@ -72,6 +73,7 @@ def sliced_attention(module, query, key, value, attention_mask, *, spans=None, s
     """
     if not isinstance(spans, SlicedSpans):
         return packed_attention(module, query, key, value, attention_mask, spans=spans, s_aux=s_aux, **settings)
+    # Every rank now attends over the whole row, with the spans of the whole row, for its own block of heads.
     row = (whole_row(x[0], spans)[None] for x in (query, key, value))  # (1, heads / K, L, d)
     if s_aux is not None:
         s_aux = s_aux.chunk(len(spans.counts))[dist.get_rank(spans.group)]  # (heads / K,)
