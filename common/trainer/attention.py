@@ -60,7 +60,7 @@ class Spans:
     """Which tokens of a packed row of S sequences attend to which. Every layer reads the same one."""
 
     runs: list[Run]
-    # What the kernel on a GPU needs:
+    # The rest is for the kernel on a GPU.
     query_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of queries
     key_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of keys, with those of shared prompts
     key_places: torch.Tensor | None = None  # places of these keys in the row; None: every token once, in order

@@ -73,7 +73,7 @@ class MiniBatch:
     """The rows of one optimizer step on this rank, and the micro-batches that compute its gradient."""
 
     rows: torch.Tensor  # indices into the rollout of all its rows; a denominator counts these
-    micro_batches: list[MicroBatch]  # its rows that have a gradient; every rank has equally many micro-batches
+    micro_batches: list[MicroBatch]  # those of its rows that have a gradient; every rank has equally many micro-batches
 
 
 def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Compute, world: World) -> list[MiniBatch]:
@@ -91,7 +91,7 @@ def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Com
 
 @dataclass
 class Bin:
-    """What goes into one micro-batch."""
+    """The rows of one micro-batch, by the prompts that they share."""
 
     groups: list[list[int]] = field(default_factory=list)  # rows of the rollout; those of a group share their prompt
     tokens: int = 0  # a group's prompt counts once

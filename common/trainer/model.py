@@ -146,8 +146,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*decoder_of(model).layers, model):
         fully_shard(module, mesh=world.mesh, **settings)
-        # Add up the gradients of all ranks; FSDP's default is their mean. Each rank divides its loss by a denominator
-        # of all ranks, so the sum is the gradient of the whole mini-batch. gloo cannot scale while it reduces.
+        # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss counts
+        # the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -252,7 +252,7 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
 
 
 def unsupported_part(model: nn.Module, config) -> str:
-    """What the packed forward would get wrong in the layers, or "". config: that of the decoder."""
+    """The part of the layers that the packed forward would get wrong, or "". config: that of the decoder."""
     layers = getattr(decoder_of(model), "layers", [])
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers) or not model._supports_attention_backend:
         return f"layers unlike Llama's; {SUPPORTED}"
@@ -294,7 +294,7 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
 
 
 def logit_shape(config, temperature: float) -> LogitShape:
-    """What makes a family's logits, at a temperature, of the products of hidden states and head.
+    """How a family's logits, at a temperature, follow from the products of hidden states and head.
 
     At temperature 1 most families have the products themselves; Cohere and Granite scale them, Gemma 2 caps them.
     """
