@@ -12,10 +12,13 @@ each process would make other problems.
 import difflib
 import functools
 import importlib.util
+import math
 import random
-import time
 import typing
+from collections.abc import Iterable
 from typing import Any
+
+from tqdm import tqdm
 
 from common.errors import BadInput, RunFailed, say
 from common.processes.child import Handler
@@ -27,7 +30,7 @@ SEEDS = {"train": 0, "test": 2**31}  # problem i of the library is a function of
 MAX_PROCESSES = 8  # more would spend their time importing the library
 AT_ONCE = 50  # problems in one request to a process
 REQUEST_SECONDS = 3600.0  # only a generator that hangs takes so long
-SLOW_SECONDS = 10.0  # after this time a line says how many problems there are
+SLOW_SECONDS = 10.0  # after this time a bar shows how many problems there are
 REFUSED = {
     "codeio": "its problems are outputs of programs, some of which read the clock, so that each run has others",
     "composite": "name several data sets after --dataset instead",
@@ -74,24 +77,19 @@ def generate(task: str, split: str) -> list[dict[str, Any]]:
     pool = Pool(program, min(cores_of_this_rank(), MAX_PROCESSES))
     rows = []
     errors = []
-    began = time.monotonic()
-    is_slow = False
     try:
         size = pool.start()
 
         def ask(first: int) -> list[dict]:
             return pool.ask([first, min(first + AT_ONCE, size)], REQUEST_SECONDS)
 
-        for answer in pool.map(ask, range(0, size, AT_ONCE)):
+        answers = pool.map(ask, range(0, size, AT_ONCE))
+        # A generator that takes longer shows its progress, on a terminal.
+        for answer in tqdm(answers, name, total=math.ceil(size / AT_ONCE), delay=SLOW_SECONDS, disable=None):
             if isinstance(answer, Failure):
                 raise RunFailed(f"{name}: its generator {answer.kind}: {answer.message}", code="bad-input")
             rows += [row for row in answer if "error" not in row]
             errors += [row["error"] for row in answer if "error" in row]
-            if not is_slow and time.monotonic() - began > SLOW_SECONDS:
-                is_slow = True
-                hint = "; size=N makes fewer" if split == "train" else ""
-                made = f"{len(rows)} of {size} problems of the {split} split after {SLOW_SECONDS:g} s"
-                say(f"{name}: {made}{hint}")
     finally:
         pool.close()
     if not rows:
@@ -123,9 +121,7 @@ def create(task: str, split: str = "train"):
     if name in REFUSED:
         raise BadInput(f'the task "{name}" cannot be used: {REFUSED[name]}')
     if name not in tasks:
-        near = difflib.get_close_matches(name, tasks, 3)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(tasks)}"
-        raise BadInput(f'unknown task "{name}"; {hint}')
+        raise unknown("task", name, tasks)
     dataset, config = DATASETS[name]
     values = {"size": TRAINED_ON} | parameters(query, config)
     if values["size"] < 1:
@@ -148,16 +144,20 @@ def parameters(query: str, config: type) -> dict[str, Any]:
     for pair in filter(None, query.split("&")):
         key, _, text = pair.partition("=")
         if key not in types:
-            near = difflib.get_close_matches(key, types, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise BadInput(f'unknown parameter "{key}"{hint}; known: {", ".join(types)}')
+            raise unknown("parameter", key, types)
         adapter = TypeAdapter(types[key])
         try:
             # Lists are JSON, and so are numbers. Words and dates are not.
-            values[key] = adapter.validate_json(text) if text[:1] in "[{" else adapter.validate_strings(text)
+            values[key] = adapter.validate_json(text) if text.startswith(("[", "{")) else adapter.validate_strings(text)
         except ValidationError as error:
             raise BadInput(f"{key}={text}: {error.errors()[0]['msg']}") from None
     return values
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return BadInput(f'unknown {kind} "{name}"{hint}; known: {", ".join(known)}')
 
 
 def make_row(task: str, dataset: Any, number: int) -> dict[str, Any]:

@@ -234,6 +234,7 @@ class Pool:
 
     def __init__(self, program: Program, size: int = 0):
         """size: number of workers; 0 means one for each core of this rank."""
+        self.program = program
         self.size = size or cores_of_this_rank()
         self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the latest first: few requests start few processes
         for _ in range(self.size):

@@ -13,31 +13,24 @@ import functools
 import importlib.util
 
 from common.data.reasoning_gym import create, unpack
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput
 from common.processes.child import Handler
-from common.processes.pool import Failure
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import SYMPY_ERRORS
-from common.rewards.workers import Graders, batch_handler, refuse_lost, warn_of_timeouts, wrong_because
+from common.rewards.workers import Graders, TriedReward, batch_handler, warn_of_timeouts
 
 dataset_of = functools.cache(create)
 
 
-class ReasoningGym:
+class ReasoningGym(TriedReward):
     """reward() in worker processes, one response a batch."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for other processes
-
     def __init__(self, workers: int = 0):
-        """Starts one worker to see whether the library can be imported. Raises BadInput."""
+        """Raises BadInput if the library cannot be imported."""
         if importlib.util.find_spec("reasoning_gym") is None:
             raise BadInput("--reward reasoning-gym: reasoning-gym is not installed; pip install reasoning-gym")
         loader = "common.rewards.reasoning_gym:load_verifiers"
-        self.pool = Graders("reasoning-gym", loader, [], item_seconds=10.0, workers=workers)
-        try:
-            self.pool.start()
-        except RunFailed as failure:
-            raise BadInput(f"--reward reasoning-gym: {failure}") from None
+        super().__init__(Graders("reasoning-gym", loader, [], item_seconds=10.0, workers=workers))
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises BadInput on a row of another data set, and RunFailed if no worker can be started."""
@@ -47,19 +40,8 @@ class ReasoningGym:
                     '--reward reasoning-gym: needs rows of --dataset "reasoning-gym:TASK"; there is no "task" and '
                     f'"metadata" in the row with the prompt {item.prompt[:200]!r}'
                 )
-        results = list(self.pool.map(self.grade, items))
+        results = self.pool.verdicts(items)
         warn_of_timeouts("reasoning-gym", items, results)
-        return results
-
-    def grade(self, item: Item) -> Result:
-        """The result of one response. Verifiers look neither at its length nor at whether it was cut off."""
-        outcome = self.pool.grade([item], [0], [False])
-        return wrong_because(outcome) if isinstance(outcome, Failure) else outcome[0]
-
-    def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Grade before anything is loaded. Raises BadInput if a verifier hangs or dies."""
-        results = self(items, lengths, truncated)
-        refuse_lost("reasoning-gym", items, results)
         return results
 
 

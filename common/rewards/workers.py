@@ -7,7 +7,8 @@
 A request is a batch [items, lengths, truncated], and an answer has a row [score, acc, extracted, info] for each item.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -18,10 +19,8 @@ from common.processes.pool import START_SECONDS, Failure, Pool, Program
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_by_string, last_answer
 
-TRY_SECONDS = 2.0  # for each response when a reward is tried before the run
 MAX_BATCHES = 1000  # after so many batches a worker is replaced, because the caches of sympy grow
 MAX_TIMEOUT_SHARE = 0.01  # more timeouts are worth a warning, also because a policy can learn to provoke them
-LOST = ("timeout", "died")  # kinds of a Failure that say nothing about the response
 
 
 class Graders(Pool):
@@ -56,6 +55,17 @@ class Graders(Pool):
             return answer
         return [Result(*row) for row in answer]
 
+    def verdicts(self, items: list[Item]) -> list[Result]:
+        """The results of items that are graded one by one. One that the grader cannot take is wrong: info says why."""
+        return list(self.map(self.verdict, items))
+
+    def verdict(self, item: Item) -> Result:
+        outcome = self.grade([item], [0], [False])
+        if not isinstance(outcome, Failure):
+            return outcome[0]
+        kind = "error" if outcome.kind == "raised" else outcome.kind
+        return Result(0.0, 0.0, None, {kind: outcome.message.rpartition("\n")[2]})
+
 
 class MathReward:
     """grade_math, one item a batch. An item that needs more than 10 s or 2 GiB is wrong. spec: math, math-flexible."""
@@ -70,70 +80,74 @@ class MathReward:
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed if no worker can be started."""
         results = [grade_by_string(item.response, item.answer, self.mode) for item in items]
-        rows_for_sympy = [row for row, result in enumerate(results) if result is None]
-        questions = {row: (last_answer(items[row].response), items[row].answer) for row in rows_for_sympy}
+        questions = {}  # row -> response and reference answer, where sympy is needed
+        for row, item in enumerate(items):
+            if results[row] is None:
+                questions[row] = (last_answer(item.response), item.answer)
         distinct = list(dict.fromkeys(questions.values()))  # responses to one prompt often agree
-        verdicts = dict(zip(distinct, self.pool.map(self.grade_question, distinct)))
+        verdicts = self.pool.verdicts([Item("", response, answer) for response, answer in distinct])
+        verdict_of = dict(zip(distinct, verdicts))
         for row, question in questions.items():
-            results[row] = verdicts[question]
+            results[row] = verdict_of[question]
         warn_of_timeouts(self.spec, items, results)
         return results
 
-    def grade_question(self, question: tuple[str, str]) -> Result:
-        """The verdict on a pair of (response, reference answer)."""
-        response, answer = question
-        outcome = self.pool.grade([Item("", response, answer)], [0], [False])
-        return wrong_because(outcome) if isinstance(outcome, Failure) else outcome[0]
 
-
-class UserReward:
-    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one prompt."""
+class TriedReward:
+    """A reward in worker processes that is loaded and tried before the run begins."""
 
     waits = True  # mixture.py calls it in a thread, because it waits for other processes
 
+    def __init__(self, pool: Graders):
+        """Starts one worker to see whether the code can be loaded. Raises BadInput."""
+        self.pool = pool
+        with refused_as_input():
+            pool.start()
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        raise NotImplementedError
+
+    def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
+        with refused_as_input():
+            results = self(items, lengths, truncated)
+        for item, result in zip(items, results):
+            for kind in {"timeout", "died"} & result.info.keys():
+                raise BadInput(f"--reward: {self.pool.program.name} {kind}: {result.info[kind]}, {quoted(item)}")
+        return results
+
+
+@contextlib.contextmanager
+def refused_as_input() -> Iterator[None]:
+    """Before a run, a reward that fails is bad input."""
+    try:
+        yield
+    except RunFailed as failure:
+        raise BadInput(f"--reward: {failure}") from None
+
+
+class UserReward(TriedReward):
+    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one prompt."""
+
     def __init__(self, path: str, function: str, workers: int = 0, item_seconds: float = 10.0):
-        """Starts one worker to see whether the file can be loaded. Raises BadInput."""
+        """Raises BadInput if the file cannot be loaded."""
         if not Path(path).is_file():
             raise BadInput(f"--reward: {path}: file not found")
         self.name = f"{path}:{function}"
         loader = "common.rewards.workers:load_function"
-        self.pool = Graders(self.name, loader, [path, function], item_seconds, workers)
-        try:
-            self.pool.start()
-        except RunFailed as failure:
-            raise BadInput(f"--reward: {failure}") from None
+        super().__init__(Graders(self.name, loader, [path, function], item_seconds, workers))
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
-        results = self.grade(items, lengths, truncated)
-        warn_of_timeouts(self.name, items, results)
-        return results
-
-    def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Call the function before anything is loaded. Raises BadInput if it is wrong, raises, hangs or dies."""
-        usual_seconds = self.pool.item_seconds
-        self.pool.item_seconds = TRY_SECONDS
-        try:
-            results = self.grade(items, lengths, truncated)
-        except RunFailed as failure:
-            raise BadInput(f"--reward: {failure}") from None
-        finally:
-            self.pool.item_seconds = usual_seconds
-        refuse_lost(self.name, items, results)
-        return results
-
-    def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """One batch for each prompt."""
-        batches = []
         rows = zip(items, lengths, truncated)
-        for _, rows_of_prompt in groupby(rows, lambda row: row[0].prompt):
-            batches.append(tuple(map(list, zip(*rows_of_prompt))))
+        batches = [list(zip(*batch)) for _, batch in groupby(rows, lambda row: row[0].prompt)]
         results: list[Result] = []
         for results_of_prompt in self.pool.map(self.grade_prompt, batches):
             results += results_of_prompt
+        warn_of_timeouts(self.name, items, results)
         return results
 
-    def grade_prompt(self, batch: tuple[list[Item], list[int], list[bool]]) -> list[Result]:
+    def grade_prompt(self, batch: list) -> list[Result]:
         """The results of one prompt's responses, or Results without a score if the worker was late or died."""
         items = batch[0]
         outcome = self.pool.grade(*batch)
@@ -147,25 +161,11 @@ class UserReward:
         return [Result(None, None, None, {outcome.kind: outcome.message})] * len(items)
 
 
-def wrong_because(failure: Failure) -> Result:
-    """The result of a response that a verifier could not take: it is wrong, and info says why."""
-    kind = "error" if failure.kind == "raised" else failure.kind
-    return Result(0.0, 0.0, None, {kind: failure.message.rpartition("\n")[2]})
-
-
 def warn_of_timeouts(name: str, items: list[Item], results: list[Result]) -> None:
     late = [item for item, result in zip(items, results) if "timeout" in result.info]
     if len(late) > MAX_TIMEOUT_SHARE * len(results):
         counts = f"{len(late)} of {len(results)} responses"
         warn(f'reward "{name}" took too long on {counts}, such as {quoted(late[0])}', "reward-slow")
-
-
-def refuse_lost(name: str, items: list[Item], results: list[Result]) -> None:
-    """Raise BadInput for the first response whose worker was late or died."""
-    for item, result in zip(items, results):
-        for kind in LOST:
-            if kind in result.info:
-                raise BadInput(f'--reward: reward "{name}" {kind}: {result.info[kind]}, {quoted(item)}')
 
 
 def quoted(item: Item) -> str:
@@ -227,15 +227,14 @@ def to_rows(results: Any, count: int) -> list[list]:
     for number, result in enumerate(results):
         if isinstance(result, SupportsFloat):  # also a number of numpy or torch
             result = Result(float(result), float(result > 0))
-        elif not isinstance(result, Result):
+        if not isinstance(result, Result):
             raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}")
         for value in (result.score, result.acc):
-            if value is not None and not isinstance(value, SupportsFloat):
+            if not isinstance(value, SupportsFloat | None):
                 raise BadInput(f"result {number}: expected a number or None, got {described(value)}")
-        if not isinstance(result.info or {}, dict):
-            raise BadInput(f"result {number}: info is {described(result.info)}, expected a dictionary")
-        score = None if result.score is None else float(result.score)
-        acc = None if result.acc is None else float(result.acc)
+        if not isinstance(result.info, dict | None):
+            raise BadInput(f"result {number}: expected a dictionary as info, got {described(result.info)}")
+        score, acc = (None if value is None else float(value) for value in (result.score, result.acc))
         rows.append([score, acc, result.extracted, result.info or {}])
     if len(rows) != count:
         raise BadInput(f"returned {len(rows)} results for {count} items")

@@ -17,7 +17,6 @@ pydantic writes the schema of a method and checks the arguments of a call. Two o
 """
 
 import ast
-import functools
 import inspect
 import json
 import re
@@ -27,6 +26,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
+from common.errors import BadInput
 from common.rollout.environments import Environment, Problem, Step
 
 
@@ -67,78 +67,55 @@ class Tools(Environment):
 
     def call(self, call: ToolCall) -> tuple[str, bool]:
         """(what the model reads, whether the call failed)."""
-        tools = tools_of(type(self))
         if call.name is None:
             return self.error('a call is a JSON object with "name" and "arguments", and nothing else'), True
-        if call.name not in tools:
-            return self.error(f"no tool is named {call.name}; there are {', '.join(tools)}"), True
+        names = tool_names(type(self))
+        if call.name not in names:
+            return self.error(f"no tool is named {call.name}; there are {', '.join(names)}"), True
+        tool = checked_tool(self, call.name)
         try:
-            value = tools[call.name].validate_python(ArgsKwargs((self, *call.arguments), call.named_arguments))
-            observation = value if isinstance(value, str) else json.dumps(value, default=str)
+            value = tool.validate_python(ArgsKwargs(tuple(call.arguments), call.named_arguments))
+            return (value if isinstance(value, str) else json.dumps(value, default=str)), False
         except ValidationError as error:
-            method = getattr(type(self), call.name)
-            return self.error(f"TypeError: {explained(error, method)}"), True
+            reasons = [f"argument {detail['loc'][0]}: {detail['msg']}" for detail in error.errors()]
+            return self.error("; ".join(reasons)), True
         except Exception as error:  # a tool may raise anything; the model reads it and may try again
             return self.error(f"{type(error).__name__}: {error}"), True
-        return observation, False
 
     def error(self, message: str) -> str:
         """An error as the model reads it."""
         return f"error: {message}" if self.format == "plain" else json.dumps({"error": message})
 
 
-@functools.cache
-def tools_of(kind: type[Tools]) -> dict[str, TypeAdapter]:
-    """Name -> what checks the arguments and calls the method, for the public methods that a class adds to Tools.
+def tool_names(kind: type[Tools]) -> list[str]:
+    """Names of the public methods that a class adds to those of Tools."""
+    added = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Tools, name)]
+    return [name for name in added if inspect.isroutine(getattr(kind, name))]
 
-    Raises TypeError for a static method, because its first argument would be taken for self.
-    """
-    tools = {}
-    for name in dir(kind):
-        method = getattr(kind, name)
-        if name.startswith("_") or hasattr(Tools, name) or not inspect.isfunction(method):
-            continue
-        if isinstance(inspect.getattr_static(kind, name), staticmethod):
-            raise TypeError(f"tool {name}: is a staticmethod; give it self")
-        # Strict: "3" and True are no whole numbers. A whole number is a float, as in JSON.
-        tools[name] = TypeAdapter(method, config=ConfigDict(strict=True))
-    return tools
+
+def checked_tool(tools: Tools, name: str) -> TypeAdapter:
+    """A method that checks its arguments. Strict: "3" and True are no whole numbers, but a whole number is a float."""
+    return TypeAdapter(getattr(tools, name), config=ConfigDict(strict=True))
 
 
 def schemas(kind: type[Tools]) -> list[dict]:
-    """The tools in the JSON form that chat templates take. Raises TypeError for a parameter without a type."""
+    """The tools in the JSON form that chat templates take. Raises BadInput for a parameter without a type."""
     tools = []
-    for name, adapter in tools_of(kind).items():
-        schema = adapter.json_schema()
-        properties = schema["properties"]
-        first_parameter, *_ = properties
-        del properties[first_parameter]  # self
-        for parameter, description in properties.items():
+    for name in tool_names(kind):
+        # A schema needs methods without self, and so an object. Its __init__ may do anything, and is not called.
+        schema = checked_tool(kind.__new__(kind), name).json_schema()
+        for parameter, description in schema["properties"].items():
             # Models have seen neither of them in the schemas that they were trained with.
             description.pop("title", None)
             description.pop("default", None)
             if not description:
-                raise TypeError(f'tool {name}: parameter "{parameter}" has no type')
-        required = [parameter for parameter in schema["required"] if parameter in properties]
-        parameters = {"type": "object", "properties": properties, "required": required}
-        if "$defs" in schema:
-            parameters["$defs"] = schema["$defs"]
+                raise BadInput(f'tool {name}: parameter "{parameter}" has no type')
+        parameters = {"required": []} | schema
+        del parameters["additionalProperties"]
         documentation = inspect.getdoc(getattr(kind, name)) or ""
         function = {"name": name, "description": documentation, "parameters": parameters}
         tools.append({"type": "function", "function": function})
     return tools
-
-
-def explained(error: ValidationError, method: Any) -> str:
-    """What is wrong with the arguments of a call, in one line."""
-    parameters = list(inspect.signature(method).parameters)
-    reasons = []
-    for detail in error.errors(include_url=False):
-        place, *_ = detail["loc"] or ("",)  # a position or a name
-        if isinstance(place, int) and place < len(parameters):
-            place = parameters[place]
-        reasons.append(f"{place}: {detail['msg']}")
-    return "; ".join(reasons)
 
 
 def format_of(chat_template: str | dict[str, str] | None) -> str:
