@@ -343,12 +343,12 @@ def test_the_schemas_are_those_of_transformers():
     with pytest.raises(BadInput, match='tool guess: parameter "x" has no type'):
         tools.schemas(type("Untyped", (tools.Tools,), {"guess": lambda self, x: x}))
     static = type("Static", (tools.Tools,), {"add": staticmethod(lambda a, b: a + b)})
-    assert static().call(tools.ToolCall("add", [1, 2])) == ("3", False)
+    assert static().call(tools.ToolCall(name="add", positional=[1, 2])) == ("3", False)
 
 
 def test_a_tools_value_that_is_no_json_is_an_error_that_the_model_reads():
     kind = type("Odd", (tools.Tools,), {"odd": lambda self: {(1, 2): 3}})
-    said, failed = kind().call(tools.ToolCall("odd"))
+    said, failed = kind().call(tools.ToolCall(name="odd"))
     assert failed and said.startswith("error: TypeError")
 
 

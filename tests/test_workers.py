@@ -53,6 +53,12 @@ def child(item):
     process = subprocess.Popen(["sleep", "1000"])
     open(item.answer, "w").write(f"{os.getpid()} {process.pid}")
     loop(item)
+def escape(item):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(20)
+        os._exit(0)
+    loop(item)
 def process(item): return os.getpid()
 def light(item): return float(not {"torch", "sympy"} & set(sys.modules))
 def environment(item): return float(os.environ["OMP_NUM_THREADS"] + os.environ["CUDA_VISIBLE_DEVICES"] == "1")
@@ -111,6 +117,7 @@ def test_the_worker_is_quiet_and_light(pool):
     "response, kind, message",
     [
         ("loop", "timeout", "no answer within 3 s"),
+        ("escape", "timeout", "no answer within 3 s"),
         ("eat", "died", "memory"),
         ("boom", "raised", "ValueError: boom"),
         ("leave", "died", "exit status 3"),

@@ -27,10 +27,14 @@ from common.processes.pool import Failure, Pool, Program, cores_of_this_rank
 HELD_OUT = 256  # problems of the test split
 TRAINED_ON = 5000  # problems of the training split, unless the parameter `size` says otherwise
 SEEDS = {"train": 0, "test": 2**31}  # problem i of the library is a function of seed + i
-MAX_PROCESSES = 8  # more would spend their time importing the library
-AT_ONCE = 50  # problems in one request to a process
-REQUEST_SECONDS = 3600.0  # only a generator that hangs takes so long
-SLOW_SECONDS = 10.0  # after this time a bar shows how many problems there are
+# More processes would spend their time importing the library.
+MAX_PROCESSES = 8
+# Problems in one request to a process.
+AT_ONCE = 50
+# Only a generator that hangs takes so long for one request.
+REQUEST_SECONDS = 3600.0
+# After this time a bar shows the progress.
+SLOW_SECONDS = 10.0
 REFUSED = {
     "codeio": "its problems are outputs of programs, some of which read the clock, so that each run has others",
     "composite": "name several data sets after --dataset instead",
@@ -44,6 +48,7 @@ def problems(spec: str, split: str, flag: str = "--dataset") -> list[dict[str, A
         raise BadInput(f"{flag} {spec}: reasoning-gym is not installed; pip install reasoning-gym")
     task = spec.partition(":")[2]
     try:
+        # A task with few problems draws some of them for both splits.
         test = generate(task, "test")
         if split == "test":
             return test
@@ -80,16 +85,15 @@ def generate(task: str, split: str) -> list[dict[str, Any]]:
     try:
         size = pool.start()
 
-        def ask(first: int) -> list[dict]:
+        def ask(first: int) -> dict | Failure:
             return pool.ask([first, min(first + AT_ONCE, size)], REQUEST_SECONDS)
 
         answers = pool.map(ask, range(0, size, AT_ONCE))
-        # A generator that takes longer shows its progress, on a terminal.
         for answer in tqdm(answers, name, total=math.ceil(size / AT_ONCE), delay=SLOW_SECONDS, disable=None):
             if isinstance(answer, Failure):
                 raise RunFailed(f"{name}: its generator {answer.kind}: {answer.message}", code="bad-input")
-            rows += [row for row in answer if "error" not in row]
-            errors += [row["error"] for row in answer if "error" in row]
+            rows += answer["rows"]
+            errors += answer["errors"]
     finally:
         pool.close()
     if not rows:
@@ -106,8 +110,15 @@ def load_generator(task: str, split: str) -> Handler:
     """A handler that makes the rows [first, end) of a split. Its facts are the number of problems."""
     dataset = create(task, split)
 
-    def answer(request: list[int]) -> list[dict]:
-        return [make_row(task, dataset, number) for number in range(*request)]
+    def answer(request: list[int]) -> dict[str, list]:
+        rows = []
+        errors = []
+        for number in range(*request):
+            try:
+                rows.append(make_row(task, dataset, number))
+            except BadInput as error:
+                errors.append(str(error))
+        return {"rows": rows, "errors": errors}
 
     return Handler(answer, facts=dataset.size)
 
@@ -130,7 +141,8 @@ def create(task: str, split: str = "train"):
         values["size"] = HELD_OUT
     try:
         return dataset(config(**values, seed=SEEDS[split]))
-    except Exception as error:  # their checks are assertions, and a few raise other errors
+    except Exception as error:
+        # Their checks are assertions, and a few raise other errors.
         raise BadInput(f"refused by its generator: {error or type(error).__name__}") from None
 
 
@@ -161,13 +173,14 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
 
 
 def make_row(task: str, dataset: Any, number: int) -> dict[str, Any]:
-    """Problem `number` of the library's data set as a row, or {"error": why there is none}."""
-    random.seed(dataset.seed + number)  # list_functions draws from the global generator
+    """Problem `number` of the library's data set as a row. Raises BadInput."""
+    # list_functions draws from the global generator.
+    random.seed(dataset.seed + number)
     try:
         problem = dataset[number]
     except Exception as error:
         reason = f"problem {number}: its generator raised {type(error).__name__}: {error}"
-        return {"error": reason.split("\n")[0]}
+        raise BadInput(reason.split("\n")[0]) from None
     row = {"question": problem["question"], "task": task, "metadata": pack(problem["metadata"])}
     if problem["answer"] is not None:
         row["answer"] = problem["answer"]

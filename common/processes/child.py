@@ -26,7 +26,8 @@ from typing import Any, TextIO
 from common.errors import BadInput
 
 OUR_CODE = str(Path(__file__).parents[1])  # the folder common/
-STACK_BYTES = 8 * 2**20  # of each thread
+# The memory limit counts the stacks of all threads, so their size must be known.
+STACK_BYTES = 8 * 2**20
 Send = Callable[..., None]  # send(number, answer, failure=None)
 
 
@@ -48,18 +49,21 @@ def main(loader: str, arguments: list) -> None:
     writing = threading.Lock()
 
     def send(number: int | None, answer: Any, failure: dict | None = None) -> None:
-        line = json.dumps([number, answer, failure], default=str)  # ASCII, which keeps lone surrogates and NaN
+        # json writes ASCII, which keeps lone surrogates, and also NaN and infinity.
+        line = json.dumps([number, answer, failure], default=str)
         with writing:
             print(line, file=answers, flush=True)
 
     def send_last_words(kind: type, error: BaseException, trace: Any) -> None:
         send(None, None, describe(error))
 
+    # An error in the main thread ends the process. This tells the parent why.
     sys.excepthook = send_last_words
     module, _, function = loader.partition(":")
     handler = getattr(importlib.import_module(module), function)(*arguments)
     limit_memory(handler)
-    requests.readline()  # request 0: the parent asks whether the program is ready
+    # Request 0: the parent asks whether the program is ready.
+    requests.readline()
     send(0, handler.facts)
     if handler.threads:
         answer_in_threads(handler, requests, send)
@@ -67,7 +71,8 @@ def main(loader: str, arguments: list) -> None:
         for line in requests:
             number, request = json.loads(line)
             send(number, handler.answer(request))
-    os.killpg(0, signal.SIGKILL)  # stdin is closed; this ends also what the program has started
+    # The parent has closed stdin. End this process, and whatever it has started.
+    os.killpg(0, signal.SIGKILL)
 
 
 def take_pipes() -> tuple[TextIO, TextIO]:
@@ -114,6 +119,7 @@ def describe(error: BaseException) -> dict[str, str]:
         return {"kind": "died", "message": "ran out of memory"}
     if isinstance(error, BadInput):
         return {"kind": "wrong", "message": str(error)}
+    # The first frames are those of this file, of the loader and of Python's import system.
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename.startswith((OUR_CODE, "<frozen ")):
         trace = trace.tb_next
@@ -130,10 +136,12 @@ def end_with(parent: int) -> None:
 
 def import_file(path: Path, kind: str) -> ModuleType:
     """The module of a file that may be anywhere, under the name KIND_FILE. Raises what importing the file raises."""
-    sys.path.append(str(path.parent))  # at the end: the file may import its neighbours, but they hide nothing
+    # At the end of the path: the file may import its neighbours, but they hide no other module.
+    sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"{kind}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    # dataclasses look their module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

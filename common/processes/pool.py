@@ -45,7 +45,10 @@ from typing import Any
 from common.errors import RunFailed
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 60.0  # for the imports of a child: sympy needs one second, or ten on a busy machine
+# For the imports of a child. sympy needs one second, or ten on a busy machine.
+START_SECONDS = 60.0
+# For the end of a process that has been killed.
+STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Program:
     arguments: list  # arguments of the loader, as JSON
     error_code: str  # code of the RunFailed if it cannot be loaded, see docs/errors.md
     start_seconds: float = START_SECONDS  # limit for the loader
-    max_requests: float = math.inf  # afterwards the process is replaced; only for workers with one request at a time
+    # Afterwards the process is replaced. Only for workers with one request at a time: others would be lost.
+    max_requests: float = math.inf
     variables: dict[str, str] = field(default_factory=dict)  # more environment variables
 
 
@@ -74,17 +78,14 @@ class Child:
 
     def __init__(self, program: Program):
         self.process = spawn(program)
+        # Two locks, because a write blocks while the pipe is full. Answers must be read all the same.
         self.writing = threading.Lock()
-        self.lock = threading.Lock()  # guards the next three; nobody writes to the pipe while holding it
+        self.lock = threading.Lock()  # guards the next three
         self.requests = 0  # how many there were, and so the number of the next one
         self.waiting: dict[int, Future] = {}  # open requests by their number
         self.failure: Failure | None = None  # why the process ends or has ended
         self.reader = threading.Thread(target=self.read_answers, daemon=True)
         self.reader.start()
-
-    @property
-    def has_ended(self) -> bool:
-        return self.failure is not None or self.process.poll() is not None
 
     def ask(self, request: Any, seconds: float) -> Any:
         """The answer to a request, or a Failure."""
@@ -108,47 +109,53 @@ class Child:
         return answer
 
     def expire(self, number: int, seconds: float) -> None:
-        """The time of a request is up: kill the process if the request is still open."""
+        """The time of a request is up: kill the process, unless the answer came in the last moment."""
         with self.lock:
-            if number in self.waiting:
-                self.failure = self.failure or Failure("timeout", f"no answer within {seconds:g} s")
-                self.kill()
+            is_late = number in self.waiting
+        if is_late:
+            self.kill()
+            self.fail_open_requests(Failure("timeout", f"no answer within {seconds:g} s"))
 
     def read_answers(self) -> None:
         """Hand out answers until the process ends. Then all open requests fail."""
-        # A process that writes anything but answers is out of its mind. It is killed.
+        # A process that writes anything but answers is out of its mind. It is killed below.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             for line in self.process.stdout:
                 number, answer, failure = json.loads(line)
                 result = answer if failure is None else Failure(**failure)
                 with self.lock:
-                    if number is None:  # the last words of a process
+                    # Without a number these are the last words of a process: why it ends.
+                    if number is None:
                         self.failure = result
                     else:
                         self.waiting.pop(number).set_result(result)
         # The pipe closes a moment before the process has an exit status.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self.kill()  # also all processes that it has started
-        status = self.process.wait()
-        with self.lock:
-            self.failure = self.failure or Failure("died", f"exit status {status}")
-            lost = list(self.waiting.values())
-            self.waiting.clear()
-        for future in lost:
-            future.set_result(self.failure)
+        self.kill()
+        self.fail_open_requests(Failure("died", f"exit status {self.process.wait()}"))
         self.process.stdout.close()
         with self.writing, contextlib.suppress(OSError):
             self.process.stdin.close()
 
+    def fail_open_requests(self, failure: Failure) -> None:
+        """Answer all open requests, and later ones, with a failure. The first failure counts."""
+        with self.lock:
+            self.failure = self.failure or failure
+            for future in self.waiting.values():
+                future.set_result(self.failure)
+            self.waiting.clear()
+
     def kill(self) -> None:
+        """Kill the process, and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """Kill the process, and wait until it has ended."""
         self.kill()
-        self.reader.join()
+        # A process that has left the group lives on. It may hold the pipe open, so do not wait for ever.
+        self.reader.join(STOP_SECONDS)
 
 
 def spawn(program: Program) -> subprocess.Popen:
@@ -167,7 +174,8 @@ def spawn(program: Program) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        start_new_session=True,  # a process group of its own, which can be killed as a whole
+        # This makes a process group, which can be killed as a whole, with all that a user's code has started.
+        start_new_session=True,
     )
 
 
@@ -181,7 +189,8 @@ class Worker:
         self.complaint = ""  # why the program cannot be loaded
         self.changed = threading.Condition()  # guards everything here
         self.open_requests = 0
-        self.max_open = 1  # requests that the child has at the same time; the others wait
+        # Requests that the child has at the same time. The others wait, and their time does not run yet.
+        self.max_open = 1
 
     def ask(self, request: Any, seconds: float) -> Any:
         """The answer to a request, or a Failure. Raises RunFailed if the program cannot be loaded.
@@ -208,11 +217,14 @@ class Worker:
 
     def running_child(self) -> Child:
         """The child, after a start if there is none. Raises RunFailed. The caller holds the lock."""
-        if self.child and (self.child.has_ended or self.child.requests > self.program.max_requests):
+        child = self.child
+        # The process may have ended before its reader has noticed.
+        if child and (child.failure or child.process.poll() is not None or child.requests > self.program.max_requests):
             self.stop()
         if self.child is None and not self.complaint:
             child = Child(self.program)
-            facts = child.ask(None, self.program.start_seconds)  # request 0: the child answers when it is ready
+            # Request 0 has no content. The child answers when it is ready.
+            facts = child.ask(None, self.program.start_seconds)
             if isinstance(facts, Failure):
                 self.complaint = f"{self.program.name} cannot be loaded: {facts.message}"
             else:
@@ -236,7 +248,8 @@ class Pool:
         """size: number of workers; 0 means one for each core of this rank."""
         self.program = program
         self.size = size or cores_of_this_rank()
-        self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the latest first: few requests start few processes
+        # The worker that was used last is taken first, so few requests start few processes.
+        self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         for _ in range(self.size):
             self.idle.put(Worker(program))
 
@@ -268,6 +281,7 @@ class Pool:
 
     def close(self) -> None:
         """End all processes."""
+        # A busy worker becomes idle when its request has an answer, or has timed out.
         workers = [self.idle.get() for _ in range(self.size)]
         for worker in workers:
             worker.stop()

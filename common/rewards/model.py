@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from common import placement
 from common.data.rows import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
+from common.processes.child import Handler
 from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
+from common.rewards.workers import Graders, batch_handler
 
 MAX_BATCH_TOKENS = 16384  # padded tokens in one forward
 LOAD_SECONDS = 600.0  # for a worker that reads the weights: a large model may come from a slow disk
@@ -173,13 +176,11 @@ class RewardModelOnCPU:
 
     def __init__(self, path: str):
         """Reads configuration and tokenizer, no weights. Raises BadInput."""
-        from common.rewards.workers import Graders
-
         self.parameters = RewardModel(path).parameters
         self.spec = f"model-cpu:{path}"
         self.pool = Graders(
             self.spec,
-            loader="common.rewards.workers:load_reward_model",
+            loader="common.rewards.model:load_on_cpu",
             arguments=[path],
             item_seconds=60.0,
             workers=1,
@@ -192,3 +193,11 @@ class RewardModelOnCPU:
         if not isinstance(outcome, list):
             raise RunFailed(f'reward "{self.spec}" {outcome.kind}: {outcome.message}', code="reward-failed")
         return outcome
+
+
+def load_on_cpu(path: str) -> Handler:
+    """What the worker of RewardModelOnCPU runs. It may take all memory of the machine."""
+    placement.use_cores()
+    model = RewardModel(path)
+    model.load()
+    return batch_handler(model, memory_gib=None)

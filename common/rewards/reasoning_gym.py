@@ -19,6 +19,7 @@ from common.rewards.grading import Item, Result
 from common.rewards.math_grading import SYMPY_ERRORS
 from common.rewards.workers import Graders, TriedReward, batch_handler, warn_of_timeouts
 
+# A worker grades many responses to problems of a few tasks, and making a data set takes up to a second.
 dataset_of = functools.cache(create)
 
 
@@ -34,6 +35,7 @@ class ReasoningGym(TriedReward):
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises BadInput on a row of another data set, and RunFailed if no worker can be started."""
+        # A verifier would raise a KeyError, which says nothing about the cause.
         for item in items:
             if not {"question", "task", "metadata"} <= item.meta.keys():
                 raise BadInput(
@@ -49,7 +51,8 @@ class ReasoningGym(TriedReward):
 
 
 def load_verifiers() -> Handler:
-    import reasoning_gym  # noqa: F401  imported here, so that the deadline of the first item does not pay for it
+    # Imported while the worker starts. Otherwise the time limit of the first item would have to pay for it.
+    import reasoning_gym  # noqa: F401
 
     return batch_handler(reward, memory_gib=4.0)
 
@@ -67,10 +70,11 @@ def reward(items: list[Item], lengths: list[int], truncated: list[bool]) -> list
             "answer": item.meta.get("answer"),
             "metadata": unpack(item.meta["metadata"]),
         }
+        # SYMPY_ERRORS are those that an unexpected answer causes, not only in sympy. Others end the worker.
         try:
             score = float(dataset.score_answer(answer, problem))
             info = {}
-        except SYMPY_ERRORS as error:  # the errors that an unexpected answer causes, not only in sympy
+        except SYMPY_ERRORS as error:
             score = 0.0
             info = {"error": f"{type(error).__name__}: {error}"[:200]}
         results.append(Result(score, float(score >= 1), answer, info))

@@ -2,7 +2,7 @@
 
     MathReward("math"), UserReward("mine.py", "reward")        two rewards, called like any other
     Graders                                                    their worker processes, which grade batches
-    load_math(), load_function(), load_reward_model()          called in a worker: they return what it runs
+    load_math(), load_function()                               called in a worker: they return what it runs
 
 A request is a batch [items, lengths, truncated], and an answer has a row [score, acc, extracted, info] for each item.
 """
@@ -19,8 +19,10 @@ from common.processes.pool import START_SECONDS, Failure, Pool, Program
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_by_string, last_answer
 
-MAX_BATCHES = 1000  # after so many batches a worker is replaced, because the caches of sympy grow
-MAX_TIMEOUT_SHARE = 0.01  # more timeouts are worth a warning, also because a policy can learn to provoke them
+# After so many batches a worker is replaced, because the caches of sympy grow.
+MAX_BATCHES = 1000
+# More timeouts than this share are worth a warning, also because a policy can learn to provoke them.
+MAX_TIMEOUT_SHARE = 0.01
 
 
 class Graders(Pool):
@@ -70,7 +72,8 @@ class Graders(Pool):
 class MathReward:
     """grade_math, one item a batch. An item that needs more than 10 s or 2 GiB is wrong. spec: math, math-flexible."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for other processes
+    # mixture.py calls it in a thread, because it waits for other processes.
+    waits = True
 
     def __init__(self, spec: str = "math", workers: int = 0):
         self.spec = spec
@@ -79,12 +82,14 @@ class MathReward:
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed if no worker can be started."""
+        # Most answers are equal to the reference as strings, or there is none. sympy decides about the others.
         results = [grade_by_string(item.response, item.answer, self.mode) for item in items]
-        questions = {}  # row -> response and reference answer, where sympy is needed
+        questions = {}
         for row, item in enumerate(items):
             if results[row] is None:
                 questions[row] = (last_answer(item.response), item.answer)
-        distinct = list(dict.fromkeys(questions.values()))  # responses to one prompt often agree
+        # Responses to one prompt often agree, so each distinct question is asked once.
+        distinct = list(dict.fromkeys(questions.values()))
         verdicts = self.pool.verdicts([Item("", response, answer) for response, answer in distinct])
         verdict_of = dict(zip(distinct, verdicts))
         for row, question in questions.items():
@@ -94,9 +99,10 @@ class MathReward:
 
 
 class TriedReward:
-    """A reward in worker processes that is loaded and tried before the run begins."""
+    """A reward in worker processes that is loaded and tried before the run begins. Subclasses can be called."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for other processes
+    # mixture.py calls it in a thread, because it waits for other processes.
+    waits = True
 
     def __init__(self, pool: Graders):
         """Starts one worker to see whether the code can be loaded. Raises BadInput."""
@@ -104,13 +110,11 @@ class TriedReward:
         with refused_as_input():
             pool.start()
 
-    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        raise NotImplementedError
-
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
         with refused_as_input():
             results = self(items, lengths, truncated)
+        # Neither says anything about the response: in a run these rows would have no score.
         for item, result in zip(items, results):
             for kind in {"timeout", "died"} & result.info.keys():
                 raise BadInput(f"--reward: {self.pool.program.name} {kind}: {result.info[kind]}, {quoted(item)}")
@@ -176,7 +180,8 @@ def quoted(item: Item) -> str:
 
 
 def load_math(mode: str) -> Handler:
-    import math_verify  # noqa: F401  imported here, so that the deadline of the first item does not pay for it
+    # Imported while the worker starts. Otherwise the time limit of the first item would have to pay for it.
+    import math_verify  # noqa: F401
 
     from common.rewards.math_grading import grade_math
 
@@ -192,17 +197,6 @@ def load_function(path: str, name: str, memory_gib: float = 8.0) -> Handler:
     if not callable(function):
         raise BadInput(f'{path} has no function "{name}"')
     return batch_handler(function, memory_gib)
-
-
-def load_reward_model(path: str) -> Handler:
-    """A reward model on the CPU. It may take all memory of the machine."""
-    from common import placement
-    from common.rewards.model import RewardModel
-
-    placement.use_cores()
-    model = RewardModel(path)
-    model.load()
-    return batch_handler(model, memory_gib=None)
 
 
 def batch_handler(grade: Callable, memory_gib: float | None) -> Handler:
@@ -225,7 +219,8 @@ def to_rows(results: Any, count: int) -> list[list]:
         raise BadInput(f"expected {count} results, got {type(results).__name__}")
     rows = []
     for number, result in enumerate(results):
-        if isinstance(result, SupportsFloat):  # also a number of numpy or torch
+        # Numbers of numpy and torch are such, too. A tensor of several numbers raises an error here.
+        if isinstance(result, SupportsFloat):
             result = Result(float(result), float(result > 0))
         if not isinstance(result, Result):
             raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}")
@@ -234,6 +229,7 @@ def to_rows(results: Any, count: int) -> list[list]:
                 raise BadInput(f"result {number}: expected a number or None, got {described(value)}")
         if not isinstance(result.info, dict | None):
             raise BadInput(f"result {number}: expected a dictionary as info, got {described(result.info)}")
+        # JSON takes no numbers of numpy.
         score, acc = (None if value is None else float(value) for value in (result.score, result.acc))
         rows.append([score, acc, result.extracted, result.info or {}])
     if len(rows) != count:

@@ -16,8 +16,10 @@ from typing import Any
 
 from common.rollout.rollout import Rollout, collate
 
-REPLIES_AT_ONCE = 256  # threads, which wait for environments
-PATIENCE = 0.02  # seconds that a reply may take before the engine samples on without it
+# Threads that wait for environments.
+REPLIES_AT_ONCE = 256
+# Seconds that a reply may take before the engine samples on without it.
+PATIENCE = 0.02
 
 
 @dataclass
@@ -70,12 +72,9 @@ class Turns:
     @property
     def transcript(self) -> str:
         """All turns for people to read. An observation stands behind "> "."""
-        parts = []
-        for i, text in enumerate(self.texts):
-            parts.append(text)
-            if i < len(self.observations):
-                parts.append(f"\n> {self.observations[i].strip()}\n")
-        return "".join(parts)
+        # The last turn has no observation.
+        observations = [f"\n> {text.strip()}\n" for text in self.observations] + [""]
+        return "".join(text + observation for text, observation in zip(self.texts, observations))
 
 
 # (index of the prompt, the response) -> ids of the observation and of what stands before the next turn; None: the end.
@@ -116,6 +115,7 @@ class Replies:
         asked for after the previous forward. So environments that answer at once are always answered in the same order,
         and a run can be repeated bit for bit. idle: the engine has nothing to sample, and waits for any reply.
         """
+        # Usually nothing is left to wait for: the forward took longer than PATIENCE.
         wait([self.coming[row] for row in self.new], max(0.0, self.until - time.monotonic()))
         self.new = []
         if idle and self.coming:

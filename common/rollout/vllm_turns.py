@@ -20,6 +20,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
     all_prompts, first = gather_prompts(prompt_ids, world)
     rows = open_turns(all_prompts, n, settings["max_tokens"])
     rows_of_this_rank = range(first * n, (first + len(prompt_ids)) * n)
+    # With a seed of its own, a turn does not depend on which other requests share its forwards.
     has_seeds = can_take_seeds(engine) and settings["temperature"] > 0
 
     def sampling(row: int) -> SamplingParams:
@@ -27,6 +28,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
         if has_seeds:
             prompt, sample = divmod(row, n)
             engines = world.size // world.rollout_tp
+            # The number of a response in the whole step, the same for any number of ranks that share an engine.
             number = (prompt * engines + world.engine_index) * n + sample
             limits["seed"] = turn_seed(seed, number, rows[row])
         return SamplingParams(**limits)
@@ -42,6 +44,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
         for row in due:
             prompt = {"prompt_token_ids": rows[row].prompt}
             (name,) = engine.llm.enqueue([prompt], sampling(row), use_tqdm=False)
+            # enqueue() returns NUMBER-SUFFIX, and outputs have the number alone.
             requests[name.partition("-")[0]] = row
         idle = not requests
         outputs = [] if idle else engine.llm.llm_engine.step()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BadInput
-from common.processes.child import import_file
 from common.rewards.grading import Result
 
 __all__ = ["Environment", "Problem", "Result", "Step"]  # names that a user's environment imports
@@ -69,17 +68,3 @@ def check(spec: str) -> None:
         raise BadInput(f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class')
     if not Path(path).is_file():
         raise BadInput(f"--environment: {path}: file not found")
-
-
-def find(spec: str) -> type[Environment]:
-    """The class that --environment names. Raises BadInput if there is none, and what importing a user's file raises."""
-    if spec in BUILT_IN:
-        # Its classes are subclasses of Environment, so it can only be imported when this file has been.
-        from common.rollout.environments import built_in
-
-        return getattr(built_in, BUILT_IN[spec])
-    path, _, name = spec.rpartition(":")
-    environment_class = getattr(import_file(Path(path), "environment"), name, None)
-    if not isinstance(environment_class, type) or not issubclass(environment_class, Environment):
-        raise BadInput(f'{path} has no subclass of Environment with the name "{name}"')
-    return environment_class

@@ -27,7 +27,8 @@ from common.rollout.environments.tools import format_of
 from common.rollout.environments.workers import EnvironmentPool
 from common.rollout.turns import Reply, Turns
 
-MAX_FAILED_SHARE = 0.5  # share of a step's episodes: above it the environment is broken, and not the policy's turns
+# Share of a step's episodes. If more of them fail, the environment is broken, and not the policy's turns.
+MAX_FAILED_SHARE = 0.5
 
 
 class Environments:
@@ -46,7 +47,8 @@ class Environments:
             raise BadInput(f"--model {tokenizer.name_or_path}: the form of its calls of tools is not known here")
         self.suffix = Suffix(tokenizer, stop_token_ids, self.info.role)
         self.episode_numbers = itertools.count()
-        self.tokenizing = threading.Lock()  # replies come from many threads
+        # Replies come from many threads, and a tokenizer serves one at a time.
+        self.tokenizing = threading.Lock()
         self.first_failures: dict[str, str] = {}  # kind of a failure -> the first one
 
     def replies(self, prompts: list[Prompt], step: int, seed: int = 0) -> Reply:
@@ -76,12 +78,14 @@ class Environments:
             try:
                 with self.tokenizing:
                     suffix = self.suffix.ids(observations)
-            except (BadInput, TemplateError) as error:  # several messages, where the template wants turns to alternate
+            except (BadInput, TemplateError) as error:
+                # For example several messages, where the template wants the roles to alternate.
                 answer = Failure("wrong", f"observed what the chat template refuses: {error}")
+        # No room for another turn: ask for the score of the turns so far.
         if suffix is not None and len(suffix) >= turns.room:
             suffix = None
             turns.truncated = True
-            answer = ask(True)  # the score without another turn
+            answer = ask(True)
         if suffix is None:
             self.end(turns, answer)
         else:
@@ -107,6 +111,7 @@ class Environments:
             return
         turns.failure = answer.kind
         turns.result = Result(self.info.failed_score, 0.0, None, {"environment": answer.kind})
+        # One warning for each kind: a broken environment would fill the terminal.
         if answer.kind not in self.first_failures:
             message = f"{answer.kind} after {turns.texts[-1][:200]!r}: {answer.message[-2000:]}"
             self.first_failures[answer.kind] = message

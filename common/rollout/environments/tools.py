@@ -20,21 +20,21 @@ import ast
 import inspect
 import json
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from common.errors import BadInput
 from common.rollout.environments import Environment, Problem, Step
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    name: str | None  # None: the call cannot be parsed
-    arguments: list = field(default_factory=list)
-    named_arguments: dict[str, Any] = field(default_factory=dict)
+class ToolCall(BaseModel):
+    """A call as models write it in JSON, or as a line of Python, which may have positional arguments."""
+
+    name: str
+    arguments: dict[str, Any] = Field({}, validation_alias=AliasChoices("arguments", "parameters"))
+    positional: list = []
 
 
 class Tools(Environment):
@@ -65,21 +65,23 @@ class Tools(Environment):
             errors += failed
         return Step(observations, done=self.turns >= self.max_calls, calls=len(calls), errors=errors)
 
-    def call(self, call: ToolCall) -> tuple[str, bool]:
-        """(what the model reads, whether the call failed)."""
-        if call.name is None:
+    def call(self, call: ToolCall | None) -> tuple[str, bool]:
+        """(what the model reads, whether the call failed). None is a call that cannot be parsed."""
+        if call is None:
             return self.error('a call is a JSON object with "name" and "arguments", and nothing else'), True
         names = tool_names(type(self))
         if call.name not in names:
             return self.error(f"no tool is named {call.name}; there are {', '.join(names)}"), True
         tool = checked_tool(self, call.name)
         try:
-            value = tool.validate_python(ArgsKwargs(tuple(call.arguments), call.named_arguments))
+            value = tool.validate_python(ArgsKwargs(tuple(call.positional), call.arguments))
             return (value if isinstance(value, str) else json.dumps(value, default=str)), False
         except ValidationError as error:
+            # loc is the position of an argument, counted from 0, or its name.
             reasons = [f"argument {detail['loc'][0]}: {detail['msg']}" for detail in error.errors()]
             return self.error("; ".join(reasons)), True
-        except Exception as error:  # a tool may raise anything; the model reads it and may try again
+        except Exception as error:
+            # A tool may raise anything. The model reads it and may try again.
             return self.error(f"{type(error).__name__}: {error}"), True
 
     def error(self, message: str) -> str:
@@ -120,10 +122,12 @@ def schemas(kind: type[Tools]) -> list[dict]:
 
 def format_of(chat_template: str | dict[str, str] | None) -> str:
     """The format of calls that a model was trained with, as far as its chat template says; "" for an unknown one."""
-    if isinstance(chat_template, dict):  # several templates, one of them for tools
+    # A model may have several templates, one of them for tools.
+    if isinstance(chat_template, dict):
         chat_template = chat_template.get("tool_use") or chat_template["default"]
     if not chat_template:
         return "plain"
+    # Formats that are not written here, such as Qwen3-Coder's and GLM's.
     if "<function=" in chat_template or "<arg_key>" in chat_template:
         return ""
     if "<tool_call>" in chat_template:
@@ -131,46 +135,40 @@ def format_of(chat_template: str | dict[str, str] | None) -> str:
     return "llama" if "ipython" in chat_template else "plain"
 
 
-def hermes(text: str) -> list[ToolCall]:
+def hermes(text: str) -> list[ToolCall | None]:
     """All calls between <tool_call> and </tool_call> or the end of the turn."""
     marked = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-    return [parse_json(call, "arguments") for call in marked]
+    return [parse_json(call) for call in marked]
 
 
-def llama(text: str) -> list[ToolCall]:
+def llama(text: str) -> list[ToolCall | None]:
     """A turn that is a call and nothing else, as Llama 3 writes it. Several are separated by ";"."""
     text = text.strip().removeprefix("<|python_tag|>")
+    # Llama 3 calls tools in a turn of their own. JSON behind other words is no call, and other JSON is an answer.
     if not text.startswith("{"):
         return []
-    calls = [parse_json(call, "parameters") for call in re.split(r"(?<=\})\s*;\s*(?=\{)", text)]
-    return [call for call in calls if call.name is not None]
+    calls = [parse_json(call) for call in re.split(r"(?<=\})\s*;\s*(?=\{)", text)]
+    return [call for call in calls if call]
 
 
-def parse_json(text: str, key: str) -> ToolCall:
-    """The call of a JSON object with a name and, under `key`, named arguments. Any other text is one without a name."""
+def parse_json(text: str) -> ToolCall | None:
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return ToolCall(None)
-    if not isinstance(call, dict):
-        return ToolCall(None)
-    name = call.get("name")
-    named_arguments = call.get(key, {})
-    if not isinstance(name, str) or not isinstance(named_arguments, dict):
-        return ToolCall(None)
-    return ToolCall(name, named_arguments=named_arguments)
+        return ToolCall.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
-def plain(text: str) -> list[ToolCall]:
+def plain(text: str) -> list[ToolCall | None]:
     """The last line, if it is NAME(ARGUMENTS) with plain values. Any other line is not a call."""
     line = text.strip().rpartition("\n")[2]
     if not re.fullmatch(r"[a-z_]\w*\(.{0,1000}\)", line):
         return []
+    # literal_eval() takes values only: no names, no attributes, no calls.
     try:
         call = ast.parse(line, mode="eval").body
-        arguments = [ast.literal_eval(value) for value in call.args]
-        named_arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return [ToolCall(call.func.id, arguments, named_arguments)]
+        positional = [ast.literal_eval(value) for value in call.args]
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return [ToolCall(name=call.func.id, arguments=arguments, positional=positional)]
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         return []
 

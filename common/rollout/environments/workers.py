@@ -17,19 +17,23 @@ turns. Without this rule one bad turn would fail up to a hundred episodes, and d
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import BadInput, RunFailed
-from common.processes.child import Handler
+from common.processes.child import Handler, import_file
 from common.processes.pool import Failure, Program, Worker, cores_of_this_rank
 from common.rewards.workers import to_rows
-from common.rollout.environments import Environment, Problem, Step, find
+from common.rollout.environments import BUILT_IN, Environment, Problem, Step, built_in
 from common.rollout.environments.tools import Tools, schemas
 
-THREADS = 128  # episodes that step at the same time in one process; more than that wait
-UNTRIED = 4  # the same for a process that has not answered yet
-COMPUTING = 0.25  # share of the time limit that all steps at once may compute, one after another
-MAX_OBSERVATION = 100_000  # characters of one observation
-UNKNOWN = "unknown episode"  # answer of a process that has not begun an episode
+# Episodes that step at the same time in one process. More than that wait.
+THREADS = 128
+# The same before the first answer, when nobody knows yet for how long a step computes.
+UNTRIED = 4
+# Share of the time limit that all steps at once may compute, one after another. The rest is for a busy machine.
+COMPUTING = 0.25
+MAX_OBSERVATION = 100_000  # characters
+UNKNOWN = "unknown episode"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class EnvironmentPool:
             loader="common.rollout.environments.workers:load",
             arguments=[spec, call_format],
             error_code="environment-failed",
-            variables={"MALLOC_ARENA_MAX": "2"},  # an arena for each thread would take 64 MiB of memory_gib
+            # Otherwise glibc reserves 64 MiB of addresses for each thread, which count towards memory_gib.
+            variables={"MALLOC_ARENA_MAX": "2"},
         )
         self.workers = [Worker(program) for _ in range(cores_of_this_rank())]
         for worker in self.workers:
@@ -73,6 +78,7 @@ class EnvironmentPool:
         from_start = [key, problem, texts, ends]
         try:
             answer = UNKNOWN
+            # At the first turn no process can know the episode.
             if len(texts) > 1:
                 answer = worker.ask([key, None, texts, ends], self.info.seconds)
             if answer == UNKNOWN:
@@ -80,6 +86,7 @@ class EnvironmentPool:
             if isinstance(answer, Failure) and answer.kind in ("timeout", "died"):
                 answer = self.lone_worker.ask(from_start, seconds_from_start)
         except RunFailed as failure:
+            # The class could be loaded at the start, but not again. If it stays like this, results() ends the run.
             return Failure("died", str(failure))
         if not isinstance(answer, Failure):
             worker.max_open = answer["places"]
@@ -116,6 +123,17 @@ def load(spec: str, call_format: str) -> Handler:
     )
 
 
+def find(spec: str) -> type[Environment]:
+    """The class that --environment names. Raises BadInput if there is none, and what importing a user's file raises."""
+    if spec in BUILT_IN:
+        return getattr(built_in, BUILT_IN[spec])
+    path, _, name = spec.rpartition(":")
+    environment_class = getattr(import_file(Path(path), "environment"), name, None)
+    if not isinstance(environment_class, type) or not issubclass(environment_class, Environment):
+        raise BadInput(f'{path} has no subclass of Environment with the name "{name}"')
+    return environment_class
+
+
 class Episodes:
     """The environments of this process, by the key of their episode."""
 
@@ -132,6 +150,7 @@ class Episodes:
         be open; otherwise the answer is UNKNOWN.
         """
         key, problem, texts, ends = request
+        # Taken out of `open` while it steps, so that an episode that fails is forgotten.
         environment, steps = self.open.pop(key, (None, []))
         if problem is not None:
             environment, steps = self.environment_class(), []
