@@ -33,11 +33,11 @@ Send = Callable[..., None]  # send(number, answer, failure=None)
 
 @dataclass(frozen=True)
 class Handler:
-    """What a loader returns."""
+    """The result of a loader."""
 
     answer: Callable[[Any], Any]  # request -> answer. BadInput means that the user's code returned something wrong.
     memory_gib: float | None = None  # limit on top of what the imports take; None means no limit
-    facts: Any = None  # what the parent should know about the program
+    facts: Any = None  # facts that the parent should know about the program
     # How many requests are answered at the same time. 0: one after another, in the main thread, and an error ends the
     # process, because nobody knows which state it left behind.
     threads: int = 0

@@ -61,7 +61,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Program:
-    """What a child process runs."""
+    """The code that a child process runs."""
 
     name: str  # how an error message calls it
     loader: str  # "module:function"; the child calls it once, and it returns a child.Handler
@@ -185,7 +185,7 @@ class Worker:
     def __init__(self, program: Program):
         self.program = program
         self.child: Child | None = None
-        self.facts: Any = None  # what the handler tells about itself
+        self.facts: Any = None  # facts that the handler tells about itself
         self.complaint = ""  # why the program cannot be loaded
         self.changed = threading.Condition()  # guards everything here
         self.open_requests = 0

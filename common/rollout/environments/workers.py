@@ -38,7 +38,7 @@ UNKNOWN = "unknown episode"
 
 @dataclass(frozen=True)
 class EnvironmentInfo:
-    """What a worker tells about the class of environments when it is ready."""
+    """Facts about the class of environments, which a worker tells when it is ready."""
 
     role: str  # role of an observation in the chat template
     seconds: float  # limit for one call
