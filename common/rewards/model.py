@@ -196,7 +196,7 @@ class RewardModelOnCPU:
 
 
 def load_on_cpu(path: str) -> Handler:
-    """What the worker of RewardModelOnCPU runs. It may take all memory of the machine."""
+    """The handler of RewardModelOnCPU's worker, which may take all memory of the machine."""
     placement.use_cores()
     model = RewardModel(path)
     model.load()

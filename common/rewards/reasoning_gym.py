@@ -17,7 +17,7 @@ from common.errors import BadInput
 from common.processes.child import Handler
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import SYMPY_ERRORS
-from common.rewards.workers import Graders, TriedReward, batch_handler, warn_of_timeouts
+from common.rewards.workers import Graders, TriedReward, batch_handler
 
 # A worker grades many responses to problems of a few tasks, and making a data set takes up to a second.
 dataset_of = functools.cache(create)
@@ -31,9 +31,9 @@ class ReasoningGym(TriedReward):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise BadInput("--reward reasoning-gym: reasoning-gym is not installed; pip install reasoning-gym")
         loader = "common.rewards.reasoning_gym:load_verifiers"
-        super().__init__(Graders("reasoning-gym", loader, [], item_seconds=10.0, workers=workers))
+        super().__init__("reasoning-gym", Graders("reasoning-gym", loader, [], item_seconds=10.0, workers=workers))
 
-    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises BadInput on a row of another data set, and RunFailed if no worker can be started."""
         # A verifier would raise a KeyError, which says nothing about the cause.
         for item in items:
@@ -42,9 +42,7 @@ class ReasoningGym(TriedReward):
                     '--reward reasoning-gym: needs rows of --dataset "reasoning-gym:TASK"; there is no "task" and '
                     f'"metadata" in the row with the prompt {item.prompt[:200]!r}'
                 )
-        results = self.pool.verdicts(items)
-        warn_of_timeouts("reasoning-gym", items, results)
-        return results
+        return self.pool.verdicts(items)
 
 
 # Inside a worker

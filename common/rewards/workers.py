@@ -39,6 +39,7 @@ class Graders(Pool):
     ):
         """loader: "module:function", see pool.Program. item_seconds: limit for each item of a batch."""
         self.item_seconds = item_seconds
+        self.first_loss = ""  # the first batch whose worker was late or died
         program = Program(
             name=f'reward "{name}"',
             loader=loader,
@@ -53,9 +54,11 @@ class Graders(Pool):
         """The results of a batch. Raises RunFailed if no worker can be started."""
         request = [[vars(item) for item in items], lengths, truncated]
         answer = self.ask(request, self.item_seconds * len(items))
-        if isinstance(answer, Failure):
-            return answer
-        return [Result(*row) for row in answer]
+        if not isinstance(answer, Failure):
+            return [Result(*row) for row in answer]
+        if answer.kind in ("timeout", "died"):
+            self.first_loss = self.first_loss or f"{answer.kind}: {answer.message}, {quoted(items[0])}"
+        return answer
 
     def verdicts(self, items: list[Item]) -> list[Result]:
         """The results of items that are graded one by one. One that the grader cannot take is wrong: info says why."""
@@ -99,25 +102,30 @@ class MathReward:
 
 
 class TriedReward:
-    """A reward in worker processes that is loaded and tried before the run begins. Subclasses can be called."""
+    """A reward in worker processes that is loaded and tried before the run begins. A subclass has grade()."""
 
     # mixture.py calls it in a thread, because it waits for other processes.
     waits = True
 
-    def __init__(self, pool: Graders):
+    def __init__(self, name: str, pool: Graders):
         """Starts one worker to see whether the code can be loaded. Raises BadInput."""
+        self.name = name
         self.pool = pool
         with refused_as_input():
             pool.start()
 
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Raises BadInput or RunFailed if the code is wrong."""
+        results = self.grade(items, lengths, truncated)
+        warn_of_timeouts(self.name, items, results)
+        return results
+
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
         with refused_as_input():
-            results = self(items, lengths, truncated)
-        # Neither says anything about the response: in a run these rows would have no score.
-        for item, result in zip(items, results):
-            for kind in {"timeout", "died"} & result.info.keys():
-                raise BadInput(f"--reward: {self.pool.program.name} {kind}: {result.info[kind]}, {quoted(item)}")
+            results = self.grade(items, lengths, truncated)
+        if self.pool.first_loss:
+            raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
         return results
 
 
@@ -137,18 +145,17 @@ class UserReward(TriedReward):
         """Raises BadInput if the file cannot be loaded."""
         if not Path(path).is_file():
             raise BadInput(f"--reward: {path}: file not found")
-        self.name = f"{path}:{function}"
+        name = f"{path}:{function}"
         loader = "common.rewards.workers:load_function"
-        super().__init__(Graders(self.name, loader, [path, function], item_seconds, workers))
+        super().__init__(name, Graders(name, loader, [path, function], item_seconds, workers))
 
-    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
         rows = zip(items, lengths, truncated)
         batches = [list(zip(*batch)) for _, batch in groupby(rows, lambda row: row[0].prompt)]
         results: list[Result] = []
         for results_of_prompt in self.pool.map(self.grade_prompt, batches):
             results += results_of_prompt
-        warn_of_timeouts(self.name, items, results)
         return results
 
     def grade_prompt(self, batch: list) -> list[Result]:
@@ -229,7 +236,7 @@ def to_rows(results: Any, count: int) -> list[list]:
                 raise BadInput(f"result {number}: expected a number or None, got {described(value)}")
         if not isinstance(result.info, dict | None):
             raise BadInput(f"result {number}: expected a dictionary as info, got {described(result.info)}")
-        # JSON takes no numbers of numpy.
+        # json.dumps() would write a number of numpy as a string.
         score, acc = (None if value is None else float(value) for value in (result.score, result.acc))
         rows.append([score, acc, result.extracted, result.info or {}])
     if len(rows) != count:
