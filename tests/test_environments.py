@@ -154,7 +154,7 @@ def test_a_seed_follows_from_the_prompt_the_step_and_the_seed_of_the_run():
 
 def test_draws_of_a_step_hand_the_seed_of_the_run_to_the_environment():
     class Recorder:
-        def ahead(self, *given):
+        def begin_early(self, *given):
             return given
 
     draw = sampling.PromptSampler(None, SimpleNamespace(time=None), PromptLoader([], 5), Recorder(), "tokenizer")
