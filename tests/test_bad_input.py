@@ -22,6 +22,7 @@ from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, rei
 from common import errors, placement
 from common.data import arithmetic
 from common.data import prompts as data
+from common.rewards.workers import UserReward
 from common.run import evaluation
 from common.run.checkpoint import Saving
 from common.trainer import model
@@ -231,8 +232,9 @@ REWARDS = {  # body of score() in a user's file -> what is said
 
 @pytest.mark.parametrize("body, message", REWARDS.items())
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_reward_is_tried_before_a_model_is_loaded(body, message, dry_run, tmp_path, refused):
+def test_a_reward_is_tried_before_a_model_is_loaded(body, message, dry_run, tmp_path, refused, monkeypatch):
     """On two prompts, of which the last of these rewards reads answers that the data does not have."""
+    monkeypatch.setattr(UserReward.__init__, "__defaults__", (0, 2.0))  # seconds a response; a user would wait for 20 s
     (tmp_path / "mine.py").write_text(f"def score(items, lengths, truncated):\n    {body}\n")
     (tmp_path / "rows.jsonl").write_bytes(lines({"prompt": "1+1="}, {"prompt": "2+2="}))
     began = time.perf_counter()
@@ -247,9 +249,8 @@ def test_a_reward_is_tried_before_a_model_is_loaded(body, message, dry_run, tmp_
 @pytest.mark.parametrize(
     "file, message",
     [
-        ("def score(items): return [1.0] * len(items)", "must take (items, lengths, truncated): too many positional"),
-        ("def score(items, lengths): return []", "must take (items, lengths, truncated): too many positional"),
-        ("def score(*, items): return []", "must take (items, lengths, truncated)"),
+        ("def score(items): return [1.0] * len(items)", "score() takes 1 positional argument but 3 were given"),
+        ("def score(*, items): return []", "score() takes 0 positional arguments but 3"),
         ("def grade(items, lengths, truncated): return []", 'has no function "score"'),
         ("score = 5", 'has no function "score"'),
         ("def score(items, lengths, truncated) return []", "SyntaxError"),

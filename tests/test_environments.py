@@ -1,7 +1,6 @@
 """Environments and tools: turns as token ids, calls, workers that hang or die, and runs with episodes."""
 
 import asyncio
-import dataclasses
 import json
 import re
 import shutil
@@ -28,15 +27,14 @@ from common.data.suffix import Suffix
 from common.data.templates import chat_text
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.processes.pool import Failure
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
-from common.rewards.workers import Failure
 from common.rollout import vllm_turns
 from common.rollout.environments import Problem as EnvironmentProblem
 from common.rollout.environments import built_in, tools
 from common.rollout.environments.episodes import Environments, attach, problem_of
-from common.rollout.environments.worker_main import THREADS
-from common.rollout.environments.workers import WorkerPool
+from common.rollout.environments.workers import THREADS, EnvironmentPool
 from common.rollout.rollout import collate
 from common.rollout.servers import client
 from common.rollout.servers import engine as servers
@@ -130,12 +128,11 @@ def test_an_observation_that_the_template_refuses_ends_its_episode_alone(chat_mo
         "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
     environment = Environments(f"{file}:Letters", tokenizer, [1])
-    environment.facts = dataclasses.replace(environment.facts, role="user")
     environment.suffix = Suffix(tokenizer, [1], "user")
     (turns,) = open_turns([[5]], 1, 64)
     turns.add([7, 1], [0.0, 0.0], False)
     assert environment.reply(problem_of(Prompt("p:1", "?", [5], ""), 1), turns) is None
-    assert turns.facts["failed"] == "wrong" and "roles must alternate" in environment.first_failure
+    assert turns.failure == "wrong" and "roles must alternate" in environment.first_failures["wrong"]
 
 
 def test_a_model_with_several_chat_templates(chat_model):
@@ -157,7 +154,7 @@ def test_a_seed_follows_from_the_prompt_the_step_and_the_seed_of_the_run():
 
 def test_draws_of_a_step_hand_the_seed_of_the_run_to_the_environment():
     class Recorder:
-        def ahead(self, *given):
+        def begin_early(self, *given):
             return given
 
     draw = sampling.PromptSampler(None, SimpleNamespace(time=None), PromptLoader([], 5), Recorder(), "tokenizer")
@@ -292,10 +289,11 @@ def test_calls_are_read_in_the_models_format(format, text, said):
         ("hermes", '<tool_call>["price"]</tool_call>', "a call is a JSON object"),
         ("hermes", "<tool_call>" + "[" * 100_000, "a call is a JSON object"),
         ("plain", "price('cup')", "error: ZeroDivisionError: division by zero"),
-        ("plain", "price(3)", "error: TypeError: item must be str, not int"),
-        ("plain", "price('pen', True)", "error: TypeError: count must be int, not bool"),
-        ("plain", "price('pen', cuont=2)", "error: TypeError: got an unexpected keyword argument"),
-        ("plain", "lookup()", "error: TypeError: missing a required argument"),
+        ("plain", "price(3)", "error: argument 0: Input should be a valid string"),
+        ("plain", "price('pen', True)", "error: argument 1: Input should be a valid integer"),
+        ("plain", "price('pen', '2', 0, 4)", "argument 3: Unexpected positional argument"),
+        ("plain", "price('pen', cuont=2)", "error: argument cuont: Unexpected keyword argument"),
+        ("plain", "lookup()", "error: argument ids: Missing required argument"),
     ],
 )
 def test_a_call_that_fails_is_said_to_the_model(format, text, said):
@@ -342,15 +340,15 @@ def test_the_schemas_are_those_of_transformers():
         del parameter["description"]
     assert found["parameters"] == expected["parameters"] and found["description"] == "Price in euros."
     assert {tool["function"]["name"] for tool in tools.schemas(Shop)} == {"price", "lookup"}
-    with pytest.raises(TypeError, match='tool guess: parameter "x" has no type'):
+    with pytest.raises(BadInput, match='tool guess: parameter "x" has no type'):
         tools.schemas(type("Untyped", (tools.Tools,), {"guess": lambda self, x: x}))
-    with pytest.raises(TypeError, match="tool add: is a staticmethod; give it self"):
-        tools.schemas(type("Static", (tools.Tools,), {"add": staticmethod(lambda a, b: a + b)}))
+    static = type("Static", (tools.Tools,), {"add": staticmethod(lambda a, b: a + b)})
+    assert static().call(tools.ToolCall(name="add", positional=[1, 2])) == ("3", False)
 
 
 def test_a_tools_value_that_is_no_json_is_an_error_that_the_model_reads():
     kind = type("Odd", (tools.Tools,), {"odd": lambda self: {(1, 2): 3}})
-    said, failed = kind().call("odd", [], {})
+    said, failed = kind().call(tools.ToolCall(name="odd"))
     assert failed and said.startswith("error: TypeError")
 
 
@@ -475,18 +473,18 @@ def bad(tmp_path_factory) -> str:
 PROBLEM = {"prompt": "", "answer": None, "meta": {}, "seed": 0}
 
 
-def failure(pool: WorkerPool, *texts: str, key: int = 0) -> tuple[str, str]:
+def failure(pool: EnvironmentPool, *texts: str, key: int = 0) -> tuple[str, str]:
     found = pool.ask(key, PROBLEM, list(texts), False)
     assert isinstance(found, Failure), found
     return found.kind, found.message
 
 
 def test_a_bad_turn_is_an_outcome_with_a_code_and_the_next_episode_goes_on(bad):
-    pool = WorkerPool(f"{bad}:Bad", "plain")
-    good = {"observation": "fine", "result": None, "calls": 0, "errors": 0}
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
+    good = {"observation": "fine", "result": None, "calls": 0, "errors": 0}  # and "places"
     cases = [
-        ("hang", "timeout", "no answer within 1.5 s"),
-        ("spin", "timeout", "no answer within 1.5 s"),
+        ("hang", "timeout", "no answer within 3 s"),
+        ("spin", "timeout", "no answer within 3 s"),
         ("exit", "died", "exit status 7"),
         ("segfault", "died", "exit status -11"),
         ("memory", "died", "ran out of memory"),
@@ -500,14 +498,14 @@ def test_a_bad_turn_is_an_outcome_with_a_code_and_the_next_episode_goes_on(bad):
     for number, (kind, code, message) in enumerate(cases):
         found, said = failure(pool, kind, key=2 * number)
         assert (found, said.rpartition("\n")[2][-len(message) :]) == (code, message), kind
-        assert pool.ask(2 * number, PROBLEM, ["fine"], False) == good, kind
+        assert pool.ask(2 * number, PROBLEM, ["fine"], False).items() >= good.items(), kind
     pool.close()
 
 
 @pytest.mark.parametrize("kind, code", [("hang", "timeout"), ("exit", "died")])
 def test_episodes_beside_a_bad_one_take_their_turns_again(bad, kind, code):
     """All of one worker: those that had finished turns, those that were waiting, and only the guilty one fails."""
-    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
     pool.workers = pool.workers[:1]
     for key in range(4):
         assert pool.ask(key, PROBLEM, [f"{key}"], False)["observation"] == f"{key}"
@@ -517,12 +515,11 @@ def test_episodes_beside_a_bad_one_take_their_turns_again(bad, kind, code):
     assert guilty.result()[0] == code
     assert [answer.result()["observation"] for answer in waiting.values()] == ["0 wait", "1 wait", "2 wait"]
     assert pool.ask(0, PROBLEM, ["0", "wait", "more"], True)["result"] == [3.0, 1.0, None, {}]
-    assert "0" not in pool.workers[0].known, "episodes that have ended are forgotten"
     pool.close()
 
 
 def test_waiting_environments_wait_at_the_same_time(bad):
-    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
     pool.workers = pool.workers[:1]
     pool.ask(THREADS, PROBLEM, ["fine"], False)  # the process has started
     began = time.monotonic()
@@ -534,14 +531,14 @@ def test_waiting_environments_wait_at_the_same_time(bad):
 
 def test_environments_that_compute_share_a_core_and_none_is_killed_for_being_late(bad):
     """16 of them at once would take 4.8 s of one core, and the limit for a first turn is 3 s."""
-    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
     pool.workers = pool.workers[:1]
     pool.ask(0, PROBLEM, ["compute"], False)
-    process = pool.workers[0].process
+    child = pool.workers[0].child
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(lambda key: pool.ask(key, PROBLEM, ["compute"], False), range(1, 17)))
     assert [answer["observation"] for answer in answers] == ["compute"] * 16
-    assert pool.workers[0].process is process
+    assert pool.workers[0].child is child
     pool.close()
 
 
@@ -627,14 +624,14 @@ def test_nobody_waits_for_a_slow_environment(play, world, monkeypatch):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("Missing", 'has no class "Missing" with reset() and step()'),
-        ("NoStep", 'has no class "NoStep" with reset() and step()'),
+        ("Missing", 'has no subclass of Environment with the name "Missing"'),
+        ("NoStep", 'has no subclass of Environment with the name "NoStep"'),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(bad, name, message):
     with pytest.raises(BadInput, match=re.escape(message)):
-        WorkerPool(f"{bad}:{name}", "plain")
-    assert "no display" in failure(WorkerPool(f"{bad}:Raises", "plain"), "fine")[1]
+        EnvironmentPool(f"{bad}:{name}", "plain")
+    assert "no display" in failure(EnvironmentPool(f"{bad}:Raises", "plain"), "fine")[1]
 
 
 @pytest.mark.parametrize(
@@ -656,14 +653,14 @@ def test_the_page_about_environments_has_code_that_runs(tmp_path):
     assert len(hangman.split("class Hangman")[1].strip().splitlines()) <= 15
     (tmp_path / "hangman.py").write_text(hangman)
     (tmp_path / "shop.py").write_text(shop)
-    pool = WorkerPool(f"{tmp_path}/hangman.py:Hangman", "plain")
+    pool = EnvironmentPool(f"{tmp_path}/hangman.py:Hangman", "plain")
     word = {**PROBLEM, "answer": "noon"}
     assert pool.ask(0, word, ["n"], False)["observation"] == "n__n"
     assert pool.ask(0, word, ["n", "x"], False)["observation"] == "n__n"
     assert pool.ask(0, word, ["n", "x", "o"], False)["result"] == [7 / 8, 1.0, None, {}]
     pool.close()
-    pool = WorkerPool(f"{tmp_path}/shop.py:Shop", "plain")
-    assert pool.ask(0, PROBLEM, ['price("pen", 3)'], False)["observation"] == ["6.0"] and not pool.facts.scores
+    pool = EnvironmentPool(f"{tmp_path}/shop.py:Shop", "plain")
+    assert pool.ask(0, PROBLEM, ['price("pen", 3)'], False)["observation"] == ["6.0"] and not pool.info.has_score
     pool.close()
 
 
@@ -822,7 +819,7 @@ def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
         (["--environment", "calculater"], "expected calculator, guess or file.py:Class"),
         (["--environment", "plain.py:Plain"], "the class has no score(); name a --reward"),
         (["--environment", "plain.py:Breaks", "--reward", "gsm8k"], "raised after an empty turn to the prompt"),
-        (["--environment", "plain.py:Gone"], 'has no class "Gone"'),
+        (["--environment", "plain.py:Gone"], 'with the name "Gone"'),
         (["--environment", "syntax.py:Any"], "SyntaxError"),
     ],
 )
@@ -842,7 +839,7 @@ def test_a_wrong_environment_is_one_line_before_a_model_is_loaded(tmp_path, flag
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_process_that_holds_pythons_lock_is_killed_though_its_pipe_is_full(bad, after):
     """A regular expression that never ends: no other thread of the process runs, and 30 requests of 20 kB wait."""
-    pool = WorkerPool(f"{bad}:Bad", "plain")
+    pool = EnvironmentPool(f"{bad}:Bad", "plain")
     pool.workers = pool.workers[:1]
     text = "x" * 20_000
     with ThreadPoolExecutor(31) as threads:
@@ -850,16 +847,15 @@ def test_a_process_that_holds_pythons_lock_is_killed_though_its_pipe_is_full(bad
         time.sleep(0.2 * after)
         waiting = [threads.submit(pool.ask, key, PROBLEM, [text], False) for key in range(30)]
     assert guilty[0].result()[0] == "timeout" and all(answer.result()["observation"] == text for answer in waiting)
-    assert not pool.workers[0].suspects, "afterwards episodes go side by side again"
     pool.close()
 
 
 @pytest.mark.parametrize(
     "score, said",
     [
-        ("return None", "score(): expected a number or a Result"),
-        ("return Result(0.5, 1.0, None, {'a': {(1, 2): 3}})", "an answer that cannot be written as JSON"),
-        ("return Result('high', 1.0)", "score(): expected a number or a Result"),
+        ("return None", "expected a number or a Result"),
+        ("return Result(0.5, 1.0, None, {'a': {(1, 2): 3}})", "TypeError: keys must be str"),
+        ("return Result('high', 1.0)", "expected a number or None, got 'high'"),
     ],
 )
 def test_a_score_that_is_none_is_an_outcome_with_a_code(tmp_path, score, said):
@@ -868,9 +864,9 @@ def test_a_score_that_is_none_is_an_outcome_with_a_code(tmp_path, score, said):
         f"class Game(Environment):\n    def step(self, text):\n        return Step(done=True)\n"
         f"    def score(self):\n        {score}\n"
     )
-    pool = WorkerPool(f"{tmp_path}/game.py:Game", "plain")
+    pool = EnvironmentPool(f"{tmp_path}/game.py:Game", "plain")
     kind, message = failure(pool, "x")
-    assert kind == "wrong" and said in message
+    assert kind == ("raised" if "TypeError" in said else "wrong") and said in message
     pool.close()
 
 
@@ -909,7 +905,7 @@ def test_lengths_count_what_the_limit_counts_and_texts_and_ids_only_what_the_pol
     turns.add([7, 8, 1], [-1.0] * 3, False)
     turns.observe([9, 9, 9])
     turns.add([6, 1], [-1.0] * 2, False)
-    turns.said = ["seven eight", "six"]
+    turns.texts = ["seven eight", "six"]
     reward = Rewards({"look": look}, {"look": 1.0})
     reward.environment = SimpleNamespace(results=lambda episodes, world: [Result(1.0, 1.0)])
     rollout = collate_turns([turns], 0, world.device)

@@ -162,7 +162,7 @@ def test_only_the_main_thread_may_ask():
     "modules, absent",
     [
         ("common.rewards, common.rewards.math_grading", "torch sympy math_verify requests"),
-        ("common.rewards.worker_main", "torch sympy math_verify requests"),
+        ("common.rewards.workers, common.processes.child", "torch sympy math_verify requests pydantic"),
         ("common.rewards.mixture", "math_verify requests common.rewards.model common.rewards.service"),
         ("common.rewards.mixture", "common.rewards.workers"),
     ],

@@ -79,7 +79,7 @@ def test_a_task_whose_problems_are_all_in_the_test_split_is_refused(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(reasoning_gym, "generate", lambda task, split: [{"question": "Heads or tails?"}] * 9)
     said = "all 9 training problems are in the test split; choose parameters that allow more problems"
-    with pytest.raises(BadInput, match=f'^--dataset "reasoning-gym:coin": {said}$'):
+    with pytest.raises(BadInput, match=f"^--dataset reasoning-gym:coin: {said}$"):
         sources.read("reasoning-gym:coin", "train")
 
 
@@ -95,24 +95,25 @@ def test_prompts_in_a_mixture_with_evaluation():
 
 
 BAD = [
-    ("chain_sun", 'unknown task "chain_sun"; did you mean chain_sum, '),
+    ("chain_sun", 'unknown task "chain_sun" (did you mean chain_sum?); known: ab, '),
     ("", 'unknown task ""; known: ab, acre, '),
     ("composite", 'the task "composite" cannot be used: name several data sets after --dataset instead'),
     ("codeio?size=5", 'the task "codeio" cannot be used: its problems are outputs of programs, '),
+    ("game_of_life_halting", 'the task "game_of_life_halting" cannot be used: its verifier accepts every answer'),
     ("chain_sum?max_trems=3", 'unknown parameter "max_trems" (did you mean max_terms?); known: min_terms, max_terms, '),
     ("chain_sum?seed=3", 'unknown parameter "seed"; known: '),
-    ("chain_sum?max_terms", "max_terms=: expected a whole number"),
-    ("chain_sum?max_terms=2.5", "max_terms=2.5: expected a whole number"),
-    ("chain_sum?max_terms=3=x", "max_terms=3=x: expected a whole number"),
+    ("chain_sum?max_terms", "max_terms=: Input should be a valid integer"),
+    ("chain_sum?max_terms=2.5", "max_terms=2.5: Input should be a valid integer"),
+    ("chain_sum?max_terms=3=x", "max_terms=3=x: Input should be a valid integer"),
     ("chain_sum?min_terms=9", "refused by its generator: max_terms must be >= min_terms"),
     ("chain_sum?size=0", "size=0: expected a number > 0"),
-    ("chain_sum?allow_negation=yes", "allow_negation=yes: expected true or false"),
-    ("basic_arithmetic?whitespace=none", "whitespace=none: expected no_space or single or random"),
-    ("countdown?operators=+", 'operators=+: expected a list such as ["a","b"]'),
-    ('countdown?operators="+"', 'operators="+": expected a list such as ["a","b"]'),
-    ("time_intervals?min_date=2000", "min_date=2000: expected a date"),
-    ("word_sorting?transformation=upper", "transformation=upper: expected a TextTransformation"),
-    ("rearc?board_format_opts=x", "board_format_opts=x: expected a BoardFormattingOptions"),
+    ("chain_sum?allow_negation=maybe", "allow_negation=maybe: Input should be a valid boolean"),
+    ("basic_arithmetic?whitespace=none", "whitespace=none: Input should be 'no_space', 'single' or 'random'"),
+    ("countdown?operators=+", "operators=+: Input should be a valid array"),
+    ('countdown?operators="+"', 'operators="+": Input should be a valid array'),
+    ("time_intervals?min_date=2000", "min_date=2000: "),
+    ("word_sorting?transformation=upper", "transformation=upper: Input should be 'lowercase'"),
+    ("rearc?board_format_opts=x", "board_format_opts=x: "),
 ]
 
 
@@ -128,8 +129,8 @@ def test_bad_tasks_and_parameters_are_refused_in_these_words(task, message):
 def test_the_flag_and_the_spec_are_named_where_the_generator_is_another_process():
     with pytest.raises(BadInput) as error:
         sources.read("reasoning-gym:chain_sum?max_terms=1", "test", "--eval-dataset")
-    said = "refused by its generator: max_terms must be >= min_terms"
-    assert str(error.value) == f'--eval-dataset "reasoning-gym:chain_sum?max_terms=1": {said}'
+    said = "cannot be loaded: refused by its generator: max_terms must be >= min_terms"
+    assert str(error.value) == f"--eval-dataset reasoning-gym:chain_sum?max_terms=1 {said}"
 
 
 @installed
@@ -182,7 +183,7 @@ def test_scores_are_those_of_the_library(task):
     dataset, scores = reasoning_gym.create(task), set()
     for number in range(3):
         problem, row = dataset[number], reasoning_gym.make_row(task, dataset, number)
-        row = json.loads(json.dumps(row, default=reasoning_gym.plain))
+        row = json.loads(json.dumps(row))
         said = ["no tags", *(f"Thus <answer>{answer}</answer>." for answer in answers_to(problem))]
         for text, result in zip(said, reward([Item("", text, None, row) for text in said], [], [])):
             try:
@@ -200,13 +201,10 @@ def test_the_workers_survive_verifiers_that_raise_hang_or_die(capsys):
     grade = rewards.load_one("reasoning-gym")
     assert grade.waits and split_weight("reasoning-gym=0.5") == ("reasoning-gym", 0.5)
     rows = {name: reasoning_gym.make_row(name, reasoning_gym.create(name), 0) for name in
-            ("chain_sum", "prime_factorization", "binary_matrix", "game_of_life_halting")}  # fmt: skip
+            ("chain_sum", "prime_factorization", "binary_matrix")}  # fmt: skip
     item = lambda name, answer: Item("p", f"<answer>{answer}</answer>", None, rows[name])
     right = [item(name, row["answer"]) for name, row in rows.items()]
-    assert [result.acc for result in grade.try_out(right[:3], [1] * 3, [False] * 3)] == [1.0, 1.0, 1.0]
-    said = 'the verifier of "game_of_life_halting" accepts every answer, also <answer>I do not know.</answer>'
-    with pytest.raises(BadInput, match=f"^--reward reasoning-gym: {said}$"):
-        grade.try_out(right[3:], [1], [False])
+    assert [result.acc for result in grade.try_out(right, [1] * 3, [False] * 3)] == [1.0, 1.0, 1.0]
     with pytest.raises(BadInput, match='^--reward reasoning-gym: needs rows of --dataset "reasoning-gym:TASK"; '):
         grade([Item("1+1=", "2", "2", {"question": "1+1=", "answer": "2"})], [1], [False])
 

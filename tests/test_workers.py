@@ -14,9 +14,10 @@ import pytest
 from conftest import ROOT
 
 from common.errors import BadInput, RunFailed
+from common.processes.pool import Failure, Pool, Program
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_math
-from common.rewards.workers import Failure, MathReward, UserReward, WorkerPool
+from common.rewards.workers import Graders, MathReward, UserReward
 
 MINE = r'''
 import os, signal, subprocess, sys, time
@@ -52,6 +53,12 @@ def child(item):
     process = subprocess.Popen(["sleep", "1000"])
     open(item.answer, "w").write(f"{os.getpid()} {process.pid}")
     loop(item)
+def escape(item):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(20)
+        os._exit(0)
+    loop(item)
 def process(item): return os.getpid()
 def light(item): return float(not {"torch", "sympy"} & set(sys.modules))
 def environment(item): return float(os.environ["OMP_NUM_THREADS"] + os.environ["CUDA_VISIBLE_DEVICES"] == "1")
@@ -71,52 +78,64 @@ def mine(tmp_path_factory) -> str:
     return str(path)
 
 
+def graders(path: str, function: str, item_seconds: float, workers: int = 1) -> Graders:
+    arguments = [path, function, 0.5]  # 0.5 GiB
+    return Graders(f"{path}:{function}", "common.rewards.workers:load_function", arguments, item_seconds, workers)
+
+
 @pytest.fixture(scope="module")
 def pool(mine):
-    pool = WorkerPool(f"{mine}:each", workers=2, item_seconds=3.0, memory_gib=0.5)
+    pool = graders(mine, "each", item_seconds=3.0, workers=2)
     yield pool
     pool.close()
 
 
-def tasks(*responses: str, answer: str = "5") -> list:
-    return [([Item("p", response, answer)], [3], [False]) for response in responses]
+def graded(pool: Graders, *responses: str, answer: str = "5") -> list:
+    """The outcome of each response: a Result or a Failure."""
+
+    def grade(response: str):
+        outcome = pool.grade([Item("p", response, answer)], [3], [False])
+        return outcome if isinstance(outcome, Failure) else outcome[0]
+
+    return list(pool.map(grade, responses))
 
 
 def test_results(pool):
-    outcomes = pool.run(tasks("fine", "wrong", "of_numpy", "result", "ungraded", "infinite", "nan"))
+    results = graded(pool, "fine", "wrong", "of_numpy", "result", "ungraded", "infinite", "nan")
     expected = [(1, 1), (-0.5, 0), (0.5, 1), (2, 1), (None, None), (-math.inf, 0)]
-    assert [(result.score, result.acc) for (result,) in outcomes[:-1]] == expected
-    assert isinstance(outcomes[3][0].score, float) and outcomes[3][0].info == {"why": "\ud800"}
-    assert math.isnan(outcomes[-1][0].score)
-    assert pool.run([]) == []
+    assert [(result.score, result.acc) for result in results[:-1]] == expected
+    assert isinstance(results[3].score, float) and results[3].info == {"why": "\ud800"}
+    assert math.isnan(results[-1].score)
+    assert graded(pool) == []
 
 
 def test_the_worker_is_quiet_and_light(pool):
-    assert [result.score for (result,) in pool.run(tasks("noisy", "light", "environment"))] == [1, 1, 1]
+    assert [result.score for result in graded(pool, "noisy", "light", "environment")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "response, kind, message",
     [
         ("loop", "timeout", "no answer within 3 s"),
+        ("escape", "timeout", "no answer within 3 s"),
         ("eat", "died", "memory"),
         ("boom", "raised", "ValueError: boom"),
         ("leave", "died", "exit status 3"),
         ("kill", "died", "exit status -9"),
         ("nothing", "wrong", "expected a number or a Result, got 'None', NoneType"),
         ("text", "wrong", "expected a number or a Result, got '1.0', str"),
-        ("half", "wrong", "expected a number or a Result, got"),
+        ("half", "wrong", "expected a number or None, got 'good', str"),
         ("informed", "wrong", "expected a dictionary"),
     ],
 )
 def test_a_bad_item_fails_alone(pool, response, kind, message):
     start = time.monotonic()
-    bad, *good = pool.run(tasks(response, "uninformed", "fine", "fine"))
+    bad, *good = graded(pool, response, "uninformed", "fine", "fine")
     assert time.monotonic() - start < 20
     assert isinstance(bad, Failure) and bad.kind == kind and message in bad.message
-    assert [result.score for (result,) in good] == [1, 1, 1]
-    assert good[0][0].info == {}
-    assert kind != "raised" or ("def boom" in bad.message and "worker_main" not in bad.message)
+    assert [result.score for result in good] == [1, 1, 1]
+    assert good[0].info == {}
+    assert kind != "raised" or ("def boom" in bad.message and "processes/child" not in bad.message)
 
 
 def gone(pid: int) -> bool:
@@ -133,16 +152,17 @@ def eventually(condition, seconds: float = 10.0) -> bool:
 
 
 def test_children_of_a_grader_die_with_it(pool, tmp_path):
-    assert pool.run(tasks("child", answer=str(tmp_path / "pids")))[0].kind == "timeout"
+    assert graded(pool, "child", answer=str(tmp_path / "pids"))[0].kind == "timeout"
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2 and eventually(lambda: all(map(gone, pids)))
 
 
 def test_workers_end_with_a_killed_parent_even_in_a_loop(mine, tmp_path):
     script = (
-        "from common.rewards.workers import WorkerPool; from common.rewards.grading import Item\n"
-        f"task = ([Item('', 'child', {str(tmp_path / 'pids')!r})], [1], [False])\n"
-        f"WorkerPool({mine + ':each'!r}, 1, 600.0, 0.5).run([task])\n"
+        "from common.processes.pool import Program, Worker\n"
+        f"program = Program('mine', 'common.rewards.workers:load_function', [{mine!r}, 'each'], 'reward-failed')\n"
+        f"item = dict(prompt='', response='child', answer={str(tmp_path / 'pids')!r})\n"
+        "Worker(program).ask([[item], [1], [False]], 600.0)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     try:
@@ -155,23 +175,43 @@ def test_workers_end_with_a_killed_parent_even_in_a_loop(mine, tmp_path):
 
 
 def test_a_worker_is_kept_and_replaced_after_many_tasks(mine):
-    pool = WorkerPool(f"{mine}:each", workers=1, item_seconds=10.0, memory_gib=0.5, tasks_per_worker=3)
-    pids = [int(result.score) for _ in range(2) for (result,) in pool.run(tasks(*["process"] * 4))]
+    program = Program("mine", "common.rewards.workers:load_function", [mine, "each"], "reward-failed", max_requests=3)
+    pool = Pool(program, size=1)
+    request = [[vars(Item("p", "process", "5"))], [1], [False]]
+    pids = [int(pool.ask(request, 10.0)[0][0]) for _ in range(8)]
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 2]
     os.kill(pids[-1], signal.SIGKILL)  # while it is idle: no task is lost
     assert eventually(lambda: gone(pids[-1]))
-    time.sleep(0.5)  # its other thread may still hold the pipe
-    ((survivor,),) = pool.run(tasks("process"))
+    survivor = int(pool.ask(request, 10.0)[0][0])
     pool.close()
-    assert survivor.score not in pids and gone(int(survivor.score))
+    assert survivor not in pids and gone(survivor)
 
 
 def test_a_worker_that_cannot_start_is_not_tried_for_each_task(tmp_path):
     (tmp_path / "bad.py").write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nimport absent_module\n")
-    pool = WorkerPool(f"{tmp_path / 'bad.py'}:f", workers=1, item_seconds=1.0, memory_gib=0.5)
+    pool = graders(str(tmp_path / "bad.py"), "f", item_seconds=1.0)
     with pytest.raises(RunFailed, match="cannot be loaded.*\n(.*\n)*.*No module named"):
-        pool.run(tasks(*["fine"] * 100))
-    assert len((tmp_path / "starts").read_text()) <= 2  # a second block of tasks may have begun
+        graded(pool, *["fine"] * 100)
+    assert len((tmp_path / "starts").read_text()) == 1
+
+
+def test_a_process_that_writes_something_else_is_killed(tmp_path):
+    """Its open request is lost, and the next one has a new process."""
+    (tmp_path / "liar.py").write_text(
+        "import os\n"
+        "def each(items, lengths, truncated):\n"
+        "    if items[0].response == 'lie':\n"
+        "        for fd in range(3, 20):\n"
+        "            try:\n"
+        "                os.write(fd, b'[7, 1, null]\\n')\n"
+        "            except OSError:\n"
+        "                pass\n"
+        "    return [1.0]\n"
+    )
+    pool = graders(str(tmp_path / "liar.py"), "each", item_seconds=10.0)
+    lost, result = graded(pool, "lie", "fine")
+    pool.close()
+    assert lost.kind == "died" and result.score == 1
 
 
 def rewarded(path: str, function: str, items: list[Item], **limits) -> list[Result]:
@@ -197,17 +237,19 @@ def test_late_and_dead_workers_leave_their_prompt_ungraded(mine, capsys):
     items = [Item("a", "fine", "5"), Item("a", "loop", "5"), Item("b", "fine", "5"), Item("c", "kill", "5")]
     results = rewarded(mine, "each", items, item_seconds=1.0)
     assert [result.score for result in results] == [None, None, 1.0, None]
-    assert [result.info for result in results] == [{"timeout": 1}, {"timeout": 1}, {}, {"died": 1}]
-    assert f'warning[reward-slow]: reward "{mine}:each" took too long on 2 of 4 responses' in capsys.readouterr().err
+    late, died = {"timeout": "no answer within 2 s"}, {"died": "exit status -9"}
+    assert [result.info for result in results] == [late, late, {}, died]
+    warning = f"warning[reward-slow]: reward \"{mine}:each\" took too long on 2 of 4 responses, such as prompt 'a'"
+    assert warning in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "function, response, error, words",
     [
-        ("each", "boom", RunFailed, ["mine.py:each", "rows 2 to 3", "'b'", "'fine'", "def boom", "ValueError: boom"]),
-        ("each", "nothing", BadInput, ["mine.py:each", "row 3", "got 'None', NoneType"]),
-        ("each", "text", BadInput, ["mine.py:each", "row 3", "got '1.0', str"]),
-        ("short", "fine", BadInput, ['mine.py:short" returned 1 results for 2 items']),
+        ("each", "boom", RunFailed, ["mine.py:each", "'b'", "'fine'", "def boom", "ValueError: boom"]),
+        ("each", "nothing", BadInput, ["mine.py:each", "'b'", "result 1", "got 'None', NoneType"]),
+        ("each", "text", BadInput, ["mine.py:each", "'b'", "result 1", "got '1.0', str"]),
+        ("short", "fine", BadInput, ["mine.py:short", "returned 1 results for 2 items"]),
         ("none", "fine", BadInput, ["mine.py:none", "expected 2 results, got NoneType"]),
     ],
 )
@@ -222,9 +264,9 @@ def test_a_wrong_user_reward_is_named(mine, function, response, error, words):
     "source, words",
     [
         ("def other(): pass", ['bad.py has no function "f"']),
-        ("import absent_module", ["bad.py cannot be loaded", "No module named 'absent_module'"]),
+        ("import absent_module", ["bad.py", "cannot be loaded", "No module named 'absent_module'"]),
         ("def f(:", ["bad.py", "SyntaxError"]),
-        ("import sys; sys.exit(4)", ["bad.py cannot be loaded: exit status 4"]),
+        ("import sys; sys.exit(4)", ["bad.py", "cannot be loaded: exit status 4"]),
     ],
 )
 def test_a_user_file_is_tried_before_the_run(tmp_path, source, words):
@@ -285,16 +327,18 @@ def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(mat
 
 def test_math_rows_whose_worker_fails_are_wrong(mine):
     reward = MathReward(workers=1)
-    reward.pool = WorkerPool(f"{mine}:each", workers=1, item_seconds=1.0, memory_gib=0.5)
+    reward.pool = graders(mine, "each", item_seconds=1.0)
     try:
         results = [result for text in ("loop", "kill", "boom") for result in failing(reward, text)]
-        reward.pool = WorkerPool(f"{mine}:absent", workers=1, item_seconds=1.0, memory_gib=0.5)
-        with pytest.raises(RunFailed, match='mine.py:absent" has no function "absent"'):
+        reward.pool.close()
+        reward.pool = graders(mine, "absent", item_seconds=1.0)
+        with pytest.raises(RunFailed, match='mine.py has no function "absent"'):
             failing(reward, "fine")
     finally:
         reward.pool.close()
     assert [(result.score, result.acc) for result in results] == [(0, 0)] * 3
-    assert [result.info for result in results] == [{"timeout": 1}, {"died": 1}, {"error": "ValueError: boom"}]
+    assert [list(result.info) for result in results] == [["timeout"], ["died"], ["error"]]
+    assert results[-1].info["error"] == "ValueError: boom"
 
 
 def failing(reward: MathReward, text: str) -> list[Result]:
@@ -312,16 +356,3 @@ def test_easy_math_is_fast():
     assert all(result.acc == 1 for result in grade(reward, pairs))
     reward.pool.close()
     assert time.monotonic() - start < 30
-
-
-def test_the_first_late_answer_is_reported_at_once_and_once(mine, capsys):
-    reward = UserReward(mine, "each", workers=1, item_seconds=0.5)
-    try:
-        items = [Item(f"p{i}", text, "5") for i, text in enumerate(("fine", "loop", "loop", "fine"))]
-        results = reward(items, [1] * 4, [False] * 4)
-    finally:
-        reward.pool.close()
-    assert [result.score for result in results] == [1, None, None, 1]
-    first = "no answer within 0.5 s to 1 responses, prompt 'p1', response 'loop'"
-    said = capsys.readouterr().err.splitlines()
-    assert [first in line for line in said] == [True, False] and "took too long on 2 of 4 responses" in said[1]

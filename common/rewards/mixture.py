@@ -215,7 +215,7 @@ class Rewards:
         rewards = dict(self.rewards)
         if self.environment:
             # Rewards read what the policy has written, and not the environment's answers.
-            responses = ["\n".join(turns.said) for turns in rollout.episodes]
+            responses = ["\n".join(turns.texts) for turns in rollout.episodes]
             response_ids = [list(itertools.compress(turns.ids, turns.sampled)) for turns in rollout.episodes]
             results = self.environment.results(rollout.episodes, world)
             rewards["environment"] = lambda *batch: results

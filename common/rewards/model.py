@@ -12,14 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from common import placement
 from common.data.rows import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
+from common.processes.child import Handler
 from common.rewards.grading import Item, Result, grade_gsm8k, parse_gold
+from common.rewards.workers import Graders, batch_handler
 
 MAX_BATCH_TOKENS = 16384  # padded tokens in one forward
 LOAD_SECONDS = 600.0  # for a worker that reads the weights: a large model may come from a slow disk
-WORKER_MEMORY_GIB = 1024.0  # no limit in practice: the worker may use all memory of the machine
 
 
 def conversation(tokenizer, content: str | list[dict], response: str, ended: bool) -> list[int]:
@@ -174,17 +176,28 @@ class RewardModelOnCPU:
 
     def __init__(self, path: str):
         """Reads configuration and tokenizer, no weights. Raises BadInput."""
-        from common.rewards.workers import WorkerPool
-
         self.parameters = RewardModel(path).parameters
         self.spec = f"model-cpu:{path}"
-        self.pool = WorkerPool(
-            self.spec, workers=1, item_seconds=60.0, memory_gib=WORKER_MEMORY_GIB, start_seconds=LOAD_SECONDS
+        self.pool = Graders(
+            self.spec,
+            loader="common.rewards.model:load_on_cpu",
+            arguments=[path],
+            item_seconds=60.0,
+            workers=1,
+            start_seconds=LOAD_SECONDS,
         )
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed: a model that fails on one batch fails on the next one, too."""
-        (outcome,) = self.pool.run([(items, lengths, truncated)])
+        outcome = self.pool.grade(items, lengths, truncated)
         if not isinstance(outcome, list):
             raise RunFailed(f'reward "{self.spec}" {outcome.kind}: {outcome.message}', code="reward-failed")
         return outcome
+
+
+def load_on_cpu(path: str) -> Handler:
+    """The handler of RewardModelOnCPU's worker, which may take all memory of the machine."""
+    placement.use_cores()
+    model = RewardModel(path)
+    model.load()
+    return batch_handler(model, memory_gib=None)

@@ -1,285 +1,248 @@
-"""Graders that may hang, crash, eat all memory or raise. They run in worker processes that can be killed.
+"""Rewards whose code may hang, crash, eat all memory or raise. It runs in worker processes (common/processes/pool.py).
 
     MathReward("math"), UserReward("mine.py", "reward")        two rewards, called like any other
-    WorkerPool                                                 the processes, common/rewards/worker_main.py
+    Graders                                                    their worker processes, which grade batches
+    load_math(), load_function()                               called in a worker: they return what it runs
 
-Each worker is a fresh `python -m common.rewards.worker_main` that speaks JSON over its stdin and stdout. The fork of
-multiprocessing would copy a process with CUDA and vLLM in it, and its spawn would import the training script, and with
-it torch, into every worker. Threads wait for the workers, so a reward may be called from any thread.
+A request is a batch [items, lengths, truncated], and an answer has a row [score, acc, extracted, info] for each item.
 """
 
 import contextlib
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from common.errors import BadInput, RunFailed, warn
+from common.processes.child import Handler, import_file
+from common.processes.pool import START_SECONDS, Failure, Pool, Program
 from common.rewards.grading import Item, Result
 from common.rewards.math_grading import grade_by_string, last_answer
 
-Task = tuple[list[Item], list[int], list[bool]]  # arguments of a reward
-TRY_SECONDS = 2.0  # for each response when a reward is tried before the run
-START_SECONDS = 60.0  # for the imports of a worker: sympy needs one second, or ten on a busy machine
-MAX_TIMEOUT_SHARE = 0.01  # more timeouts are worth a warning, also because a policy can learn to provoke them
+# After so many batches a worker is replaced, because the caches of sympy grow.
+MAX_BATCHES = 1000
+# More timeouts than this share are worth a warning, also because a policy can learn to provoke them.
+MAX_TIMEOUT_SHARE = 0.01
 
 
-@dataclass(frozen=True)
-class Failure:
-    kind: str  # "timeout", "died", "raised" or "wrong": the results are no numbers
-    message: str  # a traceback if kind is "raised"
-    row: int = 0  # row in the task, where it is known
-
-
-def spawn(module: str, *words: str, **variables: str) -> subprocess.Popen:
-    """A process that runs a module of this repository, with pipes for text, and without a GPU.
-
-    variables: more environment variables.
-    """
-    root, path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-    limits = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, **limits, **variables, "PYTHONPATH": root + (os.pathsep + path if path else "")},
-        start_new_session=True,  # the group is killed as a whole, with all that a user's code has started
-    )  # fmt: skip
-
-
-class Worker:
-    """One process. It starts with its first task, and again after a failure or after many tasks."""
-
-    def __init__(self, spec: str, memory_gib: float, max_tasks: int, start_seconds: float):
-        self.spec, self.memory_gib, self.max_tasks, self.process = spec, memory_gib, max_tasks, None
-        self.start_seconds = start_seconds
-
-    def start(self) -> str:
-        """Returns why the worker does not start, or ""."""
-        self.answered, self.process = 0, spawn("common.rewards.worker_main", self.spec, str(self.memory_gib))
-        answer = self.exchange("", self.start_seconds)
-        if isinstance(answer, Failure):
-            return f"cannot be loaded: {answer.message}"
-        if answer:
-            self.stop()
-        return answer
-
-    def ask(self, task: Task, seconds: float) -> list[Result] | Failure:
-        """The results of a task, or the reason why there are none. Raises RunFailed if the worker does not start."""
-        if self.process and (self.answered == self.max_tasks or self.process.poll() is not None):
-            self.stop()
-        complaint = "" if self.process else self.start()
-        if complaint:
-            raise RunFailed(f'reward "{self.spec}" {complaint}', code="reward-failed")
-        items, lengths, truncated = task
-        answer = self.exchange(json.dumps([[vars(item) for item in items], lengths, truncated], default=str), seconds)
-        self.answered += 1
-        return answer if isinstance(answer, Failure) else [Result(*row) for row in answer]
-
-    def exchange(self, request: str, seconds: float) -> Any:
-        """Send a line and wait for one. A Failure stops the process."""
-        began, timer = time.monotonic(), threading.Timer(seconds, self.kill)
-        timer.daemon = True
-        timer.start()  # killing the process ends its output, so that readline() returns
-        with contextlib.suppress(BrokenPipeError):  # the end of the output tells how it died
-            self.process.stdin.write(request + "\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        timer.cancel()
-        timer.join()
-        if time.monotonic() - began >= seconds:
-            answer = Failure("timeout", f"no answer within {seconds:g} s")
-        elif line.endswith("\n"):
-            answer = json.loads(line)
-            answer = Failure(**answer) if isinstance(answer, dict) else answer
-        else:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)  # pipes are closed a moment before there is an exit status
-            answer = Failure("died", f"exit status {self.process.returncode}")
-        if isinstance(answer, Failure):
-            self.stop()
-        return answer
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        """Kill the process and its children, and close the pipes."""
-        self.kill()
-        self.process.communicate()
-        self.process = None
-
-
-class WorkerPool:
-    """Workers with the same grader, `spec` of common/rewards/worker_main.py. They end with this process."""
+class Graders(Pool):
+    """Worker processes with the same grader."""
 
     def __init__(
-        self, spec: str, workers: int, item_seconds: float, memory_gib: float, tasks_per_worker: int = 1000,
+        self,
+        name: str,
+        loader: str,
+        arguments: list,
+        item_seconds: float,
+        workers: int = 0,
         start_seconds: float = START_SECONDS,
-    ):  # fmt: skip
-        """workers: number of processes, 0 for one on each core of this rank. item_seconds: limit for each item.
-
-        memory_gib: limit for each worker, on top of its imports. A worker is replaced after tasks_per_worker tasks,
-        because the caches of sympy grow. start_seconds: limit for the imports of a worker, and for what it reads.
-        """
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.size = workers or max(1, len(os.sched_getaffinity(0)) // local_size)
+    ):
+        """loader: "module:function", see pool.Program. item_seconds: limit for each item of a batch."""
         self.item_seconds = item_seconds
-        self.idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the latest first: few tasks start few processes
-        for _ in range(self.size):
-            self.idle.put(Worker(spec, memory_gib, tasks_per_worker, start_seconds))
+        self.first_loss = ""  # the first batch whose worker was late or died
+        program = Program(
+            name=f'reward "{name}"',
+            loader=loader,
+            arguments=arguments,
+            error_code="reward-failed",
+            start_seconds=start_seconds,
+            max_requests=MAX_BATCHES,
+        )
+        super().__init__(program, workers)
 
-    def run(
-        self, tasks: Sequence[Task], error_of: Callable = lambda index, outcome: None
-    ) -> list[list[Result] | Failure]:
-        """The results of each task, in order. Raises RunFailed if a worker does not start.
+    def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result] | Failure:
+        """The results of a batch. Raises RunFailed if no worker can be started."""
+        request = [[vars(item) for item in items], lengths, truncated]
+        answer = self.ask(request, self.item_seconds * len(items))
+        if not isinstance(answer, Failure):
+            return [Result(*row) for row in answer]
+        if answer.kind in ("timeout", "died"):
+            self.first_loss = self.first_loss or f"{answer.kind}: {answer.message}, {quoted(items[0])}"
+        return answer
 
-        error_of(index, outcome) is called with each outcome as soon as it is there. An error that it returns is raised,
-        and no other task begins.
-        """
-        # Neighbours go to one worker: they often share a reference answer, which it then parses once.
-        length = min(8, 1 + len(tasks) // (8 * self.size))
-        blocks = [tasks[i : i + length] for i in range(0, len(tasks), length)]
-        given_up = threading.Event()
+    def verdicts(self, items: list[Item]) -> list[Result]:
+        """The results of items that are graded one by one. One that the grader cannot take is wrong: info says why."""
+        return list(self.map(self.verdict, items))
 
-        def run_block(first: int, tasks: Sequence[Task]) -> list[list[Result] | Failure]:
-            outcomes = []
-            with self.worker() as worker:
-                for index, task in enumerate(tasks, first):
-                    if given_up.is_set():
-                        break
-                    outcomes.append(worker.ask(task, self.item_seconds * len(task[0])))
-                    if error := error_of(index, outcomes[-1]):
-                        given_up.set()
-                        raise error
-            return outcomes
-
-        with ThreadPoolExecutor(self.size) as threads:
-            found = threads.map(run_block, range(0, len(tasks), length), blocks)
-            return [outcome for outcomes in found for outcome in outcomes]
-
-    def check(self) -> str:
-        """Start one worker. Returns why it does not start, or ""."""
-        with self.worker() as worker:
-            return worker.start()
-
-    @contextlib.contextmanager
-    def worker(self):
-        worker = self.idle.get()
-        try:
-            yield worker
-        finally:
-            self.idle.put(worker)
-
-    def close(self) -> None:
-        for worker in [self.idle.get() for _ in range(self.size)]:
-            if worker.process:
-                worker.stop()
-            self.idle.put(worker)
-
-
-def warn_of_timeouts(name: str, results: list[Result]) -> None:
-    late = sum("timeout" in result.info for result in results)
-    if late > MAX_TIMEOUT_SHARE * len(results):
-        warn(f'reward "{name}" took too long on {late} of {len(results)} responses', "reward-slow")
+    def verdict(self, item: Item) -> Result:
+        outcome = self.grade([item], [0], [False])
+        if not isinstance(outcome, Failure):
+            return outcome[0]
+        kind = "error" if outcome.kind == "raised" else outcome.kind
+        return Result(0.0, 0.0, None, {kind: outcome.message.rpartition("\n")[2]})
 
 
 class MathReward:
-    """grade_math, one item a task. An item that needs more than 10 s or 2 GiB is wrong. spec: math, math-flexible."""
+    """grade_math, one item a batch. An item that needs more than 10 s or 2 GiB is wrong. spec: math, math-flexible."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for other processes
+    # mixture.py calls it in a thread, because it waits for other processes.
+    waits = True
 
     def __init__(self, spec: str = "math", workers: int = 0):
-        self.spec, self.mode = spec, "boxed" if spec == "math" else "flexible"
-        self.pool = WorkerPool(spec, workers, item_seconds=10.0, memory_gib=2.0)
+        self.spec = spec
+        self.mode = "boxed" if spec == "math" else "flexible"
+        self.pool = Graders(spec, "common.rewards.workers:load_math", [self.mode], item_seconds=10.0, workers=workers)
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed if no worker can be started."""
+        # Most answers are equal to the reference as strings, or there is none. sympy decides about the others.
         results = [grade_by_string(item.response, item.answer, self.mode) for item in items]
-        rows = [row for row, result in enumerate(results) if result is None]  # rows that need sympy
-        questions = [(last_answer(items[row].response), items[row].answer) for row in rows]
-        distinct = list(dict.fromkeys(questions))  # responses to one prompt often agree
-        outcomes = self.pool.run([([Item("", said, answer)], [0], [False]) for said, answer in distinct])
-        answers = dict(zip(distinct, outcomes))
-        for row, question in zip(rows, questions):
-            outcome = answers[question]
-            if isinstance(outcome, list):
-                results[row] = outcome[0]
-            else:
-                why = outcome.message.rpartition("\n")[2]
-                results[row] = Result(0.0, 0.0, None, {"error": why} if outcome.kind == "raised" else {outcome.kind: 1})
-        warn_of_timeouts(self.spec, results)
+        questions = {}
+        for row, item in enumerate(items):
+            if results[row] is None:
+                questions[row] = (last_answer(item.response), item.answer)
+        # Responses to one prompt often agree, so each distinct question is asked once.
+        distinct = list(dict.fromkeys(questions.values()))
+        verdicts = self.pool.verdicts([Item("", response, answer) for response, answer in distinct])
+        verdict_of = dict(zip(distinct, verdicts))
+        for row, question in questions.items():
+            results[row] = verdict_of[question]
+        warn_of_timeouts(self.spec, items, results)
         return results
 
 
-class UserReward:
-    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one prompt."""
+class TriedReward:
+    """A reward in worker processes that is loaded and tried before the run begins. A subclass has grade()."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for other processes
+    # mixture.py calls it in a thread, because it waits for other processes.
+    waits = True
 
-    def __init__(self, path: str, function: str, workers: int = 0, item_seconds: float = 10.0):
-        """Starts one worker to see whether the file can be loaded. Raises BadInput."""
-        if not Path(path).is_file():
-            raise BadInput(f"--reward: {path}: file not found")
-        self.name = f"{path}:{function}"
-        self.trying = False  # the run has not begun
-        self.was_late = False  # the first late answer of the run has been reported
-        self.pool = WorkerPool(self.name, workers, item_seconds, memory_gib=8.0)
-        complaint = self.pool.check()
-        if complaint:
-            raise BadInput(f"--reward: {path} {complaint}")
+    def __init__(self, name: str, pool: Graders):
+        """Starts one worker to see whether the code can be loaded. Raises BadInput."""
+        self.name = name
+        self.pool = pool
+        with refused_as_input():
+            pool.start()
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
-        results = self.call(items, lengths, truncated)
-        warn_of_timeouts(self.name, results)
+        """Raises BadInput or RunFailed if the code is wrong."""
+        results = self.grade(items, lengths, truncated)
+        warn_of_timeouts(self.name, items, results)
         return results
 
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Call the function before anything is loaded. Raises BadInput if it is wrong, raises, hangs or dies."""
-        usual, self.pool.item_seconds, self.trying = self.pool.item_seconds, TRY_SECONDS, True
-        try:
-            return self.call(items, lengths, truncated)
-        except RunFailed as failure:
-            raise BadInput(f"--reward: {failure}") from None
-        finally:
-            self.pool.item_seconds, self.trying = usual, False
-
-    def call(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """One task for each prompt. The first one that is wrong ends the others; the first that is late is reported."""
-        groups = [list(rows) for _, rows in groupby(range(len(items)), lambda row: items[row].prompt)]
-        tasks = [tuple([column[row] for row in rows] for column in (items, lengths, truncated)) for rows in groups]
-
-        def error_of(index: int, outcome: list[Result] | Failure) -> BadInput | RunFailed | None:
-            rows, group = groups[index], tasks[index][0]
-            shown = f"prompt {group[0].prompt[:200]!r}, response {group[0].response[:200]!r}"
-            if isinstance(outcome, list):
-                said = f'reward "{self.name}" returned {len(outcome)} results for {len(group)} items'
-                return None if len(outcome) == len(group) else BadInput(said)
-            if outcome.kind == "wrong":
-                return BadInput(f'reward "{self.name}": row {rows[outcome.row]}: {outcome.message}')
-            if outcome.kind == "raised":
-                where = f"rows {rows[0]} to {rows[-1]}, {shown}"
-                said = f'reward "{self.name}" raised an error for {where}:\n{outcome.message}'
-                return RunFailed(said, code="reward-failed")
-            if self.trying:
-                return BadInput(f'--reward: reward "{self.name}" {outcome.kind}: {outcome.message}, {shown}')
-            if outcome.kind == "timeout" and not self.was_late:
-                self.was_late = True
-                warn(f'reward "{self.name}": {outcome.message} to {len(group)} responses, {shown}', "reward-slow")
-            return None
-
-        results: list[Result] = []
-        for rows, outcome in zip(groups, self.pool.run(tasks, error_of)):
-            failed = isinstance(outcome, Failure)
-            results += [Result(None, None, None, {outcome.kind: 1})] * len(rows) if failed else outcome
+        """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
+        with refused_as_input():
+            results = self.grade(items, lengths, truncated)
+        if self.pool.first_loss:
+            raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
         return results
+
+
+@contextlib.contextmanager
+def refused_as_input() -> Iterator[None]:
+    """Before a run, a reward that fails is bad input."""
+    try:
+        yield
+    except RunFailed as failure:
+        raise BadInput(f"--reward: {failure}") from None
+
+
+class UserReward(TriedReward):
+    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one prompt."""
+
+    def __init__(self, path: str, function: str, workers: int = 0, item_seconds: float = 10.0):
+        """Raises BadInput if the file cannot be loaded."""
+        if not Path(path).is_file():
+            raise BadInput(f"--reward: {path}: file not found")
+        name = f"{path}:{function}"
+        loader = "common.rewards.workers:load_function"
+        super().__init__(name, Graders(name, loader, [path, function], item_seconds, workers))
+
+    def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
+        rows = zip(items, lengths, truncated)
+        batches = [list(zip(*batch)) for _, batch in groupby(rows, lambda row: row[0].prompt)]
+        results: list[Result] = []
+        for results_of_prompt in self.pool.map(self.grade_prompt, batches):
+            results += results_of_prompt
+        return results
+
+    def grade_prompt(self, batch: list) -> list[Result]:
+        """The results of one prompt's responses, or Results without a score if the worker was late or died."""
+        items = batch[0]
+        outcome = self.pool.grade(*batch)
+        if not isinstance(outcome, Failure):
+            return outcome
+        if outcome.kind == "wrong":
+            raise BadInput(f'reward "{self.name}": {outcome.message}, {quoted(items[0])}')
+        if outcome.kind == "raised":
+            message = f'reward "{self.name}" raised an error for {quoted(items[0])}:\n{outcome.message}'
+            raise RunFailed(message, code="reward-failed")
+        return [Result(None, None, None, {outcome.kind: outcome.message})] * len(items)
+
+
+def warn_of_timeouts(name: str, items: list[Item], results: list[Result]) -> None:
+    late = [item for item, result in zip(items, results) if "timeout" in result.info]
+    if len(late) > MAX_TIMEOUT_SHARE * len(results):
+        counts = f"{len(late)} of {len(results)} responses"
+        warn(f'reward "{name}" took too long on {counts}, such as {quoted(late[0])}', "reward-slow")
+
+
+def quoted(item: Item) -> str:
+    return f"prompt {item.prompt[:200]!r}, response {item.response[:200]!r}"
+
+
+# Inside a worker
+
+
+def load_math(mode: str) -> Handler:
+    # Imported while the worker starts. Otherwise the time limit of the first item would have to pay for it.
+    import math_verify  # noqa: F401
+
+    from common.rewards.math_grading import grade_math
+
+    def grade(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        return [grade_math(item.response, item.answer, mode) for item in items]
+
+    return batch_handler(grade, memory_gib=2.0)
+
+
+def load_function(path: str, name: str, memory_gib: float = 8.0) -> Handler:
+    """A function of a user's file. Raises what importing the file raises."""
+    function = getattr(import_file(Path(path), "reward"), name, None)
+    if not callable(function):
+        raise BadInput(f'{path} has no function "{name}"')
+    return batch_handler(function, memory_gib)
+
+
+def batch_handler(grade: Callable, memory_gib: float | None) -> Handler:
+    """A handler that grades the batches of Graders.grade()."""
+
+    def answer(request: list) -> list[list]:
+        items, lengths, truncated = request
+        results = grade([Item(**fields) for fields in items], lengths, truncated)
+        return to_rows(results, len(items))
+
+    return Handler(answer, memory_gib)
+
+
+def to_rows(results: Any, count: int) -> list[list]:
+    """[score, acc, extracted, info] of each result. A plain number n means Result(n, n > 0). Raises BadInput.
+
+    It checks what a user's code has returned, by hand: pydantic takes longer to import than most graders to grade.
+    """
+    if not isinstance(results, Iterable):
+        raise BadInput(f"expected {count} results, got {type(results).__name__}")
+    rows = []
+    for number, result in enumerate(results):
+        # Numbers of numpy and torch are such, too. A tensor of several numbers raises an error here.
+        if isinstance(result, SupportsFloat):
+            result = Result(float(result), float(result > 0))
+        if not isinstance(result, Result):
+            raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}")
+        for value in (result.score, result.acc):
+            if not isinstance(value, SupportsFloat | None):
+                raise BadInput(f"result {number}: expected a number or None, got {described(value)}")
+        if not isinstance(result.info, dict | None):
+            raise BadInput(f"result {number}: expected a dictionary as info, got {described(result.info)}")
+        # json.dumps() would write a number of numpy as a string.
+        score, acc = (None if value is None else float(value) for value in (result.score, result.acc))
+        rows.append([score, acc, result.extracted, result.info or {}])
+    if len(rows) != count:
+        raise BadInput(f"returned {len(rows)} results for {count} items")
+    return rows
+
+
+def described(value: Any) -> str:
+    return f"{str(value)[:200]!r}, {type(value).__name__}"

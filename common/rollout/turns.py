@@ -4,7 +4,7 @@
     sampled   1 1 1 1 1 1 1 1 1 0 0 0  1 1 1       False on an observation: no loss, log-prob 0
 
 An engine makes one `Turns` for each response, adds each sampled turn to it, and asks `reply` what follows. Replies come
-from threads, so that other responses are sampled while an environment is busy.
+from threads, so other responses are sampled while an environment is busy.
 """
 
 import random
@@ -16,8 +16,10 @@ from typing import Any
 
 from common.rollout.rollout import Rollout, collate
 
-REPLIES_AT_ONCE = 256  # threads, which wait for environments
-PATIENCE = 0.02  # seconds that a reply may take before the engine samples on without it
+# Threads that wait for environments.
+REPLIES_AT_ONCE = 256
+# Seconds that a reply may take before the engine samples on without it.
+PATIENCE = 0.02
 
 
 @dataclass
@@ -26,16 +28,18 @@ class Turns:
 
     prompt_ids: list[int]
     room: int  # tokens that may still be added
-    number: int | None = None  # number of the episode, given by its environment
+    number: int | None = None  # number of the episode, set by episodes.py
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # True on tokens of the policy
     logprobs: list[float] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # place of the first token of each of the policy's turns
     truncated: bool = False  # the length limit ended the last turn
-    said: list[str] = field(default_factory=list)  # the policy's turns as text
-    heard: list[str] = field(default_factory=list)  # the observations as text
+    texts: list[str] = field(default_factory=list)  # the policy's turns
+    observations: list[str] = field(default_factory=list)  # the environment's answers to them
     seconds: float = 0.0  # time in which the environment was busy
-    facts: dict[str, Any] = field(default_factory=dict)  # counts of the environment
+    calls: int = 0  # tools that were called
+    errors: int = 0  # calls that failed
+    failure: str = ""  # kind of the environment's failure, see processes/pool.py
     result: Any = None  # grading.Result, if the environment scores
 
     def add(self, ids: list[int], logprobs: Iterable[float], truncated: bool) -> None:
@@ -68,8 +72,9 @@ class Turns:
     @property
     def transcript(self) -> str:
         """All turns for people to read. An observation stands behind "> "."""
-        heard = [f"\n> {text.strip()}\n" for text in self.heard] + [""]
-        return "".join(said + answer for said, answer in zip(self.said, heard))
+        # The last turn has no observation.
+        observations = [f"\n> {text.strip()}\n" for text in self.observations] + [""]
+        return "".join(text + observation for text, observation in zip(self.texts, observations))
 
 
 # (index of the prompt, the response) -> ids of the observation and of what stands before the next turn; None: the end.
@@ -87,7 +92,7 @@ def turn_seed(seed: int, number: int, turns: Turns) -> int:
 
 
 class Replies:
-    """The replies that are on their way, by the row of their response."""
+    """The replies that an engine is waiting for, by the row of their response."""
 
     def __init__(self, reply: Callable[[int], list[int] | None]):
         """reply(row) gives the ids that follow the latest turn of a response; None ends it."""
@@ -106,10 +111,11 @@ class Replies:
     def take(self, idle: bool) -> list[tuple[int, list[int] | None]]:
         """(row, reply) of all replies that are there, in the order of their rows. Raises what reply() raised.
 
-        An engine calls it after each forward, and then asks for more. It waits until those asked for after the forward
-        before have had PATIENCE seconds: environments that answer at once are then always answered in the same order,
+        An engine calls it after each forward, and then asks for more. It waits up to PATIENCE seconds for the replies
+        asked for after the previous forward. So environments that answer at once are always answered in the same order,
         and a run can be repeated bit for bit. idle: the engine has nothing to sample, and waits for any reply.
         """
+        # Usually nothing is left to wait for: the forward took longer than PATIENCE.
         wait([self.coming[row] for row in self.new], max(0.0, self.until - time.monotonic()))
         self.new = []
         if idle and self.coming:
@@ -121,8 +127,13 @@ class Replies:
 def collate_turns(rows: list[Turns], weight_version: int, device) -> Rollout:
     """The rollout of finished responses."""
     rollout = collate(
-        [turns.prompt_ids for turns in rows], [turns.ids for turns in rows], [turns.logprobs for turns in rows],
-        [turns.truncated for turns in rows], weight_version, device, [turns.sampled for turns in rows],
-    )  # fmt: skip
+        [turns.prompt_ids for turns in rows],
+        [turns.ids for turns in rows],
+        [turns.logprobs for turns in rows],
+        [turns.truncated for turns in rows],
+        weight_version,
+        device,
+        [turns.sampled for turns in rows],
+    )
     rollout.episodes = rows
     return rollout

@@ -15,40 +15,69 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
     """
     from vllm import SamplingParams
 
-    world, n = engine.world, settings.pop("n")
+    world = engine.world
+    n = settings.pop("n")
     all_prompts, first = gather_prompts(prompt_ids, world)
     rows = open_turns(all_prompts, n, settings["max_tokens"])
-    own = range(first * n, (first + len(prompt_ids)) * n)
-    engines, config = world.size // world.rollout_tp, engine.llm.llm_engine.vllm_config.scheduler_config
-    if world.device.type == "cpu" and config.max_num_batched_tokens >= engine.longest:
-        # Requests bring their seeds. vLLM cannot rewind a generator on a CPU after it has computed half a prompt.
-        config.enable_chunked_prefill = False
-    replies = Replies(lambda row: reply(row // n - first, rows[row]))
-    requests, due, unfinished = {}, list(range(len(rows))), len(rows)
+    rows_of_this_rank = range(first * n, (first + len(prompt_ids)) * n)
+    # With a seed of its own, a turn does not depend on which other requests share its forwards.
+    has_seeds = can_take_seeds(engine) and settings["temperature"] > 0
+
+    def sampling(row: int) -> SamplingParams:
+        limits = settings | {"max_tokens": rows[row].room}
+        if has_seeds:
+            prompt, sample = divmod(row, n)
+            engines = world.size // world.rollout_tp
+            # The number of a response in the whole step, the same for any number of ranks that share an engine.
+            number = (prompt * engines + world.engine_index) * n + sample
+            limits["seed"] = turn_seed(seed, number, rows[row])
+        return SamplingParams(**limits)
+
+    def reply_to(row: int) -> list[int] | None:
+        return reply(row // n - first, rows[row])
+
+    replies = Replies(reply_to)
+    requests = {}  # vLLM's name of a request -> row
+    due = list(range(len(rows)))  # rows whose next turn has not been asked for
+    unfinished = len(rows)
     while unfinished:
         for row in due:
-            limits = settings | {"max_tokens": rows[row].room}
-            if settings["temperature"] > 0 and (world.device.type == "cuda" or not config.enable_chunked_prefill):
-                number = (row // n * engines + world.engine_index) * n + row % n
-                limits["seed"] = turn_seed(seed, number, rows[row])
-            asked = [{"prompt_token_ids": rows[row].prompt}], SamplingParams(**limits)
-            (name,) = engine.llm.enqueue(*asked, use_tqdm=False)
+            prompt = {"prompt_token_ids": rows[row].prompt}
+            (name,) = engine.llm.enqueue([prompt], sampling(row), use_tqdm=False)
+            # enqueue() returns NUMBER-SUFFIX, and outputs have the number alone.
             requests[name.partition("-")[0]] = row
         idle = not requests
         outputs = [] if idle else engine.llm.llm_engine.step()
-        arrived = share(engine.world, replies.take(idle))
+        # Replies.take() wants to be called before this step's turns are asked about.
+        arrived = share(world, replies.take(idle))
         for output in outputs:
             if output.finished:
-                row, (sampled,) = requests.pop(output.request_id), output.outputs
+                row = requests.pop(output.request_id)
+                (sampled,) = output.outputs
                 rows[row].add(list(sampled.token_ids), sampled.logprobs.logprobs, sampled.finish_reason == "length")
-                if row in own:
+                if row in rows_of_this_rank:
                     replies.ask(row)
+        due = []
         for row, ids in arrived:
-            if ids is not None:
+            if ids is None:
+                unfinished -= 1
+            else:
                 rows[row].observe(ids)
-        due = [row for row, ids in arrived if ids is not None]
-        unfinished -= len(arrived) - len(due)
-    return collate_turns([rows[row] for row in own], engine.weight_version, world.device)
+                due.append(row)
+    return collate_turns([rows[row] for row in rows_of_this_rank], engine.weight_version, world.device)
+
+
+def can_take_seeds(engine) -> bool:
+    """Whether requests may bring seeds. On a CPU this turns off chunked prefill, if all prompts fit without it.
+
+    vLLM cannot rewind the generator of a request on a CPU after it has computed half a prompt.
+    """
+    if engine.world.device.type == "cuda":
+        return True
+    config = engine.llm.llm_engine.vllm_config.scheduler_config
+    if config.max_num_batched_tokens >= engine.longest:
+        config.enable_chunked_prefill = False
+    return not config.enable_chunked_prefill
 
 
 def share(world: World, arrived: list) -> list:

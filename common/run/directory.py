@@ -245,7 +245,7 @@ def import_algorithm(path: Path) -> ModuleType:
     """The module of an algorithm's file, which may be anywhere. Raises BadInput, and what importing the file raises."""
     if path.suffix != ".py" or not path.is_file():
         raise BadInput(f"{path}: expected the file of an algorithm, such as algos/grpo.py")
-    from common.rewards.worker_main import import_file  # scripts need it, a run does not
+    from common.processes.child import import_file  # scripts need it, a run does not
 
     module = import_file(path.resolve(), "algorithm")
     if not (dataclasses.is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "main", None))):

@@ -37,7 +37,7 @@ def evaluate(
         total = sum(result.score for i, result in enumerate(results) if graded[i // n])
         metrics.mean("eval/reward", total, n * sum(graded))
         if rollout.episodes is not None:
-            metrics.mean("eval/turns", sum(len(turns.said) for turns in rollout.episodes), len(rollout.episodes))
+            metrics.mean("eval/turns", sum(len(turns.texts) for turns in rollout.episodes), len(rollout.episodes))
     pairs = [(text, result.acc) for text, result in zip(responses, results)]
     return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
 

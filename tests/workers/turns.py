@@ -87,26 +87,26 @@ def check(batch, prompts: list[Prompt], tokenizer, suffix: Suffix, ends: list[in
         assert (batch.rollout_logprobs[row, : len(ids)] < 0).tolist() == mask  # random weights are never certain
         # Play the turns again: sampled ids, then the suffix of the environment's answer to their text.
         place = 0
-        for i, said in enumerate(turns.said):
+        for i, said in enumerate(turns.texts):
             end = next((t + 1 for t in range(place, len(ids)) if ids[t] in ends), len(ids))
             ended = ids[end - 1] in ends
             assert all(mask[place:end]) and tokenizer.decode(ids[place : end - ended], skip_special_tokens=True) == said
             again = tokenizer(tokenizer.decode(ids[place:end]), add_special_tokens=False)["input_ids"]
             kinds |= {"other ids if encoded again"} if again != ids[place:end] else set()
             place = end
-            if i < len(turns.heard):
-                expected = suffix.ids([turns.heard[i]])
-                assert turns.heard[i].startswith(f"{i}: {len(said)} letters")
+            if i < len(turns.observations):
+                expected = suffix.ids([turns.observations[i]])
+                assert turns.observations[i].startswith(f"{i}: {len(said)} letters")
                 assert (
                     ended and ids[place : place + len(expected)] == expected and not any(mask[place:][: len(expected)])
                 )
                 place += len(expected)
-        assert place == len(ids) and len(turns.said) == len(turns.heard) + 1
+        assert place == len(ids) and len(turns.texts) == len(turns.observations) + 1
         cut_off, finished = ids[-1] not in ends, turns.result.info["finished"]
         assert turns.truncated == batch.truncated[row].item() and (len(ids) == ROOM or not cut_off)
         assert turns.truncated if cut_off else turns.truncated != finished
         ending = "cut off" if cut_off else "no room for the observation"
-        kinds |= {"one turn" if len(turns.said) == 1 else "several turns"} | ({ending} if not finished else set())
+        kinds |= {"one turn" if len(turns.texts) == 1 else "several turns"} | ({ending} if not finished else set())
     return kinds
 
 

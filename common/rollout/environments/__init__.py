@@ -1,6 +1,6 @@
 """Environments answer the policy between its turns: a game, a calculator, a shell. This file needs no torch.
 
-A class with three methods is an environment. It runs in a worker process, one object for each response:
+A subclass of Environment with three methods. It runs in a worker process, one object for each response:
 
     class Guess(Environment):
         def reset(self, problem): ...        a new episode begins; problem has prompt, answer, meta and seed
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.errors import BadInput
 from common.rewards.grading import Result
 
 __all__ = ["Environment", "Problem", "Result", "Step"]  # names that a user's environment imports
@@ -58,24 +59,12 @@ class Environment:
     score = None  # def score(self) -> Result
 
 
-def check(spec: str) -> str:
-    """Why --environment SPEC names no environment, or ""."""
-    path, _, name = spec.rpartition(":")
+def check(spec: str) -> None:
+    """Raise BadInput if --environment SPEC has the wrong form, or names a file that isn't there."""
     if spec in BUILT_IN:
-        return ""
+        return
+    path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name:
-        return f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class'
-    return "" if Path(path).is_file() else f"--environment: {path}: file not found"
-
-
-def find(spec: str) -> type | None:
-    """The class that --environment names; None if the file has none of that name. Raises what importing it raises."""
-    if spec in BUILT_IN:
-        from common.rollout.environments import built_in
-
-        return getattr(built_in, BUILT_IN[spec])
-    from common.rewards.worker_main import import_file
-
-    path, _, name = spec.rpartition(":")
-
-    return getattr(import_file(Path(path), "environment"), name, None)
+        raise BadInput(f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class')
+    if not Path(path).is_file():
+        raise BadInput(f"--environment: {path}: file not found")

@@ -9,7 +9,8 @@ import re
 from common.rollout.environments import Environment, Problem, Result, Step
 from common.rollout.environments.tools import Tools
 
-TURNS = 6  # turns after which `guess` gives up
+# `guess` gives up after so many turns. Halving the interval of 15 numbers takes 4.
+TURNS = 6
 
 
 class Calculator(Tools):
@@ -23,14 +24,15 @@ class Calculator(Tools):
 
     def score(self) -> Result:
         """1 if the last number of the turn without a call is right."""
-        said = last_number(self.answer)
-        right = float(said is not None and int(said) == int(self.problem.answer))
-        return Result(right, right, said)
+        number = last_number(self.answer)
+        right = float(number is not None and int(number) == int(self.problem.answer))
+        return Result(right, right, number)
 
 
 class Guess(Environment):
-    """Find a number of the interval "10 to 24?". A guess is answered by "more" or "less", and halving the interval is
-    optimal. The number is drawn from the problem's seed, so that it differs from step to step.
+    """Find a number in the interval "10 to 24?". The answer to a guess is "more" or "less", so halving is optimal.
+
+    The number is drawn from the problem's seed, so it differs from step to step.
     """
 
     def reset(self, problem: Problem) -> None:
@@ -38,22 +40,27 @@ class Guess(Environment):
         low, high = map(int, problem.meta["prompt"].rstrip("?").split(" to "))
         self.secret = random.Random(problem.seed).randint(low, high)
         self.halvings = (high - low + 1).bit_length()
-        self.turns, self.found = 0, False
+        self.turns = 0
+        self.found = False
 
     def step(self, text: str) -> Step:
         """Compare the last number of the turn. A hit, a turn without a number and the last turn end the episode."""
         self.turns += 1
-        said = last_number(text)
-        self.found = said is not None and int(said) == self.secret
-        if self.found or said is None or self.turns == TURNS:
+        number = last_number(text)
+        guess = None if number is None else int(number)
+        self.found = guess == self.secret
+        if self.found or guess is None or self.turns == TURNS:
             return Step(done=True)
-        return Step("more" if int(said) < self.secret else "less")
+        return Step("more" if guess < self.secret else "less")
 
     def score(self) -> Result:
-        """1 for a number that is found in no more turns than halving ever takes, which is right; 1/3 less for each
-        further turn, and 0 without a hit. A lucky guess earns nothing: only a plan that always suffices does.
+        """1 for a hit within as many turns as halving ever takes, 1/3 less for each further turn, 0 without a hit.
+
+        A lucky guess earns nothing extra. Only a plan that always suffices earns 1 every time.
         """
-        score = 1 - max(0, self.turns - self.halvings) / 3 if self.found else 0.0
+        # For example 10 to 24: 15 numbers, so 4 turns always suffice. The 5th costs a third.
+        extra_turns = max(0, self.turns - self.halvings)
+        score = 1 - extra_turns / 3 if self.found else 0.0
         return Result(score, float(score == 1), None, {"number": self.secret})
 
 

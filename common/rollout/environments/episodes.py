@@ -1,10 +1,11 @@
-"""The trainer's side of an environment: it answers the engine's turns with token ids, and keeps count.
+"""The trainer's side of an environment: it answers the engine's turns with token ids, and counts what happens.
 
 The next prompt is prompt ids + sampled ids + suffix ids (common/data/suffix.py), and never text that was decoded and
 encoded again.
 """
 
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -18,15 +19,16 @@ from common.data.prompts import Prompt, Source
 from common.data.suffix import Suffix
 from common.errors import BadInput, RunFailed, warn
 from common.placement import World
+from common.processes.pool import Failure
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
-from common.rewards.workers import Failure
 from common.rollout.environments import check
 from common.rollout.environments.tools import format_of
-from common.rollout.environments.workers import WorkerPool
+from common.rollout.environments.workers import EnvironmentPool
 from common.rollout.turns import Reply, Turns
 
-MAX_FAILED_SHARE = 0.5  # share of a step's episodes: above it the environment is broken, and not the policy's turns
+# Share of a step's episodes. If more of them fail, the environment is broken, and not the policy's turns.
+MAX_FAILED_SHARE = 0.5
 
 
 class Environments:
@@ -34,23 +36,29 @@ class Environments:
 
     def __init__(self, spec: str, tokenizer: PreTrainedTokenizerBase, stop_token_ids: list[int]):
         """Starts one worker to see whether the class can be loaded. Raises BadInput."""
-        if complaint := check(spec):
-            raise BadInput(complaint)
-        self.spec, self.tokenizer, self.stop_token_ids = spec, tokenizer, stop_token_ids
-        self.pool = WorkerPool(spec, format_of(tokenizer.chat_template) or "plain")
-        self.facts = self.pool.facts
-        if self.facts.tools and not format_of(tokenizer.chat_template):
+        check(spec)
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        call_format = format_of(tokenizer.chat_template)
+        self.pool = EnvironmentPool(spec, call_format or "plain")
+        self.info = self.pool.info
+        if self.info.tools and not call_format:
             raise BadInput(f"--model {tokenizer.name_or_path}: the form of its calls of tools is not known here")
-        self.suffix = Suffix(tokenizer, stop_token_ids, self.facts.role)
-        self.numbers = itertools.count()
-        self.tokenizing = threading.Lock()  # replies come from many threads
-        self.reported: set[str] = set()  # kinds of failures that were reported
-        self.first_failure = ""
+        self.suffix = Suffix(tokenizer, stop_token_ids, self.info.role)
+        self.episode_numbers = itertools.count()
+        # Replies come from many threads, and a tokenizer serves one at a time.
+        self.tokenizing = threading.Lock()
+        self.first_failures: dict[str, str] = {}  # kind of a failure -> the first one
 
     def replies(self, prompts: list[Prompt], step: int, seed: int = 0) -> Reply:
         """The `reply` of engine.generate() for these prompts. seed: of the run."""
         problems = [problem_of(prompt, step, seed) for prompt in prompts]
-        return lambda index, turns: self.reply(problems[index], turns)
+
+        def reply(index: int, turns: Turns) -> list[int] | None:
+            return self.reply(problems[index], turns)
+
+        return reply
 
     def reply(self, problem: dict, turns: Turns) -> list[int] | None:
         """The ids that follow the latest turn; None ends the episode, and turns.result has its score.
@@ -58,72 +66,85 @@ class Environments:
         A turn that the length limit cut off is the last one. So is a turn whose observation leaves no room for a token.
         It raises nothing, because other ranks would wait for this one: results() says on all ranks what has failed.
         """
-        turns.number = next(self.numbers) if turns.number is None else turns.number
-        began, latest = time.perf_counter(), turns.latest
-        ended = latest[-1] in self.stop_token_ids
-        with self.tokenizing:
-            turns.said.append(self.tokenizer.decode(latest[:-1] if ended else latest, skip_special_tokens=True))
-        answer = self.pool.ask(turns.number, problem, turns.said, turns.truncated)
+        began = time.perf_counter()
+        if turns.number is None:
+            turns.number = next(self.episode_numbers)
+        turns.texts.append(self.latest_text(turns))
+        ask = functools.partial(self.pool.ask, turns.number, problem, turns.texts)
+        answer = ask(turns.truncated)
         suffix = None
         if not isinstance(answer, Failure) and answer["observation"] is not None:
-            heard = answer["observation"]
-            heard = [heard] if isinstance(heard, str) else heard
-            heard = [text.encode("utf-8", "replace").decode() for text in heard]
+            observations = messages_of(answer["observation"])
             try:
                 with self.tokenizing:
-                    suffix = self.suffix.ids(heard)
-            except (BadInput, TemplateError) as error:  # several messages, where the template wants turns to alternate
+                    suffix = self.suffix.ids(observations)
+            except (BadInput, TemplateError) as error:
+                # For example several messages, where the template wants the roles to alternate.
                 answer = Failure("wrong", f"observed what the chat template refuses: {error}")
-            if suffix is not None and len(suffix) >= turns.room:
-                suffix, answer = None, self.pool.ask(turns.number, problem, turns.said, True)
-                turns.truncated = True
-            elif suffix is not None:
-                turns.heard.append("\n".join(heard))
-        turns.seconds += time.perf_counter() - began
+        # No room for another turn: ask for the score of the turns so far.
+        if suffix is not None and len(suffix) >= turns.room:
+            suffix = None
+            turns.truncated = True
+            answer = ask(True)
         if suffix is None:
             self.end(turns, answer)
+        else:
+            turns.observations.append("\n".join(observations))
+        turns.seconds += time.perf_counter() - began
         return suffix
 
+    def latest_text(self, turns: Turns) -> str:
+        """The latest turn without its end token and other special tokens."""
+        ids = turns.latest
+        if ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        with self.tokenizing:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+
     def end(self, turns: Turns, answer: dict | Failure) -> None:
-        """Keep the score of an episode. One whose environment failed has `failed_score`, and a code in its info."""
-        if isinstance(answer, Failure):
-            turns.facts = {"calls": 0, "errors": 0, "failed": answer.kind}
-            turns.result = Result(self.facts.failed_score, 0.0, None, {"environment": answer.kind})
-            if answer.kind not in self.reported:
-                self.reported.add(answer.kind)
-                shown = f"after {turns.said[-1][:200]!r}: {answer.message[-2000:]}"
-                self.first_failure = self.first_failure or f"{answer.kind} {shown}"
-                warn(f'environment "{self.spec}" {answer.kind} {shown}', "environment-failed")
+        """Note the score of an episode. One whose environment failed has `failed_score`, and a code in its info."""
+        if not isinstance(answer, Failure):
+            turns.calls = answer["calls"]
+            turns.errors = answer["errors"]
+            if answer["result"] is not None:
+                turns.result = Result(*answer["result"])
             return
-        turns.facts = {"calls": answer["calls"], "errors": answer["errors"]}
-        if answer["result"] is not None:
-            turns.result = Result(*answer["result"])
+        turns.failure = answer.kind
+        turns.result = Result(self.info.failed_score, 0.0, None, {"environment": answer.kind})
+        # One warning for each kind: a broken environment would fill the terminal.
+        if answer.kind not in self.first_failures:
+            message = f"{answer.kind} after {turns.texts[-1][:200]!r}: {answer.message[-2000:]}"
+            self.first_failures[answer.kind] = message
+            warn(f'environment "{self.spec}" {message}', "environment-failed")
 
     def results(self, episodes: list[Turns], world: World) -> list[Result]:
         """The score of each episode. Collective. Raises RunFailed if more than half of all ranks' episodes failed."""
-        kinds = Counter(turns.facts["failed"] for turns in episodes if "failed" in turns.facts)
-        failed, count = world.sum(kinds.total()), world.sum(len(episodes))
+        kinds = Counter(turns.failure for turns in episodes if turns.failure)
+        failed = world.sum(kinds.total())
+        count = world.sum(len(episodes))
         if failed > MAX_FAILED_SHARE * count:
-            said = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
-            here = f", on this rank {dict(kinds)}: {self.first_failure}" if kinds else ""
-            raise RunFailed(said + here, code="environment-failed")
+            message = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
+            if kinds:
+                first_failure, *_ = self.first_failures.values()
+                message += f", on this rank {dict(kinds)}: {first_failure}"
+            raise RunFailed(message, code="environment-failed")
         return [turns.result for turns in episodes]
 
     def log(self, episodes: list[Turns], metrics) -> None:
         """environment/{turns, calls, errors, failed_frac}, and time/environment: seconds that an episode waited."""
         count = len(episodes)
-        metrics.mean("environment/turns", sum(len(turns.said) for turns in episodes), count)
-        metrics.mean("environment/calls", sum(turns.facts["calls"] for turns in episodes), count)
-        metrics.mean("environment/errors", sum(turns.facts["errors"] for turns in episodes), count)
-        metrics.mean("environment/failed_frac", sum("failed" in turns.facts for turns in episodes), count)
+        metrics.mean("environment/turns", sum(len(turns.texts) for turns in episodes), count)
+        metrics.mean("environment/calls", sum(turns.calls for turns in episodes), count)
+        metrics.mean("environment/errors", sum(turns.errors for turns in episodes), count)
+        metrics.mean("environment/failed_frac", sum(bool(turns.failure) for turns in episodes), count)
         metrics.mean("time/environment", sum(turns.seconds for turns in episodes), count)
 
     def try_out(self, prompt: Prompt) -> None:
         """Play an episode of one empty turn before a model is loaded. Raises BadInput if the environment fails."""
-        answer = self.pool.ask(next(self.numbers), problem_of(prompt, 0), [""], True)
+        answer = self.pool.ask(next(self.episode_numbers), problem_of(prompt, 0), [""], True)
         if isinstance(answer, Failure):
-            said = f"after an empty turn to the prompt {prompt.id}: {answer.message}"
-            raise BadInput(f"--environment {self.spec}: {answer.kind} {said}")
+            where = f"after an empty turn to the prompt {prompt.id}"
+            raise BadInput(f"--environment {self.spec}: {answer.kind} {where}: {answer.message}")
 
 
 def attach(spec: str, reward: Rewards, source: Source, tokenizer, stop_token_ids: list[int]) -> Source:
@@ -132,13 +153,19 @@ def attach(spec: str, reward: Rewards, source: Source, tokenizer, stop_token_ids
     Raises BadInput if the environment cannot be loaded, or if it has no score() and --reward names no other.
     """
     reward.environment = Environments(spec, tokenizer, stop_token_ids)
-    facts = reward.environment.facts
-    if "environment" in reward.rewards and not facts.scores:
+    info = reward.environment.info
+    if "environment" in reward.rewards and not info.has_score:
         raise BadInput(f"--environment {spec}: the class has no score(); name a --reward")
-    return dataclasses.replace(source, tools=facts.tools)
+    return dataclasses.replace(source, tools=info.tools)
 
 
 def problem_of(prompt: Prompt, step: int, seed: int = 0) -> dict:
     """The fields of Problem. Its seed is the same for all responses to a prompt in a step of a run with this seed."""
-    drawn = zlib.crc32(f"{prompt.id}/{step}".encode(), seed)
-    return {"prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta, "seed": drawn}
+    problem_seed = zlib.crc32(f"{prompt.id}/{step}".encode(), seed)
+    return {"prompt": prompt.text, "answer": prompt.answer, "meta": prompt.meta, "seed": problem_seed}
+
+
+def messages_of(observation: str | list[str]) -> list[str]:
+    """The texts of an observation. Halves of surrogate pairs become "?", because tokenizers refuse them."""
+    texts = [observation] if isinstance(observation, str) else observation
+    return [text.encode("utf-8", "replace").decode() for text in texts]

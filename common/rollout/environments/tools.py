@@ -9,20 +9,32 @@
     price("pen", count=2)                                                       plain: the last line of a turn
 
 A turn without a call is the final answer. What a method returns, or the error that it raises, is the observation.
+
+pydantic writes the schema of a method and checks the arguments of a call. Two other libraries were tried:
+- transformers.utils.get_json_schema refuses a method without a Google-style description of each argument.
+- vllm.tool_parsers need seconds to import in each worker. They take a call that cannot be parsed for plain text, which
+  would end the episode. Here the model reads what is wrong and may try again.
 """
 
 import ast
 import inspect
 import json
 import re
-import types
-import typing
 from typing import Any
 
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from common.errors import BadInput
 from common.rollout.environments import Environment, Problem, Step
 
-JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
-Call = tuple[str | None, list, dict]  # name, positional arguments, named arguments; no name: it cannot be read
+
+class ToolCall(BaseModel):
+    """A call as models write it in JSON, or as a line of Python, which may have positional arguments."""
+
+    name: str
+    arguments: dict[str, Any] = Field({}, validation_alias=AliasChoices("arguments", "parameters"))
+    positional: list = []
 
 
 class Tools(Environment):
@@ -35,7 +47,8 @@ class Tools(Environment):
     def reset(self, problem: Problem) -> None:
         """A subclass that overrides it must call it."""
         super().reset(problem)
-        self.turns, self.answer = 0, ""
+        self.turns = 0
+        self.answer = ""
 
     def step(self, text: str) -> Step:
         """Run the calls of a turn. Without one, the text is self.answer, and the episode ends."""
@@ -44,119 +57,118 @@ class Tools(Environment):
             self.answer = text
             return Step(done=True)
         self.turns += 1
-        outcomes = [self.call(*call) for call in calls]
-        errors = sum(failed for _, failed in outcomes)
-        observations = [said for said, _ in outcomes]
-        return Step(observations, self.turns >= self.max_calls, calls=len(calls), errors=errors)
+        observations = []
+        errors = 0
+        for call in calls:
+            observation, failed = self.call(call)
+            observations.append(observation)
+            errors += failed
+        return Step(observations, done=self.turns >= self.max_calls, calls=len(calls), errors=errors)
 
-    def call(self, name: str | None, given: list, named: dict) -> tuple[str, bool]:
-        """(what the model reads, whether the call failed)."""
-        if name is None:
+    def call(self, call: ToolCall | None) -> tuple[str, bool]:
+        """(what the model reads, whether the call failed). None is a call that cannot be parsed."""
+        if call is None:
             return self.error('a call is a JSON object with "name" and "arguments", and nothing else'), True
-        method = tools_of(type(self)).get(name)
-        if method is None:
-            return self.error(f"no tool is named {name}; there are {', '.join(tools_of(type(self)))}"), True
+        names = tool_names(type(self))
+        if call.name not in names:
+            return self.error(f"no tool is named {call.name}; there are {', '.join(names)}"), True
+        tool = checked_tool(self, call.name)
         try:
-            bound = inspect.signature(method).bind(self, *given, **named)
-            for key, value in list(bound.arguments.items())[1:]:
-                bound.arguments[key] = fit(key, value, typing.get_type_hints(method).get(key, Any))
-            value = method(*bound.args, **bound.kwargs)
-            return value if isinstance(value, str) else json.dumps(value, default=str), False
-        except Exception as error:  # whatever a tool raises is said to the model, which may try again
+            value = tool.validate_python(ArgsKwargs(tuple(call.positional), call.arguments))
+            return (value if isinstance(value, str) else json.dumps(value, default=str)), False
+        except ValidationError as error:
+            # loc is the position of an argument, counted from 0, or its name.
+            reasons = [f"argument {detail['loc'][0]}: {detail['msg']}" for detail in error.errors()]
+            return self.error("; ".join(reasons)), True
+        except Exception as error:
+            # A tool may raise anything. The model reads it and may try again.
             return self.error(f"{type(error).__name__}: {error}"), True
 
-    def error(self, said: str) -> str:
+    def error(self, message: str) -> str:
         """An error as the model reads it."""
-        return f"error: {said}" if self.format == "plain" else json.dumps({"error": said})
+        return f"error: {message}" if self.format == "plain" else json.dumps({"error": message})
 
 
-def tools_of(kind: type) -> dict[str, typing.Callable]:
-    """Name -> method, for the public methods that the class adds to those of Tools. TypeError for a static one."""
-    named = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_") and not hasattr(Tools, name)}
-    if static := [name for name in named if isinstance(inspect.getattr_static(kind, name), staticmethod)]:
-        raise TypeError(f"tool {static[0]}: is a staticmethod; give it self")
-    return {name: method for name, method in named.items() if inspect.isfunction(method)}
+def tool_names(kind: type[Tools]) -> list[str]:
+    """Names of the public methods that a class adds to those of Tools."""
+    added = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Tools, name)]
+    return [name for name in added if inspect.isroutine(getattr(kind, name))]
 
 
-def schemas(kind: type) -> list[dict]:
-    """The tools in the JSON form that chat templates take. Raises TypeError for a parameter without a type."""
-    found = []
-    for name, method in tools_of(kind).items():
-        hints, properties, required = typing.get_type_hints(method), {}, []
-        for key, parameter in list(inspect.signature(method).parameters.items())[1:]:
-            if key not in hints:
-                raise TypeError(f'tool {name}: parameter "{key}" has no type')
-            properties[key] = {"type": JSON_TYPES.get(plain_type(hints[key]), "string")}
-            required += [key] if parameter.default is inspect.Parameter.empty else []
-        parameters = {"type": "object", "properties": properties, "required": required}
-        function = {"name": name, "description": inspect.getdoc(method) or "", "parameters": parameters}
-        found.append({"type": "function", "function": function})
-    return found
+def checked_tool(tools: Tools, name: str) -> TypeAdapter:
+    """A method that checks its arguments. Strict: "3" and True are no whole numbers, but a whole number is a float."""
+    return TypeAdapter(getattr(tools, name), config=ConfigDict(strict=True))
 
 
-def plain_type(hint: Any) -> Any:
-    """list of list[int], int of int | None, and any other type itself."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return plain_type(next(part for part in typing.get_args(hint) if part is not type(None)))
-    return typing.get_origin(hint) or hint
-
-
-def fit(key: str, value: Any, hint: Any) -> Any:
-    """The value, as a float where that is expected of a whole number. Raises TypeError if its type is another."""
-    kind = plain_type(hint)
-    if value is None and type(None) in typing.get_args(hint):
-        return None
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind in JSON_TYPES and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-        raise TypeError(f"{key} must be {kind.__name__}, not {type(value).__name__}")
-    return value
+def schemas(kind: type[Tools]) -> list[dict]:
+    """The tools in the JSON form that chat templates take. Raises BadInput for a parameter without a type."""
+    tools = []
+    for name in tool_names(kind):
+        # A schema needs methods without self, and so an object. Its __init__ may do anything, and is not called.
+        schema = checked_tool(kind.__new__(kind), name).json_schema()
+        for parameter, description in schema["properties"].items():
+            # Models have seen neither of them in the schemas that they were trained with.
+            description.pop("title", None)
+            description.pop("default", None)
+            if not description:
+                raise BadInput(f'tool {name}: parameter "{parameter}" has no type')
+        parameters = {"required": []} | schema
+        del parameters["additionalProperties"]
+        documentation = inspect.getdoc(getattr(kind, name)) or ""
+        function = {"name": name, "description": documentation, "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def format_of(chat_template: str | dict[str, str] | None) -> str:
     """The format of calls that a model was trained with, as far as its chat template says; "" for an unknown one."""
-    if isinstance(chat_template, dict):  # several templates, one of them for tools
+    # A model may have several templates, one of them for tools.
+    if isinstance(chat_template, dict):
         chat_template = chat_template.get("tool_use") or chat_template["default"]
     if not chat_template:
         return "plain"
+    # Formats that are not written here, such as Qwen3-Coder's and GLM's.
     if "<function=" in chat_template or "<arg_key>" in chat_template:
         return ""
-    return "hermes" if "<tool_call>" in chat_template else "llama" if "ipython" in chat_template else "plain"
+    if "<tool_call>" in chat_template:
+        return "hermes"
+    return "llama" if "ipython" in chat_template else "plain"
 
 
-def hermes(text: str) -> list[Call]:
-    """All calls between <tool_call> and </tool_call> or the end of the turn. One that cannot be read has no name."""
+def hermes(text: str) -> list[ToolCall | None]:
+    """All calls between <tool_call> and </tool_call> or the end of the turn."""
     marked = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-    return [read_json(call, "arguments") or (None, [], {}) for call in marked]
+    return [parse_json(call) for call in marked]
 
 
-def llama(text: str) -> list[Call]:
+def llama(text: str) -> list[ToolCall | None]:
     """A turn that is a call and nothing else, as Llama 3 writes it. Several are separated by ";"."""
     text = text.strip().removeprefix("<|python_tag|>")
-    calls = re.split(r"(?<=\})\s*;\s*(?=\{)", text) if text.startswith("{") else []
-    return [found for call in calls if (found := read_json(call, "parameters"))]
+    # Llama 3 calls tools in a turn of their own. JSON behind other words is no call, and other JSON is an answer.
+    if not text.startswith("{"):
+        return []
+    calls = [parse_json(call) for call in re.split(r"(?<=\})\s*;\s*(?=\{)", text)]
+    return [call for call in calls if call]
 
 
-def read_json(text: str, key: str) -> Call | None:
-    """The call of a JSON object with a name and, under `key`, named arguments; None for any other text."""
+def parse_json(text: str) -> ToolCall | None:
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        return ToolCall.model_validate_json(text)
+    except ValidationError:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get(key, {}), dict):
-        return None
-    return call["name"], [], call.get(key, {})
 
 
-def plain(text: str) -> list[Call]:
+def plain(text: str) -> list[ToolCall | None]:
     """The last line, if it is NAME(ARGUMENTS) with plain values. Any other line is not a call."""
     line = text.strip().rpartition("\n")[2]
     if not re.fullmatch(r"[a-z_]\w*\(.{0,1000}\)", line):
         return []
+    # literal_eval() takes values only: no names, no attributes, no calls.
     try:
         call = ast.parse(line, mode="eval").body
-        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return [(call.func.id, [ast.literal_eval(value) for value in call.args], named)]
+        positional = [ast.literal_eval(value) for value in call.args]
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return [ToolCall(name=call.func.id, arguments=arguments, positional=positional)]
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         return []
 

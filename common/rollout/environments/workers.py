@@ -1,155 +1,199 @@
-"""Processes that hold the environments of a run's episodes, and can be killed.
+"""The worker processes that hold the environments of a run's episodes.
 
-A worker steps many episodes at once, in threads, because most environments wait for something. How many follows from
-how long a step computes, because threads share one core. If one hangs, its whole process is killed; the other episodes
-begin again in the next process and take all their steps once more.
+A process steps many episodes at once, in threads, because most environments wait for something. How many follows from
+how long a step computes, because threads share one core (see Episodes.places). An episode stays with its worker:
+
+    [7, problem, [a], false]       ->    begin episode 7 and take its first step
+    [7, null, [a, b], false]       ->    take the steps that are new
+                                   <-    UNKNOWN: the episode began in a process that has been replaced
+    [7, problem, [a, b], false]    ->    begin again, and take all steps once more
+
+If an environment hangs or takes its process down, all episodes that were stepping there are lost, and nobody knows
+which of them was guilty. So each of them is played again from its first turn, alone in a process of its own. There the
+guilty one fails again. The others go on as if nothing had happened, because their state follows from their problem and
+turns. Without this rule one bad turn would fail up to a hundred episodes, and different ones in each run.
 """
 
-import contextlib
-import json
+import dataclasses
 import os
-import signal
-import subprocess
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
-from common.errors import BadInput
-from common.rewards.workers import START_SECONDS, Failure, spawn
-from common.rollout.environments.worker_main import THREADS
+from common.errors import BadInput, RunFailed
+from common.processes.child import Handler, import_file
+from common.processes.pool import Failure, Program, Worker, cores_of_this_rank
+from common.rewards.workers import to_rows
+from common.rollout.environments import BUILT_IN, Environment, Problem, Step, built_in
+from common.rollout.environments.tools import Tools, schemas
 
-UNTRIED = 4  # episodes at once in a process that has not answered yet
-COMPUTING = 0.25  # share of the limit for a call that all calls at once may compute, one after another
-
-LOST = object()  # answer to a request whose process ended before it was finished
+# Episodes that step at the same time in one process. More than that wait.
+THREADS = 128
+# The same before the first answer, when nobody knows yet for how long a step computes.
+UNTRIED = 4
+# Share of the time limit that all steps at once may compute, one after another. The rest is for a busy machine.
+COMPUTING = 0.25
+MAX_OBSERVATION = 100_000  # characters
+UNKNOWN = "unknown episode"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about the class of environments, which a worker sends when it is ready."""
+class EnvironmentInfo:
+    """Facts about the class of environments, which a worker tells when it is ready."""
 
     role: str  # role of an observation in the chat template
     seconds: float  # limit for one call
     failed_score: float
     tools: list[dict]  # schemas for the chat template
-    scores: bool  # whether the class has score()
+    has_score: bool  # whether the class has score()
 
 
-class Worker:
-    """One process, common/rollout/environments/worker_main.py. Any thread may call ask()."""
-
-    def __init__(self, spec: str, call_format: str):
-        self.words = (spec, call_format)
-        self.process, self.facts, self.complaint = None, None, ""
-        self.changed = threading.Condition()  # guards what follows; nobody writes to a pipe while holding it
-        self.waiting: dict[int, tuple[str, Future]] = {}  # number of a request -> its episode, and its answer
-        self.number = 0
-        self.places = UNTRIED  # episodes that may step at the same time
-        self.suspects: set[str] = set()  # episodes of a process that ended; they are asked again, one at a time
-        self.known: set[str] = set()  # episodes that the process has begun
-        self.late: subprocess.Popen | None = None  # the process that was killed for being late
-        self.writing = threading.Lock()
-
-    def start(self) -> str:
-        """Start the process and read its facts. Returns why it does not start, or "". The caller holds the lock."""
-        # Each thread would reserve 64 MiB of addresses for an arena of its own, which count towards memory_gib.
-        process = spawn("common.rollout.environments.worker_main", *self.words, MALLOC_ARENA_MAX="2")
-        timer = threading.Timer(START_SECONDS, kill, [process])
-        timer.start()
-        line = process.stdout.readline()
-        timer.cancel()
-        if not line.startswith("{"):
-            kill(process)
-            process.communicate()
-            self.complaint = f"cannot be loaded: {json.loads(line) if line else 'its process ended'}"
-            return self.complaint
-        self.process, self.facts, self.known = process, Facts(**json.loads(line)), set()
-        threading.Thread(target=self.read, args=[process], daemon=True).start()
-        return ""
-
-    def ask(self, key: str, problem: dict, texts: list[str], ends: bool) -> dict:
-        """The answer to the turns of an episode; {"failure": ...} if the environment raised, hung or died."""
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: len(self.waiting) < (1 if self.suspects else self.places))
-                if self.complaint or (not self.process and self.start()):
-                    return {"failure": {"kind": "died", "message": self.complaint}}
-                self.number += 1
-                number, process, answer = self.number, self.process, Future()
-                self.waiting[number] = key, answer
-                calls = 1 if key in self.known else 1 + len(texts)  # a new process takes the earlier turns again
-                self.known.add(key)
-            request = json.dumps([number, key, problem, texts, ends], default=str)
-            # The pipe is full if the process hangs. Then the one that hangs is late, and killing it ends this write.
-            with self.writing, contextlib.suppress(OSError):
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-            try:
-                found = answer.result(self.facts.seconds * calls)
-            except TimeoutError:
-                self.late = process
-                kill(process)
-                found = answer.result()
-            if found is not LOST:
-                if found.get("observation") is None:  # the episode has ended
-                    self.known.discard(key)
-                return found
-
-    def read(self, process: subprocess.Popen) -> None:
-        """Hand out the answers of a process until it ends. Then its only request is guilty, or all are asked again."""
-        for count, line in enumerate(process.stdout, start=1):
-            try:
-                number, found, computed = json.loads(line)
-            except (ValueError, TypeError):  # the last words of its main thread
-                break
-            with self.changed:
-                together = COMPUTING * self.facts.seconds * count / max(computed, 1e-9)
-                self.places = max(1, min(THREADS, int(together)))
-                key, answer = self.waiting.pop(number)
-                self.suspects.discard(key)
-                self.changed.notify_all()
-            answer.set_result(found)
-        kill(process)  # with all that its environments have started
-        status = process.wait()
-        failure = {"kind": "died", "message": f"exit status {status}"}
-        if self.late is process:
-            failure = {"kind": "timeout", "message": f"no answer within {self.facts.seconds:g} s"}
-        with self.changed:
-            lost, self.waiting, self.process = list(self.waiting.values()), {}, None
-            guilty = len(lost) == 1
-            keys = {key for key, _ in lost}
-            self.suspects = self.suspects - keys if guilty else self.suspects | keys
-            self.changed.notify_all()
-        for _, answer in lost:
-            answer.set_result({"failure": failure} if guilty else LOST)
-
-
-def kill(process: subprocess.Popen) -> None:
-    """Kill a process and all that its environments have started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-class WorkerPool:
-    """The workers of one rank. An episode stays with its worker."""
+class EnvironmentPool:
+    """The workers of one rank. Any thread may call ask()."""
 
     def __init__(self, spec: str, call_format: str):
         """Starts one worker, to see whether the class can be loaded. Raises BadInput."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        count = max(1, len(os.sched_getaffinity(0)) // ranks)
-        self.workers = [Worker(spec, call_format) for _ in range(count)]
-        complaint = self.workers[0].start()
-        if complaint:
-            raise BadInput(f"--environment {spec}: {complaint}")
-        self.facts: Facts = self.workers[0].facts
+        program = Program(
+            name=f"--environment {spec}:",
+            loader="common.rollout.environments.workers:load",
+            arguments=[spec, call_format],
+            error_code="environment-failed",
+            # Otherwise glibc reserves 64 MiB of addresses for each thread, which count towards memory_gib.
+            variables={"MALLOC_ARENA_MAX": "2"},
+        )
+        self.workers = [Worker(program) for _ in range(cores_of_this_rank())]
+        for worker in self.workers:
+            worker.max_open = UNTRIED
+        # For lost episodes, one at a time. It is replaced now and then, because it keeps what it has played.
+        self.lone_worker = Worker(dataclasses.replace(program, max_requests=THREADS))
+        try:
+            self.info = EnvironmentInfo(**self.workers[0].start())
+        except RunFailed as failure:
+            raise BadInput(str(failure)) from None
 
     def ask(self, key: int, problem: dict, texts: list[str], ends: bool) -> dict | Failure:
-        """The answer of the environment of episode `key` to the turns so far; a Failure without one."""
-        answer = self.workers[key % len(self.workers)].ask(str(key), problem, texts, ends)
-        return Failure(**answer["failure"]) if "failure" in answer else answer
+        """The answer of Episodes.answer() to the turns of episode `key` so far, or a Failure. Raises nothing."""
+        worker = self.workers[key % len(self.workers)]
+        # A process that begins an episode takes all its steps at once.
+        seconds_from_start = self.info.seconds * (1 + len(texts))
+        from_start = [key, problem, texts, ends]
+        try:
+            answer = UNKNOWN
+            # At the first turn no process can know the episode.
+            if len(texts) > 1:
+                answer = worker.ask([key, None, texts, ends], self.info.seconds)
+            if answer == UNKNOWN:
+                answer = worker.ask(from_start, seconds_from_start)
+            if isinstance(answer, Failure) and answer.kind in ("timeout", "died"):
+                answer = self.lone_worker.ask(from_start, seconds_from_start)
+        except RunFailed as failure:
+            # The class could be loaded at the start, but not again. If it stays like this, results() ends the run.
+            return Failure("died", str(failure))
+        if not isinstance(answer, Failure):
+            worker.max_open = answer["places"]
+        return answer
 
     def close(self) -> None:
-        """Kill all processes. The next ask() starts one again."""
-        for worker in self.workers:
-            if worker.process:
-                kill(worker.process)
+        """End all processes. The next ask() starts one again."""
+        for worker in [*self.workers, self.lone_worker]:
+            worker.stop()
+
+
+# Inside a worker
+
+
+def load(spec: str, call_format: str) -> Handler:
+    """The handler of an environment's class. Raises BadInput, and what importing a user's file raises."""
+    environment_class = find(spec)
+    tools = []
+    if issubclass(environment_class, Tools):
+        environment_class.format = call_format
+        tools = schemas(environment_class)
+    info = EnvironmentInfo(
+        role=environment_class.role,
+        seconds=environment_class.seconds,
+        failed_score=environment_class.failed_score,
+        tools=tools,
+        has_score=environment_class.score is not None,
+    )
+    return Handler(
+        answer=Episodes(environment_class).answer,
+        memory_gib=environment_class.memory_gib,
+        facts=vars(info),
+        threads=THREADS,
+    )
+
+
+def find(spec: str) -> type[Environment]:
+    """The class that --environment names. Raises BadInput if there is none, and what importing a user's file raises."""
+    if spec in BUILT_IN:
+        return getattr(built_in, BUILT_IN[spec])
+    path, _, name = spec.rpartition(":")
+    environment_class = getattr(import_file(Path(path), "environment"), name, None)
+    if not isinstance(environment_class, type) or not issubclass(environment_class, Environment):
+        raise BadInput(f'{path} has no subclass of Environment with the name "{name}"')
+    return environment_class
+
+
+class Episodes:
+    """The environments of this process, by the key of their episode."""
+
+    def __init__(self, environment_class: type[Environment]):
+        self.environment_class = environment_class
+        self.open: dict[int, tuple[Environment, list[Step]]] = {}  # key -> the environment, and its steps so far
+        self.answered = 0
+        self.seconds_before = core_seconds()
+
+    def answer(self, request: list) -> dict | str:
+        """The latest observation, and the result if the episode is over. Raises what the environment raises.
+
+        A request is [key, problem, texts of all turns, whether the episode ends]. Without a problem, the episode has to
+        be open; otherwise the answer is UNKNOWN.
+        """
+        key, problem, texts, ends = request
+        # Taken out of `open` while it steps, so that an episode that fails is forgotten.
+        environment, steps = self.open.pop(key, (None, []))
+        if problem is not None:
+            environment, steps = self.environment_class(), []
+            environment.reset(Problem(**problem))
+        if environment is None:
+            return UNKNOWN
+        for text in texts[len(steps) :]:
+            steps.append(checked(environment.step(text)))
+        done = ends or steps[-1].done or steps[-1].observation is None
+        result = None
+        if done and environment.score:
+            (result,) = to_rows([environment.score()], 1)
+        if not done:
+            self.open[key] = environment, steps
+        self.answered += 1
+        return {
+            "observation": None if done else steps[-1].observation,
+            "result": result,  # score, acc, extracted, info
+            "calls": sum(step.calls for step in steps),
+            "errors": sum(step.errors for step in steps),
+            "places": self.places(),
+        }
+
+    def places(self) -> int:
+        """How many episodes may step at the same time: together they compute for a part of the limit of one step."""
+        seconds_per_step = max((core_seconds() - self.seconds_before) / self.answered, 1e-9)
+        places = int(COMPUTING * self.environment_class.seconds / seconds_per_step)
+        return max(1, min(THREADS, places))
+
+
+def checked(step: Step) -> Step:
+    """The step, if it has the right types and a short observation. Otherwise raises BadInput."""
+    if not isinstance(step, Step):
+        raise BadInput(f"step() returned {type(step).__name__}, expected Step")
+    texts = step.observation if isinstance(step.observation, list) else [step.observation or ""]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise BadInput(f"an observation is no text: {step.observation!r:.200}")
+    length = sum(map(len, texts))
+    if length > MAX_OBSERVATION:
+        raise BadInput(f"an observation of {length} characters; at most {MAX_OBSERVATION} are allowed")
+    return step
+
+
+def core_seconds() -> float:
+    """Seconds of a core that this process has used, and the programs that it has called and that have ended."""
+    return sum(os.times()[:4])
