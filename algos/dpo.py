@@ -28,14 +28,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement
 from common.data import arithmetic
 from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import checks, flags, machine, ranges
+from common.preflight.offline import settle
 from common.rollout import rollout
-from common.run import checkpoint, checks, guards, job, memory, offline, ranges
+from common.run import checkpoint, guards, job, offline
 from common.trainer import batching, model
 
 
@@ -45,28 +48,28 @@ class Args:
     model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
     dataset: tuple[str, ...] = ("trl-lib/ultrafeedback_binarized",)  # Pairs: FILE or OWNER/NAME, rows as in pairs.py.
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
-    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
-    max_response_tokens: int = 1024  # Pairs with a longer response are dropped.
+    max_prompt_tokens: PositiveInt = 512  # Longest prompt in tokens. Longer ones are dropped.
+    max_response_tokens: PositiveInt = 1024  # Pairs with a longer response are dropped.
 
     # algorithm
-    beta: float = 0.1  # Weight of the KL penalty; the smaller it is, the further the policy may go.
-    label_smoothing: float = 0.0  # eps, the share of pairs that are labelled the wrong way round.
+    beta: PositiveFloat = 0.1  # Weight of the KL penalty; the smaller it is, the further the policy may go.
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # eps, the share of pairs with swapped labels.
 
     # optimization
-    steps: int = 900  # Optimizer steps.
-    batch_size: int = 64  # Pairs per optimizer step, all ranks together.
-    learning_rate: float = 5e-7  # Peak learning rate.
-    warmup_steps: int = 20  # Steps until the learning rate reaches its peak.
-    weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm.
+    steps: PositiveInt = 900  # Optimizer steps.
+    batch_size: PositiveInt = 64  # Pairs per optimizer step, all ranks together.
+    learning_rate: ranges.LearningRate = 5e-7  # Peak learning rate.
+    warmup_steps: NonNegativeInt = 20  # Steps until the learning rate reaches its peak.
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
+    max_grad_norm: PositiveFloat = 1.0  # The gradient is scaled down to this norm.
     compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
 
     # bookkeeping
-    seed: int = 0  # Seed of the order of the data, and of new adapters.
+    seed: ranges.Seed = 0  # Seed of the order of the data, and of new adapters.
     output: str = "runs/dpo"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
     run_dir: str = ""  # Folder for metrics, checkpoints and the report. Default: runs/dpo-DATE-TIME.
-    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()
+    saving: Annotated[flags.Saving, tyro.conf.OmitArgPrefixes] = flags.Saving()
     track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
     """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
 
@@ -104,14 +107,14 @@ def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Roll
     return rollout.collate(prompt_ids, responses, None, [False] * len(responses), 0, world.device)
 
 
-def reference_logprobs(policy, prompts: list, pairs: Pairs, args: Args, world) -> dict[str, list[float]]:
+def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[str, list[float]]:
     """id of each prompt -> log-probs of its two responses under the policy as it is. Collective, on every rank."""
     own, all_ranks = {}, [{}] * world.size
-    for first in range(0, len(prompts), args.batch_size):
-        taken = islice(cycle(prompts), first, first + args.batch_size)  # some twice, so that all ranks have as many
+    for first in range(0, len(prompts), batch_size):
+        taken = islice(cycle(prompts), first, first + batch_size)  # some twice, so that all ranks have as many
         mine = list(taken)[world.rank :: world.size]
         batch = collate(mine, pairs, world)
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, unit_size=2)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, unit_size=2)
         logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2P, T)
         own |= dict(zip([prompt.id for prompt in mine], logprobs.sum(1).view(-1, 2).tolist()))
     dist.all_gather_object(all_ranks, own)
@@ -120,37 +123,39 @@ def reference_logprobs(policy, prompts: list, pairs: Pairs, args: Args, world) -
 
 def main(args: Args) -> None:
     ranges.check(args)
-    size = checks.check_world(1, sharding=args.compute)
+    size = machine.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
-    args.model = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
-    tokenizer, _ = load_tokenizer(args.model)
+    model_path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
+    tokenizer, _ = load_tokenizer(model_path)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
-    checks.total_tokens(args.model, prompts, args.max_response_tokens)
+    checks.total_tokens(model_path, prompts, args.max_response_tokens)
     longest = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # A pair is one forward.
-    checks.check_model(args.model, tokenizer, prompts)
+    checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    resume, dtype = offline.find(args)
+    settings = settle(args, model_path, size, longest)
     if args.saving.dry_run:
-        return errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
-    world = placement.init(args.seed, sharding=args.compute)
-    args.compute = memory.plan(args.compute, args.model, dtype, world.size, longest=longest, engine="elsewhere")
-    policy = model.load(args.model, world, dtype, args.compute)
+        errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
+    if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
+        return
+    world = placement.init(args.seed, sharding=settings.compute)
+    policy = model.load(settings.model, world, settings.dtype, settings.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     taken = PromptLoader(prompts, args.seed).take(args.steps * args.batch_size)
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
-    reference = reference_logprobs(policy, taken, pairs, args, world)  # before a checkpoint is loaded
+    # The reference is the policy before a checkpoint is loaded.
+    reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
     loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
-    run = offline.Run(args, resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
         batch = collate(own_prompts, pairs, world)
         ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (P, 2)
 
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world, unit_size=2)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world, unit_size=2)
         for micro in micro_batches:
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (2n, T)
             rewards = implicit_rewards(
@@ -176,9 +181,9 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.end_step(step)
         if step == args.steps:
-            checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
+            checkpoint.export(policy, tokenizer, Path(args.output), settings.dtype, world)
     run.close()
 
 
 if __name__ == "__main__":
-    job.launch(main, Args, EMBEDDED, __doc__)
+    flags.launch(main, Args, EMBEDDED, __doc__)

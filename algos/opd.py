@@ -28,9 +28,12 @@ import dataclasses
 from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement, weight_sync
 from common.data import arithmetic
+from common.preflight import flags, ranges
+from common.preflight.prepare import prepare
 from common.rollout import engines
 from common.run import guards, job
 from common.run.sampling import Batch, PromptSampler
@@ -38,31 +41,31 @@ from common.trainer import batching, distillation, model
 
 
 @dataclasses.dataclass
-class Args(job.Flags):
+class Args(flags.Flags):
     # sampling
-    steps: int = 200  # One step is one rollout and its updates.
-    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
-    group_size: int = 8  # G, the number of responses to each prompt.
-    max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
+    steps: PositiveInt = 200  # One step is one rollout and its updates.
+    prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
+    group_size: PositiveInt = 8  # G, the number of responses to each prompt.
+    max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
-    clip_low: float = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
-    clip_high: float = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
-    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
+    clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
+    clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     teacher: str = ""  # Folder or Hub name of the teacher, which has the tokenizer of --model.
     full_vocabulary: bool = False  # Compare the whole distribution at each token, not only the sampled token.
     # optimization
-    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. --prompts-per-step must be a multiple of it.
-    epochs: int = 1  # Passes over each rollout, in the same order.
-    learning_rate: float = 1e-6  # Peak learning rate of the policy.
+    mini_batches: PositiveInt = 4  # Optimizer steps in each pass over the rollout. They divide --prompts-per-step.
+    epochs: PositiveInt = 1  # Passes over each rollout, in the same order.
+    learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
-    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
-    weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # A gradient of a larger norm is scaled down to it.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
+    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger norm is scaled down to it.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
-EMBEDDED = job.EMBEDDED | {"steps": 60, "learning_rate": 3e-4, "teacher": str(arithmetic.TEACHER)}
+EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 3e-4, "teacher": str(arithmetic.TEACHER)}
 
 
 def compute_advantages(old_logprobs, teacher_logprobs, response_mask) -> torch.Tensor:
@@ -128,18 +131,20 @@ def check_args(args: Args) -> None:
         raise errors.BadInput("--teacher: name a model to learn from")
     if args.full_vocabulary and args.tis_cap:
         raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
+    if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
+        raise errors.BadInput("--max-inflight-batches 2: responses are one update old; correct for that by --tis-cap 2")
 
 
 def main(args: Args) -> None:
     check_args(args)
     # Reads and checks the whole input, before any model is loaded.
-    plan = job.prepare(args, models=["policy"], others={"teacher": args.teacher})
-    if args.saving.dry_run:
+    settings = prepare(args, models=["policy"], others={"teacher": args.teacher})
+    if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
     # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
-    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.learning_rate,
@@ -151,23 +156,23 @@ def main(args: Args) -> None:
         args.teacher,
         policy,
         world,
-        plan.dtype,
-        args.compute,
+        settings.dtype,
+        settings.compute,
         offload=args.offload != "none",  # "others" offloads all models but the policy
     )
     engine = engines.start(
         args.rollout_backend,
-        args.model,
-        plan.stop_token_ids,
+        settings.model,
+        settings.stop_token_ids,
         world,
-        plan.dtype,
-        max_model_len=plan.max_model_len,
-        sequences=plan.sequences,
-        layout=args.layout,
+        settings.dtype,
+        max_model_len=settings.max_model_len,
+        sequences=settings.sequences,
+        layout=settings.layout,
         rollout_tp=args.rollout_tp,
     )
     # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
-    run = job.start(plan, world, engine, {"policy": (policy, optimizer)})
+    run = job.start(settings, world, engine, {"policy": (policy, optimizer)})
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
@@ -192,7 +197,7 @@ def main(args: Args) -> None:
         has_gradient = batch.response_mask.any(1)  # (N,) every response learns from the teacher
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
-        mini_batches = batching.split(batch, args.mini_batches, has_gradient, args.compute, world)
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
@@ -290,4 +295,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    job.launch(main, Args, EMBEDDED, __doc__)
+    flags.launch(main, Args, EMBEDDED, __doc__)

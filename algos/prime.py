@@ -31,8 +31,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement, weight_sync
+from common.preflight import flags, ranges
+from common.preflight.prepare import prepare
 from common.rollout import engines
 from common.run import guards, job
 from common.run.sampling import Batch, PromptSampler
@@ -40,33 +43,34 @@ from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args(job.Flags):
+class Args(flags.Flags):
     # sampling
-    steps: int = 200  # One step is one rollout and its updates.
-    prompts_per_step: int = 64  # Prompts of one step, on all ranks together.
-    gen_prompts: int = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
-    max_gen_batches: int = 10  # Largest number of draws in one step; then the run stops.
-    group_size: int = 8  # G, the number of responses to each prompt.
-    max_response_tokens: int = 1024  # A longer response is cut off.
-    temperature: float = 1.0  # Used for sampling and for the policy's log-probs.
+    steps: PositiveInt = 200  # One step is one rollout and its updates.
+    prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
+    gen_prompts: NonNegativeInt = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
+    max_gen_batches: PositiveInt = 10  # Largest number of draws in one step; then the run stops.
+    group_size: PositiveInt = 8  # G, the number of responses to each prompt.
+    max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs.
     # algorithm
-    clip: float = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
-    tis_cap: float = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs); 2 is common. 0 turns it off.
-    accuracy_range: tuple[float, float] = (0.2, 0.8)  # Prompts with another share of right responses are dropped.
-    beta: float = 0.05  # Scale of the process reward.
-    c_process: float = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
+    clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
+    accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
+    """Prompts with another share of right responses are dropped."""
+    beta: PositiveFloat = 0.05  # Scale of the process reward.
+    c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
-    mini_batches: int = 4  # Optimizer steps in each pass over the rollout. --prompts-per-step must be a multiple of it.
-    learning_rate: float = 1e-6  # Peak learning rate of the policy.
-    prm_learning_rate: float = 1e-6  # Learning rate of the process reward model; it stays constant.
+    mini_batches: PositiveInt = 4  # Optimizer steps in each pass over the rollout. They divide --prompts-per-step.
+    learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
+    prm_learning_rate: ranges.LearningRate = 1e-6  # Learning rate of the process reward model; it stays constant.
     schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
-    warmup_steps: int = 10  # Steps in which the learning rate rises linearly.
-    weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # A gradient of a larger norm is scaled down to it.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
+    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger norm is scaled down to it.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
-EMBEDDED = job.EMBEDDED | {
+EMBEDDED = flags.EMBEDDED | {
     "steps": 48,
     "prompts_per_step": 16,
     "gen_prompts": 48,
@@ -215,21 +219,28 @@ def check_args(args: Args) -> None:
     low, high = args.accuracy_range
     if low > high:
         raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
+    if args.layout.max_inflight_batches > 1 and not args.tis_cap:
+        raise errors.BadInput("--max-inflight-batches 2: responses are one update old; correct for that by --tis-cap 2")
 
 
 def main(args: Args) -> None:
     check_args(args)
     # Reads and checks the whole input, before any model is loaded.
-    plan = job.prepare(args, models=["policy", "prm", "reference"])
-    unused = [name for name, weight in [*plan.reward.weights.items()][1:] if weight]
+    settings = prepare(
+        args,
+        models=["policy", "prm", "reference"],
+        prompts_per_draw=args.gen_prompts,
+        most_draws=args.max_gen_batches,
+    )
+    unused = [name for name, weight in [*settings.reward.weights.items()][1:] if weight]
     if unused:
         raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME learns from the first reward's right or wrong alone")
-    if args.saving.dry_run:
+    if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
     # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, args.layout, args.compute)
-    policy = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload == "all")
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.learning_rate,
@@ -239,13 +250,13 @@ def main(args: Args) -> None:
     )
     ref_policy = model.load_reference(
         policy,
-        args.model,
+        settings.model,
         world,
-        plan.dtype,
-        args.compute,
+        settings.dtype,
+        settings.compute,
         offload=args.offload != "none",  # "others" offloads all models but the policy
     )
-    prm = model.load(args.model, world, plan.dtype, args.compute, offload=args.offload != "none")
+    prm = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload != "none")
     prm_optimizer = torch.optim.AdamW(
         prm.parameters(),
         lr=args.prm_learning_rate,
@@ -255,18 +266,18 @@ def main(args: Args) -> None:
     )
     engine = engines.start(
         args.rollout_backend,
-        args.model,
-        plan.stop_token_ids,
+        settings.model,
+        settings.stop_token_ids,
         world,
-        plan.dtype,
-        max_model_len=plan.max_model_len,
-        sequences=plan.sequences,
-        layout=args.layout,
+        settings.dtype,
+        max_model_len=settings.max_model_len,
+        sequences=settings.sequences,
+        layout=settings.layout,
         rollout_tp=args.rollout_tp,
     )
     # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
     trained = {"policy": (policy, optimizer), "prm": (prm, prm_optimizer)}
-    run = job.start(plan, world, engine, trained)
+    run = job.start(settings, world, engine, trained)
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
@@ -301,7 +312,7 @@ def main(args: Args) -> None:
         has_gradient = torch.ones(len(batch), dtype=torch.bool, device=world.device)  # (N,)
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training of both models.
-        mini_batches = batching.split(batch, args.mini_batches, has_gradient, args.compute, world)
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
@@ -415,4 +426,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    job.launch(main, Args, EMBEDDED, __doc__)
+    flags.launch(main, Args, EMBEDDED, __doc__)

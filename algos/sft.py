@@ -17,14 +17,17 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement
 from common.data import arithmetic
 from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import checks, flags, machine, ranges
+from common.preflight.offline import settle
 from common.rollout import rollout
-from common.run import checkpoint, checks, guards, memory, offline, ranges
+from common.run import checkpoint, guards, job, offline
 from common.trainer import batching, model
 
 
@@ -34,24 +37,25 @@ class Args:
     model: str = ""  # Folder, Hub name or modelscope:OWNER/NAME. Default: an embedded model with random weights.
     dataset: tuple[str, ...] = ("arithmetic",)  # Data with solutions: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
-    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
-    max_tokens: int = 4096  # Longest prompt and solution together, in tokens. Longer rows are left out.
+    max_prompt_tokens: PositiveInt = 512  # Longest prompt in tokens. Longer ones are dropped.
+    max_tokens: PositiveInt = 4096  # Longest prompt and solution together, in tokens. Longer rows are left out.
 
     # optimization
-    steps: int = 260  # Optimizer steps.
-    batch_size: int = 64  # Sequences per optimizer step, all ranks together.
-    learning_rate: float = 2e-3  # Peak learning rate. The default suits the embedded model; 1e-5 a pretrained one.
-    warmup_steps: int = 20  # Steps until the learning rate reaches its peak.
-    weight_decay: float = 0.0  # Weight decay of AdamW.
-    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm.
+    steps: PositiveInt = 260  # Optimizer steps.
+    batch_size: PositiveInt = 64  # Sequences per optimizer step, all ranks together.
+    learning_rate: ranges.LearningRate = 2e-3
+    """Peak learning rate. The default suits the embedded model; 1e-5 a pretrained one."""
+    warmup_steps: NonNegativeInt = 20  # Steps until the learning rate reaches its peak.
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
+    max_grad_norm: PositiveFloat = 1.0  # The gradient is scaled down to this norm.
     compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
 
     # bookkeeping
-    seed: int = 0  # Seed of initial weights and of the order of the data.
+    seed: ranges.Seed = 0  # Seed of initial weights and of the order of the data.
     output: str = "runs/sft"  # Folder for the trained model in Hugging Face format, or with --lora-rank for adapters.
     run_dir: str = ""  # Folder for metrics, checkpoints and the report. Default: runs/sft-DATE-TIME.
-    saving: Annotated[checkpoint.Saving, tyro.conf.OmitArgPrefixes] = checkpoint.Saving()
+    saving: Annotated[flags.Saving, tyro.conf.OmitArgPrefixes] = flags.Saving()
     track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
     """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
 
@@ -63,37 +67,39 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 def main(args: Args) -> None:
     ranges.check(args)
-    size = checks.check_world(1, sharding=args.compute)
+    size = machine.check_world(1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.compute.lora_rank and not args.model:
         raise errors.BadInput("--lora-rank: needs a --model, because adapters to random weights learn little")
     if args.model:
-        args.model = resolve_model(args.model)
-        tokenizer, _ = load_tokenizer(args.model)
+        model_path = resolve_model(args.model)
+        tokenizer, _ = load_tokenizer(model_path)
     else:
+        model_path = str(arithmetic.WARM_START)  # the new model has the sizes of this one
         tokenizer = arithmetic.tokenizer()
     prompts = load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
         raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
-    positions = checks.positions_of(args.model or str(arithmetic.WARM_START))
+    positions = checks.positions_of(model_path)
     prompts, longest = that_fit(prompts, tokenizer, min(args.max_tokens, positions))
     if args.model:
-        checks.check_model(args.model, tokenizer, prompts)
+        checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    resume, dtype = offline.find(args)
+    settings = settle(args, model_path, size, longest)
     if args.saving.dry_run:
-        return errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
-    world = placement.init(args.seed, sharding=args.compute)
-    start = args.model or arithmetic.new_model(Path(args.output), args.seed, world)
-    args.compute = memory.plan(args.compute, start, dtype, world.size, longest=longest, engine="elsewhere")
-    policy = model.load(start, world, dtype, args.compute)
+        errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
+    if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
+        return
+    world = placement.init(args.seed, sharding=settings.compute)
+    start = settings.model if args.model else arithmetic.new_model(Path(args.output), args.seed, world)
+    policy = model.load(start, world, settings.dtype, settings.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     loader = PromptLoader(prompts, args.seed, also=[prompt.solution for prompt in prompts])
-    run = offline.Run(args, resume, {"policy": (policy, optimizer)}, loader, tokenizer, dtype, world)
+    run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
@@ -102,7 +108,7 @@ def main(args: Args) -> None:
         batch = rollout.collate(prompt_ids, solutions, None, [False] * len(solutions), 0, world.device, sampled)
         tokens = world.sum(batch.response_mask.sum())  # response tokens of the whole mini-batch, on all ranks
 
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), args.compute, world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world)
         for micro in micro_batches:
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (n, T)
             loss = sft_loss(logprobs, micro.response_mask, tokens)
@@ -117,7 +123,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.end_step(step)
         if step == args.steps:
-            checkpoint.export(policy, tokenizer, Path(args.output), dtype, world)
+            checkpoint.export(policy, tokenizer, Path(args.output), settings.dtype, world)
     run.close()
 
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -42,8 +43,10 @@ TORCHRUN_VARIABLES = (
 class Sharding:
     """How the trainer is laid over the ranks."""
 
-    sequence_parallel: int = 1  # ranks that compute one row together: a sequence this many times as long fits a rank
-    shard_size: int = 0  # ranks that hold one sharded copy of the weights, for example those of a node; 0 means all
+    sequence_parallel: PositiveInt = 1
+    """ranks that compute one row together: a sequence this many times as long fits a rank"""
+    shard_size: NonNegativeInt = 0
+    """ranks that hold one sharded copy of the weights, for example those of a node; 0 means all"""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,13 @@ class Layout:
     """Where responses are generated, and what the engine may take."""
 
     rollout_placement: Literal["colocate", "split"] = "colocate"  # split: vLLM servers on devices of their own generate
-    rollout_devices: tuple[int, ...] = ()  # split: this node's GPUs (or CPU cores) for servers that this run starts
+    rollout_devices: tuple[NonNegativeInt, ...] = ()
+    """split: this node's GPUs (or CPU cores) for servers that this run starts"""
     rollout_urls: tuple[str, ...] = ()  # split: running servers to use instead (scripts/serve_rollout.sh)
-    max_inflight_batches: int = 1  # 2: the next step is sampled while this one trains; needs the split placement
-    rollout_memory: float = 0.0  # share of a GPU's memory for the engine; 0: as much as its responses need
+    max_inflight_batches: Annotated[int, Field(ge=1, le=2)] = 1
+    """2: the next step is sampled while this one trains; needs the split placement"""
+    rollout_memory: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of a GPU's memory for the engine; 0: as much as its responses need"""
 
     @property
     def split(self) -> bool:

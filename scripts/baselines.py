@@ -33,8 +33,9 @@ import tyro
 from matplotlib.figure import Figure
 
 from common.data import arithmetic, tasks
-from common.run import folders, report
-from common.run.directory import flat
+from common.preflight import folders
+from common.preflight.run_directory import flat
+from common.run import report
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"

@@ -28,14 +28,17 @@ from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 import tyro
+from pydantic import NonNegativeInt, PositiveInt
 
 from common import errors, placement, rewards
 from common.data.prompts import INSTRUCTIONS, Prompt, Source, load
 from common.data.sources import kind
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import checks, machine, precision, ranges
+from common.preflight.ranges import Seed, Temperature
 from common.rollout import engines
 from common.rollout.environments import episodes
-from common.run import checks, evaluation, precision, ranges
+from common.run import evaluation
 from common.trainer.batching import Compute
 
 
@@ -48,15 +51,15 @@ class Args:
     environment: str = ""  # Answers the policy between its turns: calculator, guess or FILE.py:CLASS.
     reward: tuple[str, ...] = ()
     """Graders: gsm8k, math, FILE.py:FUNCTION, ... The first one decides. Default: the environment's or gsm8k."""
-    prompts: int = 0  # Number of prompts. 0: all.
-    n: int = 0  # Sampled responses per prompt. 0: greedy decoding only.
-    temperature: float = 1.0  # Temperature of the sampled responses.
-    max_prompt_tokens: int = 512  # Longest prompt in tokens. Longer ones are dropped.
-    max_response_tokens: int = 48  # Longest response in tokens.
+    prompts: NonNegativeInt = 0  # Number of prompts. 0: all.
+    n: NonNegativeInt = 0  # Sampled responses per prompt. 0: greedy decoding only.
+    temperature: Temperature = 1.0  # Temperature of the sampled responses.
+    max_prompt_tokens: PositiveInt = 512  # Longest prompt in tokens. Longer ones are dropped.
+    max_response_tokens: PositiveInt = 48  # Longest response in tokens.
     rollout_backend: Literal["vllm", "hf"] = "vllm"  # Engine that generates the responses.
-    rollout_tp: int = 1  # Ranks that hold one engine together (tensor parallelism).
+    rollout_tp: PositiveInt = 1  # Ranks that hold one engine together (tensor parallelism).
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the engine.
-    seed: int = 0  # Seed of the sampled responses.
+    seed: Seed = 0  # Seed of the sampled responses.
     save_right: str = ""  # JSON lines file for the right ones of the sampled responses, as --dataset of algos/sft.py.
     save_pairs: str = ""  # JSON lines file for a right and a wrong response to each problem, for algos/dpo.py.
 
@@ -110,13 +113,13 @@ def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> i
 
 
 def main(args: Args) -> None:
+    ranges.check(args)
+    size = machine.check_world(args.rollout_tp)
     if (args.save_right or args.save_pairs) and not args.n:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     for file in filter(None, (args.save_right, args.save_pairs)):
         if not Path(file).parent.is_dir():  # A run would find out after it has sampled everything.
             raise errors.BadInput(f"{file}: there is no folder {Path(file).parent}")
-    size = checks.check_world(args.rollout_tp)
-    ranges.check(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)
     args.reward = args.reward or (("environment",) if args.environment else ("gsm8k",))
@@ -127,7 +130,7 @@ def main(args: Args) -> None:
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
     prompts = load(args.dataset, source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
-    evaluation.check_prompts(prompts, size)
+    checks.check_held_out(prompts, size)
     reward.check_answers(prompts)
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:

@@ -37,9 +37,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 
 from common import errors, placement, weight_sync
 from common.data import arithmetic
+from common.preflight import memory
+from common.preflight.machine import triton_lacks
+from common.preflight.memory import MemoryPlan
 from common.rollout import engines
 from common.rollout.rollout import Rollout, collate
-from common.run import checks, memory
 from common.trainer import attention, batching, logits, model
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +152,7 @@ def machine(models: Path) -> Iterator[Finding]:
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("vllm"):
         found = importlib.metadata.version("cuda-bindings")
         yield f"cuda-bindings {found}, locked {locked}", found == locked
-    lacks = checks.triton_lacks()
+    lacks = triton_lacks()
     yield f"for Triton: {lacks or 'a C compiler and Python.h'}", not lacks
     for library in ("vllm._C_stable_libtorch", "vllm.cumem_allocator") if importlib.util.find_spec("vllm") else ():
         try:
@@ -284,13 +286,14 @@ def check_head(models: Path) -> Iterator[Finding]:
 
 
 def check_activations(models: Path) -> Iterator[Finding]:
-    """A model of 0.5 B: bytes that a token keeps, and the peak of an update, against common/run/memory.py."""
+    """A model of 0.5 B: bytes that a token keeps, and the peak of an update, against common/preflight/memory.py."""
     path, world = write_model(models, QWEN_05B), placement.init(0)
-    policy, sizes = model.load(path, world, DTYPE), memory.decoder(path)
+    policy = model.load(path, world, DTYPE)
+    plan = MemoryPlan(model=path, dtype=DTYPE, size=1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     batch, tokens = random_rollout(32, 8, 300, 300, QWEN_05B.vocab_size), 8192 if LARGE else 2048
     micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(tokens), world)
-    gathered, kept = DTYPE.itemsize * sizes.parameters, 0.0  # every forward gathers the weights anew
+    gathered, kept = DTYPE.itemsize * plan.parameters, 0.0  # every forward gathers the weights anew
     for step in range(3):
         torch.cuda.reset_peak_memory_stats()
         for micro in micro_batches:
@@ -301,11 +304,10 @@ def check_activations(models: Path) -> Iterator[Finding]:
             logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    estimated = sizes.activation_bytes(DTYPE, False)
+    estimated = plan.token_bytes
     yield f"{kept / 1024:.0f} KiB a token, estimated {estimated / 1024:.0f}", 0.9 <= estimated / kept <= 1.15
     peak = torch.cuda.max_memory_allocated()
-    gpu = memory.GPU(placement.rank_memory(), sizes, 1, DTYPE, engine="elsewhere")
-    expected = gpu.update(max(micro.input_ids.numel() for micro in micro_batches))
+    expected = plan.update(max(micro.input_ids.numel() for micro in micro_batches))
     text = f"peak of an update {peak / 2**30:.1f} GiB, computed {expected / 2**30:.1f}"
     yield text, 0.85 <= expected / peak <= 1.3
     placement.finish(world)
@@ -348,8 +350,8 @@ def check_engine(models: Path) -> Iterator[Finding]:
 
     path, world = write_model(models, QWEN_05B), placement.init(0)
     policy = model.load(path, world, DTYPE)
-    gpu = memory.this_gpu(batching.Compute(), path, DTYPE, 1)
-    layout = memory.plan_engine(placement.Layout(), gpu, 1, 1024, 256)
+    plan = MemoryPlan(model=path, dtype=DTYPE, size=1, backend="vllm")
+    layout = plan.fitted_layout(1024, 256)
     torch.cuda.empty_cache()
     before = used_memory()
     began = time.perf_counter()
@@ -371,7 +373,7 @@ def check_engine(models: Path) -> Iterator[Finding]:
     yield f"another seed changes {differ:.0%} of the responses", differ >= 0.9
     awake = used_memory() - before
     engine.sleep()
-    held = gpu.model.parameters * DTYPE.itemsize + tokens * gpu.model.kv_bytes(DTYPE)
+    held = plan.parameters * DTYPE.itemsize + tokens * engines.kv_bytes_per_token(memory.text_config(path), DTYPE)
     yield from engine_memory(awake, used_memory() - before, held)
     taken, used = [], []
     for _ in range(6):
@@ -394,8 +396,9 @@ def used_memory() -> int:
 
 
 def engine_memory(awake: int, asleep: int, held: int) -> Iterator[Finding]:
-    """What an engine takes, awake and asleep, against what common/run/memory.py plans. held: its weights and KV cache,
-    all in bytes.
+    """What an engine takes, awake and asleep, against what common/preflight/memory.py plans.
+
+    held: its weights and KV cache, all in bytes.
     """
     gib = lambda size: f"{size / memory.GIB:.1f} GiB"
     yield f"sleep frees {gib(awake - asleep)} of {gib(held)}", awake - asleep >= 0.95 * held

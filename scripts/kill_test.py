@@ -29,7 +29,8 @@ from algos import grpo
 from common import errors
 from common.data import arithmetic
 from common.data.prompts import TrainSource
-from common.run import checkpoint, folders, tracking
+from common.preflight import folders
+from common.run import checkpoint, tracking
 
 FLAGS = {
     "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24,

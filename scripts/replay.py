@@ -31,10 +31,11 @@ import tyro
 
 from common import errors, placement
 from common.data import prompts as data
+from common.preflight import folders, run_directory
 from common.rewards import mixture as reward_mixture
 from common.rollout import engines, rollout, turns
-from common.run import directory as run
-from common.run import folders, traces, tracking
+from common.run import traces, tracking
+from common.run.directory import import_algorithm
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 
@@ -192,7 +193,7 @@ def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, d
     for name in ("run.json", "metrics.jsonl"):
         if not (run_dir / name).is_file():
             raise errors.BadInput(f"{run_dir}: no {name}; is this the directory of a run?")
-    described = run.described(run_dir / "run.json")
+    described = run_directory.described(run_dir / "run.json")
     argv = described.get("argv")
     script = str(argv[0]) if isinstance(argv, list) and argv else "an unknown script"
     known = ALGORITHMS / f"{Path(script).stem}.py"  # in runs of older versions, which have no "file"
@@ -203,10 +204,10 @@ def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, d
             f"{run_dir / 'run.json'}: the run was made by {script}, not in algos/; --file {script} runs that file, if "
             "you trust it"
         )
-    metrics = next((row for row in run.read_metrics(run_dir) if row["step"] == step), None)
+    metrics = next((row for row in run_directory.read_metrics(run_dir) if row["step"] == step), None)
     if metrics is None:
         raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
-    algorithm = run.import_algorithm(file) if file else importlib.import_module(f"algos.{known.stem}")
+    algorithm = import_algorithm(file) if file else importlib.import_module(f"algos.{known.stem}")
     return algorithm, described["args"], metrics
 
 
@@ -218,7 +219,7 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
             return str(folder)
     if step == 1:
         return ""
-    saved = [run.saved_step(folder) + 1 for folder in folders.complete(run_dir)]
+    saved = [run_directory.saved_step(folder) + 1 for folder in folders.complete(run_dir)]
     raise errors.BadInput(
         f"--step {step}: no checkpoint of step {step - 1} in {run_dir}; pick 1 or one of {saved}, if its rollouts are "
         "saved, or run again with --save-every 1"

@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from pydantic import NonNegativeFloat, PositiveInt
 from safetensors.torch import load_file
 from selftest_file import launch as launch_file
 from selftest_file import shard, squares
@@ -34,10 +35,13 @@ from common import errors, placement, rewards, weight_sync
 from common.data import arithmetic, prompts
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.placement import World
+from common.preflight import checks, machine, precision, ranges
+from common.preflight.flags import Saving
+from common.preflight.memory import MemoryPlan
+from common.preflight.ranges import Temperature
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import checks, memory, precision, ranges
-from common.run.checkpoint import Saver, Saving
+from common.run.checkpoint import Saver
 from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
 from common.trainer import batching, lora, model
 
@@ -54,16 +58,17 @@ class Args:
     model: str = "embedded"  # Folder or Hub name. "embedded" is the committed arithmetic model.
     dataset: tuple[str, ...] = ("arithmetic",)  # Prompts to sample responses to, named as in algos/.
     source: Annotated[prompts.Source, tyro.conf.OmitArgPrefixes] = prompts.Source()
-    max_prompt_tokens: int = 64
-    max_response_tokens: int = 48
-    temperature: float = 1.0  # Temperature of sampling and of every log-prob.
+    max_prompt_tokens: PositiveInt = 64
+    max_response_tokens: PositiveInt = 48
+    temperature: Temperature = 1.0  # Temperature of sampling and of every log-prob.
     rollout_backend: Literal["vllm", "hf"] = "vllm"
-    rollout_tp: int = 1  # Number of ranks that share one engine by tensor parallelism.
+    rollout_tp: PositiveInt = 1  # Number of ranks that share one engine by tensor parallelism.
     layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
     compute: Annotated[batching.Compute, tyro.conf.OmitArgPrefixes] = batching.Compute()
     offload: Literal["none", "all"] = "none"  # "all" keeps the policy in host memory while it is not used.
-    max_logprob_gap: float = 0.1  # In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats.
+    max_logprob_gap: NonNegativeFloat = 0.1
+    """In bfloat16: bound of the mean |trainer - engine| of a token's log-prob, in nats."""
     folder: str = "."  # A checkpoint is tried in a temporary folder in this one, which all ranks must see.
     file: tyro.conf.Positional[str] = ""  # An algorithm's file. It comes first; the flags behind it are its own.
 
@@ -206,7 +211,7 @@ def main(args: Args) -> None:
         raise errors.BadInput(f"{args.file}: an algorithm's file comes before all flags, which are then its own")
     began = time.perf_counter()
     ranges.check(args)
-    size = checks.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
+    size = machine.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(path)
     engines.check_family(args.rollout_backend, path)
@@ -214,10 +219,17 @@ def main(args: Args) -> None:
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     max_model_len = checks.total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)
-    engine_state = memory.engine_state(args.layout, args.rollout_backend)
-    compute = memory.plan(
-        args.compute, path, dtype, size, longest=max_model_len, offload=args.offload, engine=engine_state
+    checks.check_compute(path, args.compute)
+    plan = MemoryPlan(
+        model=path,
+        dtype=dtype,
+        size=size,
+        compute=args.compute,
+        offload=args.offload,
+        backend=args.rollout_backend,
+        layout=args.layout,
     )
+    compute = plan.fitted_compute(max_model_len)
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)

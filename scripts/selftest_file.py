@@ -30,11 +30,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common import errors, placement
 from common.placement import World
+from common.preflight import flags, machine
+from common.preflight.flags import EMBEDDED, Flags, Saving
+from common.preflight.prepare import Settings
 from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout
-from common.run import checks, job
-from common.run.checkpoint import Saving
+from common.run import job
 from common.run.directory import import_algorithm
 from common.trainer import batching
 
@@ -83,8 +85,8 @@ class Trial:
 class TrialRun(job.Run):
     """A run that ends as soon as each of its models has been updated. It evaluates, reports and saves nothing."""
 
-    def __init__(self, trial: Trial, plan: job.Plan, world: World, engine, trained):
-        super().__init__(plan, world, engine, trained)
+    def __init__(self, trial: Trial, settings: Settings, world: World, engine, trained):
+        super().__init__(settings, world, engine, trained)
         self.trial, trial.trained = trial, trained
         if world.is_main:
             self.tracker.bar.leave = False
@@ -122,16 +124,16 @@ def vary_lengths(batch: Rollout) -> None:
 def launch(file: str) -> None:
     """Try a file with the flags of the command line, which are those of the file."""
     algorithm = import_algorithm(Path(file))
-    if not issubclass(algorithm.Args, job.Flags):
-        raise errors.BadInput(f"{file}: its Args does not extend job.Flags, so its main() cannot be tried")
-    defaults = getattr(algorithm, "EMBEDDED", job.EMBEDDED)
-    job.launch(partial(main, algorithm), algorithm.Args, defaults, algorithm.__doc__)
+    if not issubclass(algorithm.Args, Flags):
+        raise errors.BadInput(f"{file}: its Args does not extend Flags, so its main() cannot be tried")
+    defaults = getattr(algorithm, "EMBEDDED", EMBEDDED)
+    flags.launch(partial(main, algorithm), algorithm.Args, defaults, algorithm.__doc__)
 
 
-def main(algorithm: ModuleType, args: job.Flags) -> None:
+def main(algorithm: ModuleType, args: Flags) -> None:
     """Run the file twice and compare all gradients. Collective: every rank calls it. Exits with 1 if they differ."""
     began = time.perf_counter()
-    checks.check_world(1, sharding=args.compute)
+    machine.check_world(1, sharding=args.compute)
     world = placement.init(args.seed, sharding=args.compute)
     first = Trial()
     second = Trial(first)
@@ -153,7 +155,7 @@ def main(algorithm: ModuleType, args: job.Flags) -> None:
         sys.exit(1)
 
 
-def run(algorithm: ModuleType, args: job.Flags, trial: Trial, world: World) -> None:
+def run(algorithm: ModuleType, args: Flags, trial: Trial, world: World) -> None:
     """Run the file's main() on few prompts. Collective: every rank calls it."""
 
     grade = reward_mixture.Rewards.score
@@ -183,11 +185,11 @@ def run(algorithm: ModuleType, args: job.Flags, trial: Trial, world: World) -> N
             hook.remove()
 
 
-def small(args: job.Flags, folder: str, size: int) -> job.Flags:
+def small(args: Flags, folder: str, size: int) -> Flags:
     """The flags for few prompts, in float32, with an engine that starts fast. Those of the algorithm stay."""
     prompts = args.mini_batches * size * max(2, math.ceil(ROWS_PER_UPDATE / args.group_size))
     changed = {
-        "prompts_per_step": prompts, "gen_prompts": 2 * prompts, "run_dir": folder, "saving": Saving(), "profile": (),
+        "prompts_per_step": prompts, "gen_prompts": 2 * prompts, "run_dir": folder, "saving": Saving(),
         "source": replace(args.source, eval_prompts=0), "track": "none", "dtype": "float32", "rollout_backend": "hf",
         "rollout_tp": 1, "layout": placement.Layout(),
         "temperature": 2.0,  # at a low one responses may be equal, and then all gradients vanish

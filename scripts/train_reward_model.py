@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import tyro
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import trange
 from transformers import AutoModelForSequenceClassification
@@ -38,9 +39,10 @@ from common.data import arithmetic, formats
 from common.data.pairs import split_response
 from common.data.rows import collect, is_chat
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import machine, precision, ranges
+from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout
-from common.run import checks, precision, ranges
 from common.trainer import batching, model
 
 
@@ -48,16 +50,16 @@ from common.trainer import batching, model
 class Args:
     model: str = "embedded"  # Folder, Hub name or modelscope:OWNER/NAME. embedded: the warm-started arithmetic model.
     dataset: str = "arithmetic"  # A file pairs.jsonl or pairs.parquet, or arithmetic: pairs of the embedded task.
-    steps: int = 800  # Optimizer steps.
-    batch_size: int = 64  # Pairs per optimizer step, all ranks together.
-    pairs_per_forward: int = 64  # Pairs per forward on each rank. It changes memory and speed, never the gradient.
-    learning_rate: float = 1e-3  # Peak learning rate. The default suits the embedded model; 1e-5 a pretrained one.
-    warmup_steps: int = 20  # Steps until the learning rate reaches its peak.
-    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm.
-    held_out: int = 256  # Pairs that are not trained on but measured at the end.
+    steps: PositiveInt = 800  # Optimizer steps.
+    batch_size: PositiveInt = 64  # Pairs per optimizer step, all ranks together.
+    pairs_per_forward: PositiveInt = 64  # Pairs per forward on each rank. It never changes the gradient.
+    learning_rate: LearningRate = 1e-3  # Peak learning rate. The default suits the embedded model; 1e-5 a real one.
+    warmup_steps: NonNegativeInt = 20  # Steps until the learning rate reaches its peak.
+    max_grad_norm: PositiveFloat = 1.0  # The gradient is scaled down to this norm.
+    held_out: PositiveInt = 256  # Pairs that are not trained on but measured at the end.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
     activation_checkpointing: bool = False  # Compute activations a second time in the backward, to save memory.
-    seed: int = 0  # Seed of the order of the pairs.
+    seed: Seed = 0  # Seed of the order of the pairs.
     output: str = "runs/reward-model"  # Folder that the reward model is written to.
 
 
@@ -118,8 +120,8 @@ def change_digit(text: str, draw: random.Random) -> str:
 
 
 def main(args: Args) -> None:
-    size = checks.check_world(rollout_tp=1)
     ranges.check(args)
+    size = machine.check_world(rollout_tp=1)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     pairs = load_pairs(args.dataset)

@@ -21,8 +21,8 @@ import tyro
 
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
+from common.preflight.run_directory import described
 from common.run import traces
-from common.run.directory import described
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}

@@ -22,7 +22,8 @@ from common.data import arithmetic
 from common.data import prompts as data
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
-from common.run import checkpoint, directory, folders, model_card, stopping, tracking
+from common.preflight import folders, run_directory
+from common.run import checkpoint, directory, model_card, stopping, tracking
 from common.trainer import model
 
 ALGORITHMS = (grpo, dr_grpo, max_rl, gspo, cispo, rloo, reinforce_pp, remax, dapo, ppo, prime, opd)
@@ -145,7 +146,7 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_sa
     saver.finish_writing()
     torch.manual_seed(1)
     again = start(models, world, tmp_path)
-    folder = directory.find_checkpoint("auto", tmp_path)
+    folder = run_directory.find_checkpoint("auto", tmp_path)
     assert again.load(folder) == 3 and again.engine.weight_version == 6  # the push that follows makes it 7
     assert same(policy_of(again), at_save) and same(exported(folder), at_save)
     assert torch.equal(torch.rand(3), drawn)
@@ -267,7 +268,7 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_pa
             cut_after(patch, count)
             save(last, 0.9)
             ended = True
-        newest = directory.find_checkpoint("auto", saver.run_dir)
+        newest = run_directory.find_checkpoint("auto", saver.run_dir)
         whole = {str(path.relative_to(newest)): path.read_text() for path in newest.rglob("*") if path.is_file()}
         facts = json.loads(whole.pop("state.json"))
         assert facts["step"] in (4, last) and whole.keys() == {"model/a", "model/b", "trainer/a", "trainer/b"}
@@ -309,7 +310,7 @@ def test_the_last_and_the_best_stay(tmp_path, keep, stay):
         folders.rotate(tmp_path, keep)
         fake(tmp_path / "never evaluated", number)
         folders.rotate(tmp_path / "never evaluated", 1)
-    assert [directory.saved_step(folder) for folder in folders.complete(tmp_path)] == stay
+    assert [run_directory.saved_step(folder) for folder in folders.complete(tmp_path)] == stay
     said = json.loads((tmp_path / "checkpoints/best.json").read_text())
     assert said == {"folder": "step_000004", "step": 4, "eval/accuracy": 0.75}
     assert [path.name for path in (tmp_path / "never evaluated/checkpoints").iterdir()] == ["step_000010"]
@@ -337,16 +338,16 @@ def test_only_complete_checkpoints_are_found(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
             (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps({"step": int(name[5:11])}))
-    assert directory.find_checkpoint("auto", tmp_path).name == "step_000010"
-    assert directory.find_checkpoint("auto", tmp_path / "nothing") is None
-    assert directory.find_checkpoint("", tmp_path) is None
+    assert run_directory.find_checkpoint("auto", tmp_path).name == "step_000010"
+    assert run_directory.find_checkpoint("auto", tmp_path / "nothing") is None
+    assert run_directory.find_checkpoint("", tmp_path) is None
     for name in ("step_000020", "step_000030.unfinished/"):
         with pytest.raises(BadInput, match="no complete checkpoint"):
-            directory.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
+            run_directory.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
     older = str(tmp_path / "checkpoints/step_000002")
     with pytest.raises(BadInput, match=r"step_000002: --run-dir .* has the newer step_000010; --resume auto"):
-        directory.check_directory(str(tmp_path), older, "none")
-    assert directory.check_directory(str(tmp_path / "other"), older, "none") == Path(older)
+        run_directory.check_directory(str(tmp_path), older)
+    assert run_directory.check_directory(str(tmp_path / "other"), older) == Path(older)
 
 
 def test_a_torn_line_is_no_step(world, tmp_path):
@@ -382,7 +383,7 @@ class Flags:
 def test_another_configuration_is_refused(world, tmp_path, before, now, refused):
     began = directory.describe(Flags("elsewhere", **before), "grpo", world)
     (tmp_path / "run.json").write_text(json.dumps(began))
-    check = partial(directory.check_configuration, Flags(str(tmp_path), **now))
+    check = partial(run_directory.check_configuration, Flags(str(tmp_path), **now))
     if refused:
         with pytest.raises(BadInput) as error:
             check("grpo")
@@ -391,21 +392,12 @@ def test_another_configuration_is_refused(world, tmp_path, before, now, refused)
         check("grpo")
     with pytest.raises(BadInput, match=r"is a run of grpo.py, not of rloo.py"):
         check("rloo")
-    directory.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
-    directory.check_configuration(Flags("", seed=5), "grpo")
+    run_directory.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
+    run_directory.check_configuration(Flags("", seed=5), "grpo")
     began["args"]["old_flag"] = 1
     (tmp_path / "run.json").write_text(json.dumps(began))
     with pytest.raises(BadInput, match="--old-flag 1, now None"):
         check("grpo")
-
-
-def test_flags_of_older_versions_are_ignored(world, tmp_path):
-    began = directory.describe(Flags("elsewhere"), "grpo", world)
-    began["args"] |= {"hub": "modelscope", "layout": began["args"]["layout"] | {"rollout_max_seqs": 9}}
-    (tmp_path / "run.json").write_text(json.dumps(began))
-    directory.check_configuration(Flags(str(tmp_path)), "grpo")
-    flags = set().union(*(directory.flat(dataclasses.asdict(algorithm.Args())) for algorithm in ALGORITHMS))
-    assert flags.isdisjoint(directory.REMOVED)
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
@@ -421,10 +413,10 @@ def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp
 
 
 def test_flags_that_may_differ_are_flags():
-    flags = [set(directory.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
-    assert set(directory.MAY_DIFFER) <= set.intersection(*flags)
+    flags = [set(run_directory.flat(dataclasses.asdict(algorithm.Args()))) for algorithm in ALGORITHMS]
+    assert set(run_directory.MAY_DIFFER) <= set.intersection(*flags)
     assert {"learning_rate", "seed", "dataset", "temperature", "group_size", "schedule", "dtype"}.isdisjoint(
-        directory.MAY_DIFFER
+        run_directory.MAY_DIFFER
     )
 
 

@@ -12,7 +12,7 @@ from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, Trai
 from common.data.prompts import load as load_prompts
 from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput
-from common.run import checks
+from common.preflight import checks
 
 TOKENIZER = arithmetic.tokenizer()
 CHAT = arithmetic.tokenizer()

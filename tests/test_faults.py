@@ -15,8 +15,8 @@ from conftest import ROOT, launch
 from algos import grpo
 from common import errors
 from common.errors import BadInput, RunFailed
+from common.preflight import folders
 from common.rollout.servers.client import ask_all
-from common.run import folders
 from common.run.guards import SILENT_STEPS, WINDOW_STEPS, Trends
 from common.run.tracking import Tracker
 

@@ -25,11 +25,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, 
 from common import weight_sync
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
+from common.preflight import memory
+from common.preflight.machine import check_layout
 from common.rollout import engines, vllm_engine
 from common.rollout.servers import process, weights
 from common.rollout.servers.client import Control
-from common.run import memory
-from common.run.checks import check_layout
 from common.trainer import attention, logits, model
 from common.trainer.batching import Compute
 
@@ -264,8 +264,8 @@ def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
                 value = getattr(spans, name)
                 setattr(spans, name, None if value is None else value.to("meta"))
             counted = kept_bytes(policy, tokens, spans) / tokens
-            sizes = memory.Decoder(hidden, wide, 3, 0, 0, 0, 0, 0, (1, 1))
-            assert 0.9 <= sizes.activation_bytes(torch.bfloat16, False) / counted <= 1.1, (hidden, groups, counted)
+            estimated = memory.activation_bytes(config, torch.bfloat16, checkpointing=False)
+            assert 0.9 <= estimated / counted <= 1.1, (hidden, groups, counted)
 
 
 def kept_bytes(policy, tokens: int, spans) -> int:
@@ -636,8 +636,8 @@ def test_gpu_check_compares_an_engine_with_the_plan_of_memory(
 ):
     """With an engine that takes what the test says, in GiB, beside a trainer that takes 7."""
     check, gpu = load("scripts/gpu_check.py"), SimpleNamespace(used=7 * GIB, cycles=0)
-    sizes = memory.decoder(models["tied"])
-    held = sizes.parameters * check.DTYPE.itemsize + tokens * sizes.kv_bytes(check.DTYPE)
+    cache = engines.kv_bytes_per_token(memory.text_config(models["tied"]), check.DTYPE)
+    held = memory.count_parameters(models["tied"]) * check.DTYPE.itemsize + tokens * cache
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
         model_config=SimpleNamespace(head_dtype=torch.float32), use_v2_model_runner=runner,
@@ -665,7 +665,6 @@ def test_gpu_check_compares_an_engine_with_the_plan_of_memory(
     monkeypatch.setattr(check.placement, "init", lambda seed: None)
     monkeypatch.setattr(check.placement, "finish", lambda *args: None)
     monkeypatch.setattr(check.model, "load", lambda *args: None)
-    monkeypatch.setattr(memory, "rank_memory", lambda: 80e9)
     monkeypatch.setattr(engines, "start", lambda *args, **kwargs: engine.wake() or engine)
     monkeypatch.setattr(weight_sync, "push", engine.wake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -20,11 +20,11 @@ from common.data import arithmetic, sources
 from common.data.prompts import Source
 from common.data.prompts import load as load_prompts
 from common.errors import RunFailed
+from common.preflight import folders, run_directory
 from common.rewards import grading
 from common.rewards.service import MAX_REPLY_BYTES as LARGEST
 from common.rewards.service import RewardService
-from common.run import directory as run
-from common.run import folders, report, traces
+from common.run import report, traces
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
 MARKUP = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\u2028\u202e\0\x1b]0;t\x07"
@@ -152,7 +152,7 @@ def test_a_hostile_state_is_refused(tmp_path, content):
     folder.mkdir(parents=True)
     (folder / "state.json").write_bytes(content)
     for resume in ("auto", str(folder)):
-        assert_one_line(lambda resume=resume: run.check_directory(f"{tmp_path}/run", resume, "none"), "state.json")
+        assert_one_line(lambda resume=resume: run_directory.check_directory(f"{tmp_path}/run", resume), "state.json")
     assert_one_line(lambda: folders.rotate(tmp_path / "run", 1), "state.json")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "checkpoints", "step_000002", "state.json"]
 
@@ -164,7 +164,7 @@ def test_a_hostile_state_is_refused(tmp_path, content):
 def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
     (tmp_path / "run.json").write_bytes(content)
     args = dataclasses.make_dataclass("Args", [("steps", int), ("run_dir", str)])(3, str(tmp_path))
-    assert_one_line(lambda: run.check_configuration(args, "grpo"), str(tmp_path))
+    assert_one_line(lambda: run_directory.check_configuration(args, "grpo"), str(tmp_path))
     assert view.load_tokenizer(tmp_path / "rollouts/step_000001.jsonl") is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and not HARMFUL.search(said.replace("\n", ""))
@@ -190,7 +190,7 @@ def load_data(path: Path) -> list:
 READERS = {
     "rows.jsonl": (load_data, {"question": "1+1=", "answer": "2"}),
     "step_000001.jsonl": (traces.read, a_row()),
-    "metrics.jsonl": (lambda path: run.read_metrics(path.parent), {"step": 1}),
+    "metrics.jsonl": (lambda path: run_directory.read_metrics(path.parent), {"step": 1}),
 }
 
 

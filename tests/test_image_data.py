@@ -26,7 +26,7 @@ from common.data.suffix import Suffix
 from common.data.templates import render
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
-from common.run import checks
+from common.preflight import checks
 
 # Templates as SmolVLM and LLaVA 1.5 have them: they loop over the parts of a content, and walk a text by characters.
 PART = "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}"

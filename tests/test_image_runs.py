@@ -14,8 +14,9 @@ from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
+from common.preflight import checks
 from common.rollout import vllm_engine
-from common.run import checkpoint, checks
+from common.run import checkpoint
 from common.trainer import batching, model
 from scripts import evaluate, merge_lora
 

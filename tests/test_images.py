@@ -27,12 +27,12 @@ from common.data import arithmetic, images, squares
 from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import image_tokens, load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Item
 from common.rewards.text import format_boxed_reward
 from common.rollout import hf_engine
 from common.rollout.rollout import collate
 from common.run import diagnosis, sampling
-from common.run.directory import read_metrics
 from common.trainer import batching, model, vision
 
 TEMPERATURE = 0.7

@@ -13,7 +13,7 @@ from test_launch import executable
 from test_readme import load
 
 from common.errors import BadInput
-from common.run import checks
+from common.preflight import machine
 
 LOCKED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
 
@@ -90,40 +90,40 @@ def test_gpus_that_torch_cannot_use_end_the_run(cuda, hint, tmp_path, monkeypatc
     monkeypatch.setattr(torch.version, "cuda", cuda)
     smi = executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
     with pytest.raises(BadInput, match=hint):
-        checks.check_world(1)
+        machine.check_world(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert checks.check_world(1) == 1
+    assert machine.check_world(1) == 1
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     executable(smi, "#!/bin/sh\necho 'No devices were found'\n")
-    assert checks.check_world(1) == 1
+    assert machine.check_world(1) == 1
 
 
 def test_a_gpu_without_a_compiler_for_triton_ends_the_run(tmp_path, monkeypatch):
     """In one line before anything is loaded, not as a traceback of Triton's after minutes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(checks.sysconfig, "get_path", lambda *names: str(tmp_path))
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda *names: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     (tmp_path / "Python.h").touch()
     with pytest.raises(BadInput, match="finds no C compiler: install gcc, or name a compiler in CC"):
-        checks.check_world(1)
+        machine.check_world(1)
     for compiler in ("clang", "gcc"):
         file = executable(tmp_path / compiler, "#!/bin/sh\n")
-        assert checks.check_world(1) == 1
+        assert machine.check_world(1) == 1
         monkeypatch.setenv("CC", f"{file} -m64")
-        assert checks.check_world(1) == 1
+        assert machine.check_world(1) == 1
         monkeypatch.setenv("CC", "no-such-compiler")
         with pytest.raises(BadInput, match="no C compiler no-such-compiler"):
-            checks.check_world(1)
+            machine.check_world(1)
         monkeypatch.delenv("CC")
         file.unlink()
     executable(tmp_path / "gcc", "#!/bin/sh\n")
     (tmp_path / "Python.h").unlink()
     with pytest.raises(BadInput, match=r"no Python.h in .*: install python3.\d+-dev"):
-        checks.check_world(1)
+        machine.check_world(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert checks.check_world(1) == 1, "a CPU needs none"
+    assert machine.check_world(1) == 1, "a CPU needs none"
 
 
 def test_the_gpu_lock_can_be_installed_from_wheels(tmp_path):

@@ -1,6 +1,7 @@
 """The flags of an algorithm file: one set of defaults for real models, another for the embedded job."""
 
 import contextlib
+import copy
 import importlib
 import shutil
 import sys
@@ -12,35 +13,37 @@ from algos import grpo
 from common.data import arithmetic
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
-from common.run import checks, guards, job
+from common.preflight import checks, flags
+from common.preflight.prepare import prepare
+from common.run import guards
 
 
 @pytest.fixture
 def parsed(monkeypatch):
     """The arguments that main() of an algorithm gets for a command line."""
 
-    def parse(name: str, *flags: str):
+    def parse(name: str, *words: str):
         algorithm, calls = importlib.import_module(f"algos.{name}"), []
-        monkeypatch.setattr(sys, "argv", [f"algos/{name}.py", *flags])
-        job.launch(calls.append, algorithm.Args, algorithm.EMBEDDED, algorithm.__doc__)
+        monkeypatch.setattr(sys, "argv", [f"algos/{name}.py", *words])
+        flags.launch(calls.append, algorithm.Args, algorithm.EMBEDDED, algorithm.__doc__)
         return calls[0]
 
     return parse
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("flags", [(), ("--model", "embedded"), ("--model=embedded",), ("--seed", "3")])
-def test_without_a_model_it_is_the_embedded_job(parsed, name, flags):
-    args = parsed(name, *flags)
+@pytest.mark.parametrize("words", [(), ("--model", "embedded"), ("--model=embedded",), ("--seed", "3")])
+def test_without_a_model_it_is_the_embedded_job(parsed, name, words):
+    args = parsed(name, *words)
     assert args.model == "embedded" and args.dataset == ("arithmetic",)
     assert (args.max_prompt_tokens, args.max_response_tokens, args.warmup_steps) == (64, 48, 2)
     assert args.schedule == "linear" and 1e-4 <= args.learning_rate <= 3e-4 and 26 <= args.steps <= 60
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("flags", [("--model", "folder"), ("--model=folder",), ("--seed", "3", "--model", "folder")])
-def test_a_real_model_has_the_defaults_of_real_models(parsed, name, flags):
-    args = parsed(name, *flags)
+@pytest.mark.parametrize("words", [("--model", "folder"), ("--model=folder",), ("--seed", "3", "--model", "folder")])
+def test_a_real_model_has_the_defaults_of_real_models(parsed, name, words):
+    args = parsed(name, *words)
     assert args.model == "folder" and args.dataset == ("gsm8k",)
     assert (args.max_prompt_tokens, args.max_response_tokens, args.learning_rate) == (512, 1024, 1e-6)
     assert args.schedule == "constant" and args.steps == 200
@@ -51,26 +54,45 @@ def test_flags_win_over_both_sets(parsed):
     assert parsed("grpo", "--model", "folder", "--steps", "7").steps == 7
 
 
-@pytest.mark.parametrize("flags, reward", [((), "gsm8k"), (("--environment", "calculator"), "environment")])
-def test_an_environment_gives_the_reward_unless_another_is_asked_for(parsed, flags, reward):
-    assert job.prepare(parsed("grpo", *flags), models=["policy"]).args.reward == (reward,)
-    if flags:
-        own = parsed("grpo", *flags, "--reward", "environment", "gsm8k=0.5")
-        assert job.prepare(own, models=["policy"]).args.reward == ("environment", "gsm8k=0.5")
+@pytest.mark.parametrize("words, reward", [((), "gsm8k"), (("--environment", "calculator"), "environment")])
+def test_an_environment_gives_the_reward_unless_another_is_asked_for(parsed, words, reward):
+    assert prepare(parsed("grpo", *words), models=["policy"]).reward_names == (reward,)
+    if words:
+        both = parsed("grpo", *words, "--reward", "environment", "gsm8k=0.5")
+        assert prepare(both, models=["policy"]).reward_names == ("environment", "gsm8k=0.5")
 
 
-@pytest.mark.parametrize("flags, shown", [((), "52"), (("--model", "folder"), "200")])
-def test_the_help_shows_the_defaults_of_the_case_at_hand(parsed, capsys, monkeypatch, flags, shown):
+def test_a_built_in_environment_brings_its_problems(parsed):
+    assert parsed("grpo", "--environment", "guess").dataset == ("guess",)
+    assert parsed("grpo", "--model", "folder", "--environment=calculator").dataset == ("calculator",)
+    assert parsed("grpo", "--environment", "file.py:Class").dataset == ("arithmetic",)
+
+
+def test_args_stay_what_the_user_typed(parsed):
+    """run.json records the settled values, with which a run can be repeated."""
+    args = parsed("grpo")
+    typed = copy.deepcopy(args)
+    settings = prepare(args, models=["policy"])
+    assert args == typed and settings.args is args
+    recorded = settings.recorded
+    assert type(recorded) is grpo.Args and recorded.model == str(arithmetic.WARM_START)
+    assert recorded.dtype == "float32" and recorded.reward == ("gsm8k",) and recorded.max_logprob_gap == 1e-3
+    assert recorded.compute.token_budget == settings.compute.token_budget >= 1024
+    assert (recorded.steps, recorded.seed) == (typed.steps, typed.seed)
+
+
+@pytest.mark.parametrize("words, shown", [((), "52"), (("--model", "folder"), "200")])
+def test_the_help_shows_the_defaults_of_the_case_at_hand(parsed, capsys, monkeypatch, words, shown):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        parsed("grpo", *flags, "--help")
+        parsed("grpo", *words, "--help")
     assert f"One step is one rollout and its updates. (default: {shown})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype, given, bound", [("float32", 0, 1e-3), ("bfloat16", 0, 0.1), ("bfloat16", 0.2, 0.2)])
 def test_the_bound_of_the_gap_follows_the_dtype(parsed, dtype, given, bound):
-    plan = job.prepare(parsed("grpo", "--dtype", dtype, "--max-logprob-gap", str(given)), models=["policy"])
-    assert plan.args.max_logprob_gap == bound
+    settings = prepare(parsed("grpo", "--dtype", dtype, "--max-logprob-gap", str(given)), models=["policy"])
+    assert settings.max_logprob_gap == bound
 
 
 @pytest.mark.parametrize("gap, staleness, stops", [(9e-4, 0, 0), (1.1e-3, 0, 1), (0.4, 0.5, 0), (0.6, 0.5, 1)])
@@ -81,11 +103,30 @@ def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
         guards.check(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
 
 
-def test_a_batch_in_flight_needs_a_correction():
-    layout = Layout("split", ("0",), max_inflight_batches=2)
-    with pytest.raises(BadInput, match="one update old, and nothing corrects for that; add --tis-cap 2"):
-        job.check_numbers(grpo.Args(layout=layout), 1)
-    job.check_numbers(grpo.Args(layout=layout, tis_cap=2.0), 1)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_batch_in_flight_needs_a_correction(name):
+    algorithm = importlib.import_module(f"algos.{name}")
+    behind = {**algorithm.EMBEDDED, "layout": Layout("split", (0,), max_inflight_batches=2)}
+    with pytest.raises(BadInput, match="one update old; .* --tis-cap 2"):
+        algorithm.check_args(algorithm.Args(**behind))
+    algorithm.check_args(algorithm.Args(**behind, tis_cap=2.0))
+    if name == "opd":  # its loss over the vocabulary does not depend on who sampled
+        algorithm.check_args(algorithm.Args(**behind, full_vocabulary=True))
+
+
+@pytest.mark.parametrize("name", ["dapo", "prime"])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gen_prompts": 31}, "31 prompts in a draw are not a multiple of the 2 ranks"),
+        ({"gen_prompts": 4, "max_gen_batches": 2}, "2 draws of 4 prompts are fewer than --prompts-per-step"),
+    ],
+)
+def test_draws_that_cannot_fill_a_step_are_refused(name, changes, message, monkeypatch):
+    algorithm = importlib.import_module(f"algos.{name}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match=message):
+        algorithm.main(algorithm.Args(**{**algorithm.EMBEDDED, "mini_batches": 2, **changes}))
 
 
 @pytest.mark.parametrize("count, message", [(0, "token 3, '0', is 51 there"), (5, "token 47, .*, is unknown there")])

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.data import arithmetic
 from common.errors import BadInput
+from common.preflight import memory, roles
+from common.preflight.memory import MemoryPlan
+from common.preflight.run_directory import read_metrics
 from common.rollout.rollout import collate
-from common.run import checkpoint, memory, plan
-from common.run.directory import read_metrics
+from common.run import checkpoint
 from common.trainer import batching, lora, model
 from common.trainer.batching import Compute
 from common.weight_sync import FullParameters
@@ -152,17 +154,19 @@ def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_pa
 
 def test_the_planned_memory_is_that_of_adapters(models, capsys):
     whole, adapters = (memory.trained_parameters(models["tied"], rank) for rank in (0, 4))
-    sizes = memory.decoder(models["tied"])
-    assert whole == sizes.parameters and adapters == sizes.adapters(4) < 0.1 * whole
-    gpu = memory.GPU(80e9, sizes, 1, torch.bfloat16)
-    small = memory.GPU(80e9, sizes, 1, torch.bfloat16, adapters=adapters)
-    assert gpu.states == 12 * whole and small.states == 12 * adapters + 2 * whole
-    assert small.update(0) < gpu.update(0)
-    given = {"rewards": {}, "size": 1, "layout": plan.Layout(), "backend": "hf", "rollout_tp": 1, "offload": "none"}
-    policy, reference, _ = plan.show_roles(
-        models["tied"], ["policy"], ["reference"], dtype=torch.bfloat16, lora_rank=4, **given
-    )
+    assert adapters < 0.1 * whole
+    large, small = (
+        MemoryPlan(
+            model=models["tied"], dtype=torch.bfloat16, size=1, compute=batching.Compute(lora_rank=rank),
+            models=("policy", "reference"), memory=80e9, gpu=True,
+        )
+        for rank in (0, 4)
+    )  # fmt: skip
+    assert large.states == 16 * whole and small.states == 12 * adapters + 2 * whole
+    assert small.update(0) < large.update(0)
+    policy, reference = table = roles.model_roles(small)
     assert policy.device == 16 * adapters + 2 * whole and reference.device == 0
+    roles.show(table)
     assert "the policy without its adapters" in capsys.readouterr().out
 
 

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Lfm2Config
 
 from common.data import arithmetic
 from common.errors import BadInput
+from common.preflight import checks
+from common.preflight.memory import ACTIVATION_SHARE, MAX_BUDGET_TOKENS, MemoryPlan
 from common.rollout.rollout import collate
-from common.run import checks, memory
 from common.trainer import attention, batching, logits, model
 from common.trainer.attention import Run
 from common.trainer.batching import Compute
@@ -149,7 +150,7 @@ def test_compiled_layers_need_a_compiler(models, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's compiler is another one
     with pytest.raises(BadInput, match="--kernels compile"):
-        memory.plan(Compute(100, kernels="compile"), models["tied"], torch.float32, 1)
+        checks.check_compute(models["tied"], Compute(100, kernels="compile"))
 
 
 @pytest.mark.parametrize("budget", [60, 150, 10_000])
@@ -282,25 +283,24 @@ def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is what other needs leave: tests/test_plan.py")
-def test_the_token_budget_follows_from_memory(models, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "rank_memory", lambda: 1e9)
-    plan = lambda compute: memory.plan(compute, models["tied"], torch.float32, 1)
-    small = plan(Compute())
-    assert f"token budget: {small.token_budget} a forward and rank" in capsys.readouterr().out
-    per_token = memory.decoder(models["tied"]).activation_bytes(torch.float32, False)
-    share = memory.ACTIVATION_SHARE * 1e9
-    assert small.token_budget * per_token <= share < 2 * small.token_budget * per_token
-    assert plan(Compute(activation_checkpointing=True)).token_budget > small.token_budget
-    assert plan(Compute(77)) == Compute(77)
-    monkeypatch.setattr(memory, "rank_memory", lambda: 1e15)
-    assert plan(Compute()).token_budget == memory.MAX_BUDGET_TOKENS
+def test_the_token_budget_follows_from_memory(models, capsys):
+    def plan(compute: Compute, memory: float = 1e9) -> MemoryPlan:
+        return MemoryPlan(model=models["tied"], dtype=torch.float32, size=1, compute=compute, memory=memory)
+
+    small = plan(Compute()).fitted_compute().token_budget
+    assert f"token budget: {small} a forward and rank" in capsys.readouterr().out
+    taken = small * plan(Compute()).token_bytes
+    assert taken <= ACTIVATION_SHARE * 1e9 < 2 * taken
+    assert plan(Compute(activation_checkpointing=True)).fitted_compute().token_budget > small
+    assert plan(Compute(77)).fitted_compute() == Compute(77)
+    assert plan(Compute(), memory=1e15).fitted_compute().token_budget == MAX_BUDGET_TOKENS
 
 
 @pytest.mark.parametrize("kind, ranks, keys", [("untied", 3, 4), ("grouped", 4, 2)])
 def test_heads_that_cannot_be_dealt_to_the_ranks_are_refused(models, kind, ranks, keys):
-    memory.plan(Compute(77, sequence_parallel=2), models[kind], torch.float32, 2)
+    checks.check_compute(models[kind], Compute(77, sequence_parallel=2))
     with pytest.raises(BadInput) as refused:
-        memory.plan(Compute(77, sequence_parallel=ranks), models[kind], torch.float32, ranks)
+        checks.check_compute(models[kind], Compute(77, sequence_parallel=ranks))
     heads = f"4 query heads and {keys} key and value heads of --model {models[kind]}"
     assert str(refused.value) == f"--sequence-parallel {ranks} does not divide the {heads}"
 

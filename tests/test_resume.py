@@ -12,7 +12,8 @@ from conftest import ALGORITHMS, ROOT, launch
 from test_learns import metrics, same, weights
 
 from common.errors import RunFailed
-from common.run import directory, folders
+from common.preflight import folders
+from common.run import directory
 
 WORKERS = ROOT / "tests/workers"
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ from conftest import ROOT
 from algos.dapo import overlong_penalty
 from common.data import arithmetic
 from common.data.prompts import Prompt
+from common.preflight import checks
 from common.rewards.grading import Item, Result, grade_gsm8k, gsm8k_reward
 from common.rewards.math_grading import grade_by_string
 from common.rewards.text import (
@@ -26,7 +27,6 @@ from common.rewards.text import (
     overlong_reward,
     repetition_reward,
 )
-from common.run import checks
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

@@ -17,24 +17,32 @@ from transformers import AutoModelForCausalLM
 from common.data import arithmetic
 from common.errors import BadInput
 from common.placement import Layout
+from common.preflight import precision, roles
+from common.preflight.memory import MemoryPlan
+from common.preflight.roles import Role
 from common.rewards.grading import gsm8k_reward
 from common.rewards.model import RewardModel
-from common.run import plan, precision
 from common.trainer import model
 
 
 @pytest.fixture
-def roles(models):
+def table(models):
     """Prints the table of a run on two ranks and returns its rows."""
-    given = {"size": 2, "layout": Layout(), "backend": "hf", "rollout_tp": 1, "dtype": torch.float32, "offload": "none"}
-    return lambda trained, frozen=(), rewards={}, **changes: plan.show_roles(
-        models["tied"], [*trained], [*frozen], rewards, **{**given, **changes}
-    )
+
+    def make(names: list[str], rewards=None, **changes) -> list[Role]:
+        settings = {"dtype": torch.float32, "size": 2, "backend": "hf", **changes}
+        plan = MemoryPlan(model=models["tied"], models=tuple(names), **settings)
+        rows = roles.roles_of(plan, rewards or {})
+        roles.check_fit(plan, rows)
+        roles.show(rows)
+        return rows
+
+    return make
 
 
-def test_the_table_names_every_role_and_its_memory(roles, models, capsys):
+def test_the_table_names_every_role_and_its_memory(table, models, capsys):
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(models["tied"]).parameters())
-    found = roles(["policy", "critic"], ["reference"], {"gsm8k": gsm8k_reward})
+    found = table(["policy", "critic", "reference"], {"gsm8k": gsm8k_reward})
     assert [role.name for role in found] == ["policy", "critic", "reference", "rollout", "reward gsm8k"]
     assert [role.device for role in found] == [8 * count, 8 * count, 2 * count, 4 * count, 0]
     printed = capsys.readouterr().out
@@ -44,8 +52,8 @@ def test_the_table_names_every_role_and_its_memory(roles, models, capsys):
 @pytest.mark.parametrize(
     "offload, aside", [("none", []), ("others", ["prm", "reference"]), ("all", ["policy", "prm", "reference"])]
 )
-def test_offloaded_roles_live_in_host_memory(roles, offload, aside):
-    found = roles(["policy", "prm"], ["reference"], offload=offload)
+def test_offloaded_roles_live_in_host_memory(table, offload, aside):
+    found = table(["policy", "prm", "reference"], offload=offload)
     assert [role.name for role in found if role.host and not role.device] == aside
 
 
@@ -58,22 +66,21 @@ def test_offloaded_roles_live_in_host_memory(roles, offload, aside):
         (Layout(), 2, "2 ranks share one, by vllm"),
     ],
 )
-def test_the_rollout_says_where_it_runs(roles, capsys, layout, tp, said):
-    roles(["policy"], layout=layout, backend="vllm", rollout_tp=tp)
+def test_the_rollout_says_where_it_runs(table, capsys, layout, tp, said):
+    table(["policy"], layout=layout, backend="vllm", rollout_tp=tp)
     assert said in capsys.readouterr().out
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_loaded(roles, monkeypatch):
-    monkeypatch.setattr(plan, "rank_memory", lambda: 2**20)
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(table, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(BadInput, match=r"need 0\.0 GiB .* has 0\.0; most of it is the policy's"):
-        roles(["policy"])
+        table(["policy"], memory=2**20)
 
 
-def test_a_reward_model_counts(roles):
+def test_a_reward_model_counts(table):
     reward = object.__new__(RewardModel)
     reward.parameters, reward.sharded = 1000, True
-    *_, found = roles(["policy"], rewards={"model:x": reward})
+    *_, found = table(["policy"], {"model:x": reward})
     assert found.device == 1000 * (2 if torch.cuda.is_available() else 4) / 2
 
 

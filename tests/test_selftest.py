@@ -452,7 +452,7 @@ def test_what_cannot_be_compared_fails(world):
 
 @pytest.mark.parametrize(
     "text, said", [(None, "expected the file of an algorithm"), ("", "has no dataclass Args and no function main"),
-                   ("sft", "its Args does not extend job.Flags")],
+                   ("sft", "its Args does not extend Flags")],
 )  # fmt: skip
 def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
     file = tmp_path / "mine.py"

@@ -20,11 +20,11 @@ from conftest import ARITHMETIC, CORES, ROOT, launch
 
 from common.errors import BadInput, RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
+from common.preflight.machine import check_layout
 from common.rollout.servers import client, process
 from common.rollout.servers.client import Control, ask_all
 from common.rollout.servers.weights import cut
 from common.rollout.vllm_engine import EngineConfig
-from common.run.checks import check_layout
 
 GRPO = ROOT / "algos/grpo.py"
 CORE = max(CORES)
@@ -174,7 +174,6 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
         (Layout("split", (CORE, CORE)), 1, "vllm", "different ones"),
         (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
         (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
-        (Layout("split", (CORE,), max_inflight_batches=3), 1, "vllm", "--max-inflight-batches 3"),
         (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
         (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
     ],

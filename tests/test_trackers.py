@@ -18,12 +18,13 @@ from conftest import ROOT, launch
 
 from algos import grpo
 from common.errors import BadInput
-from common.run import directory, trackers
-from common.run.job import Flags
+from common.preflight import machine, run_directory
+from common.preflight.flags import Flags
+from common.run import trackers
 
 NAMES = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 LOGGED = {0: {"loss/policy": 0.25, "eval/accuracy": 0.5}, 1: {"loss/policy": -2.0}, 7: {"reward/a-b/mean": 1.0}}
-FLAGS = directory.flags(grpo.Args(reward=("http://user:password@host/score",)))
+FLAGS = run_directory.flags(grpo.Args(reward=("http://user:password@host/score",)))
 PROGRAM = f"""
 import socket, sys
 from pathlib import Path
@@ -40,11 +41,12 @@ def noted_connect(self, address):
     return connect(self, address)
 
 socket.getaddrinfo, socket.socket.connect = noted_lookup, noted_connect
+from common.preflight.machine import check_tracker
 from common.run import trackers
 
 run_dir = Path("runs/first")
 run_dir.mkdir(parents=True)
-trackers.check(sys.argv[1])
+check_tracker(sys.argv[1])
 sink = trackers.open_sink(sys.argv[1], run_dir, {FLAGS})
 for step, metrics in {LOGGED}.items():
     sink(step, {{"step": step, **metrics}})
@@ -169,10 +171,10 @@ def test_a_tracker_writes_only_below_the_run_directory_and_stays_offline(track, 
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     for track in NAMES:
         with pytest.raises(BadInput) as error:
-            directory.check_directory("", "", track)
+            machine.check_tracker(track)
         assert str(error.value) == f"--track {track}: not installed; pip install {track}"
 
 
@@ -183,7 +185,7 @@ NO_KEY = [  # variables -> what is said about them
     ({"WANDB_API_KEY": "too-short"}, "--track wandb: WANDB_API_KEY invalid: API key must have 40+ characters"),
     ({"WANDB_MODE": "on line"}, "--track wandb: 1 validation error for Settings mode Input should be 'online'"),
 ]
-CHECK = "import sys; from common.run import trackers; trackers.check(sys.argv[1])"
+CHECK = "import sys; from common.preflight import machine; machine.check_tracker(sys.argv[1])"
 
 
 @pytest.mark.parametrize("variables, message", NO_KEY)

@@ -22,9 +22,10 @@ from common import errors, placement, rewards
 from common.data import prompts as data
 from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.preflight import machine, run_directory
 from common.rollout.servers import process as servers
 from common.rollout.vllm_engine import EngineConfig, engine_settings
-from common.run import checkpoint, checks, directory, tracking
+from common.run import checkpoint, tracking
 from common.trainer import model
 
 SOURCES = sorted(path for folder in ("common", "algos", "scripts") for path in (ROOT / folder).rglob("*.*"))
@@ -232,7 +233,7 @@ def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets
         assert not [secret for secret in secrets if secret in path.read_text()], path
     began = json.loads((tmp_path / "run/run.json").read_text())
     assert began["argv"][1:3] == ["--reward", "http://...@example.org:8001"] and "$REWARD_TOKEN" in began["argv"]
-    directory.check_configuration(args, "grpo")  # the same flags are still the same
+    run_directory.check_configuration(args, "grpo")  # the same flags are still the same
 
 
 @pytest.mark.parametrize("refuse", [
@@ -241,11 +242,11 @@ def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets
     lambda: rewards.load((URL.replace("http", "htp"),)),
     lambda: rewards.load((f"http://127.0.0.1:9/?key={SECRET}",)),
     lambda: rewards.load((f"http://127.0.0.1:9#{SECRET}",)),
-    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
-    lambda: checks.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
+    lambda: machine.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
+    lambda: machine.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
     lambda: load_tokenizer(URL),
     lambda: data.load(URL, data.Source(), "train", None, 64),
-    lambda: directory.check_directory("", URL, "none"),
+    lambda: run_directory.check_directory("", URL),
 ], ids=range(10))  # fmt: skip
 def test_no_password_of_a_url_is_in_a_message(refuse):
     with pytest.raises(BadInput) as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tyro
+from pydantic import NonNegativeInt
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.data import sources, templates
@@ -36,7 +37,7 @@ class Source:
 @dataclass(frozen=True)
 class TrainSource(Source):
     eval_dataset: str = ""  # Held-out data, named as in --dataset. Default: the test splits of built-in data sets.
-    eval_prompts: int = 256  # Number of held-out prompts. 0 turns evaluation off.
+    eval_prompts: NonNegativeInt = 256  # Number of held-out prompts. 0 turns evaluation off.
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ checkpoints/step_000010/model/      config, tokenizer, safetensors: transformers
 checkpoints/step_000010/trainer/    float32 masters and optimizer state, sharded; the random state of each rank
 checkpoints/step_000010/state.json  step, place in the data, weight version, reward weights
 
-Everything else is a function of the step: learning rate, sampling seeds, the order of the data. common/run/folders.py
-says what else lies in checkpoints/, and when a folder is complete.
+Everything else is a function of the step: learning rate, sampling seeds, the order of the data.
+common/preflight/folders.py says what else lies in checkpoints/, and when a folder is complete.
 """
 
 import io
@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PosixPath
 
 import torch
@@ -39,8 +38,10 @@ from common.data.prompts import PromptLoader
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
+from common.preflight import folders
+from common.preflight.flags import Saving
 from common.rewards.mixture import Rewards
-from common.run import folders, model_card, stopping
+from common.run import model_card, stopping
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
 # Everything that torch writes into .metadata. Names of a pickle are looked up here, so that nothing is imported.
@@ -52,15 +53,6 @@ METADATA_CLASSES = (
 METADATA_NAMES = {f"{known.__module__}.{known.__qualname__}": known for known in METADATA_CLASSES}
 METADATA_NAMES |= {f"{dtype}": dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 METADATA_NAMES |= dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath"), PosixPath)  # Python 3.11 and 3.13
-
-
-@dataclass(frozen=True)
-class Saving:
-    resume: str = ""  # checkpoint folder to start from; "auto" takes the newest of run_dir, if there is one
-    save_every: int = 0  # steps between checkpoints; 0 saves only after the last step and when asked to stop
-    keep_checkpoints: int = 0  # how many of the newest stay, besides the best by eval/accuracy; 0 keeps all
-    async_save: bool = False  # write from a copy in host memory while the next step runs
-    dry_run: bool = False  # check flags and data, print the plan, and leave before a model is loaded
 
 
 class Saver:

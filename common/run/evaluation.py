@@ -1,18 +1,12 @@
 """Accuracy of an engine's responses."""
 
 from common.data.prompts import Prompt
-from common.errors import BadInput, RunFailed
+from common.errors import RunFailed
 from common.placement import World
 from common.rewards.mixture import Rewards
 from common.run.sampling import texts_of
 
 Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
-
-
-def check_prompts(prompts: list[Prompt], size: int) -> None:
-    """Refuse prompts that are fewer than the ranks, whose engines all have to sample. Raises BadInput."""
-    if 0 < len(prompts) < size:
-        raise BadInput(f"{len(prompts)} prompts to evaluate on {size} ranks: each needs at least one")
 
 
 def evaluate(

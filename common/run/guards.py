@@ -14,9 +14,6 @@ SILENT_STEPS = 20  # steps in a row in which rewards, or a teacher, favoured no 
 COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
 WINDOW_STEPS = 10  # length of a moving average
 TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
-# The gap that --max-logprob-gap 0 allows: about 100 times the rounding of float32, and in bfloat16 twice that of
-# SmolLM2-135M, the smallest real model we know.
-MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 STALE_GAP = 0.5  # the gap allowed where the engine is one update behind: it includes what was learned since
 DRIFT_SHARE = 0.1  # drop of accuracy, as a share of the best, at which to warn if the reward is at its highest
 

@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from common.run.directory import described, read_metrics
+from common.preflight.run_directory import described, read_metrics
 
 ROWS = 12  # steps in the table
 

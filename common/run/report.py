@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from common.data import arithmetic
 from common.errors import BadInput
+from common.preflight.run_directory import described, read_metrics
 from common.run import traces
-from common.run.directory import described, read_metrics
 
 PHASES = {  # phase of a step -> ways to make it faster
     "rollout": "shorter responses (--max-response-tokens), more memory for the engine (--rollout-memory)",

@@ -16,7 +16,7 @@ from common.data import json_lines
 from common.data.json_lines import is_count, is_number
 from common.errors import BadInput, refuse_all
 from common.placement import World
-from common.run import folders
+from common.preflight import folders
 
 # Content security policy of an HTML page that shows rollouts. Responses are escaped already; in addition to that, the
 # browser runs no script and loads nothing.

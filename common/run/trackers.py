@@ -8,10 +8,10 @@ import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import BadInput, warn
+from common.preflight.machine import wandb_mode
 
 Opened = tuple[Callable[[dict, int], None], Callable[[], None]]
 PROJECT = "onefile-rl"  # name of the project, or of the experiment, in each tracker
@@ -26,25 +26,6 @@ ERRORS = {  # tracker -> module and name of its exceptions, in addition to OSErr
     "mlflow": ("mlflow.exceptions", "MlflowException"),
     "swanlab": ("swanlab.exceptions", "AuthenticationError"),
 }
-
-
-def check(track: str) -> None:
-    """Refuse a tracker that is not installed, and wandb online without a key. Raises BadInput."""
-    if track != "none" and find_spec(track) is None:
-        raise BadInput(f"--track {track}: not installed; pip install {track}")
-    if track != "wandb" or wandb_mode() in ("offline", "dryrun", "disabled"):
-        return
-    import wandb
-    from wandb.sdk.lib import wbauth
-
-    cure = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline"
-    try:
-        host = wandb.setup().settings.base_url
-        key = wbauth.authenticate_session(host=host, source="--track", prompt=False, update_session=False)
-    except (ValueError, wandb.errors.Error) as error:
-        raise BadInput(f"--track wandb: {one_line(error)}; {cure}") from None
-    if key is None:
-        raise BadInput(f"--track wandb: no API key for {host}; {cure}")
 
 
 def open_sink(track: str, run_dir: Path, flags: dict) -> Callable:
@@ -84,11 +65,6 @@ def open_sink(track: str, run_dir: Path, flags: dict) -> Callable:
             failed.append(step)
 
     return sink
-
-
-def wandb_mode() -> str:
-    """WANDB_MODE. The default is online with WANDB_API_KEY, and offline without it."""
-    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
 
 
 def open_wandb(run_dir: Path, flags: dict) -> Opened:

@@ -14,9 +14,11 @@ from tqdm import tqdm
 
 from common.errors import RunFailed, in_phase, redacted
 from common.placement import World
+from common.preflight import folders
+from common.preflight.run_directory import flags, read_metrics
 from common.rollout.rollout import Rollout
-from common.run import folders, traces, trackers
-from common.run.directory import check_shared, describe, flags, read_metrics
+from common.run import traces, trackers
+from common.run.directory import check_shared, describe
 from common.run.guards import Trends
 from common.trainer.batching import MicroBatch
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import tyro
+from pydantic import NonNegativeInt
 
 from common.placement import Sharding, World
 from common.rollout.rollout import Rollout
@@ -42,11 +43,11 @@ Text = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of the re
 class Compute(Sharding):
     """Settings of the trainer's forward and backward. All but the last three change results only by rounding."""
 
-    token_budget: int = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
+    token_budget: NonNegativeInt = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Train adapters of this rank (LoRA); raise learning rates tenfold (Schulman, 2025). 0 trains all weights."""
     train_vision: bool = False  # Train the part of the model that sees images, too.
     freeze_router: bool = False  # Keep what chooses experts in a mixture-of-experts model as it is.

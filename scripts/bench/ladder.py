@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 from common import errors, placement
 from common.data import prompts as data
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import checks, precision
+from common.preflight.memory import MemoryPlan
 from common.rewards import grading
 from common.rollout import engines
 from common.rollout.rollout import Rollout
-from common.run import checks, memory, precision
 from common.trainer import batching, model
 
 GROUP, LONGEST = 8, 192
@@ -99,7 +100,7 @@ def main(args: Args) -> None:
     naive = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, use_safetensors=True)
     policies = {dtype: model.load(args.model, world, dtype) for dtype in dtypes}
     optimizers = {id(p): torch.optim.AdamW(p.parameters(), lr=0.0, fused=True) for p in (naive, *policies.values())}
-    budget = memory.plan(batching.Compute(), args.model, torch.float32, size=1)
+    budget = MemoryPlan(model=args.model, dtype=torch.float32, size=1).fitted_compute()
     plain = dataclasses.replace(budget, shared_prompts=False)
     taken: dict[str, list[float]] = {}
 

@@ -19,8 +19,8 @@ import tyro
 from common import placement
 from common.data import prompts as data
 from common.data.tokenizer import load_tokenizer, resolve_model
+from common.preflight import checks
 from common.rollout import engines
-from common.run import checks
 
 ROWS = {  # name -> what it changes in the engine's settings
     "blocks of 128 tokens, vLLM's own": {"block_size": 128, "kv_transfer_config": None},

@@ -24,8 +24,8 @@ from measure import return_memory
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common import errors, placement
+from common.preflight import precision
 from common.rollout import rollout
-from common.run import precision
 from common.trainer import batching, model
 from common.trainer.kernels import Kernels
 

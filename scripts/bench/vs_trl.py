@@ -24,7 +24,7 @@ import tyro
 
 from common import errors
 from common.data import arithmetic as embedded
-from common.run import precision
+from common.preflight import precision
 
 FILE = Path(__file__)
 TRL = "trl==1.16.0"

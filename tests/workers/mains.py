@@ -42,7 +42,7 @@ FLAGS = {
 OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
     "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
-    "ppo": {"kl_coef": 0.1, "lam": (0.95, 1.0)}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
+    "ppo": {"kl_coef": 0.1, "lam": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
     "opd": {"full_vocabulary": True},
 }  # fmt: skip
 

@@ -30,11 +30,11 @@ OWN = {  # for each algorithm, something that a checkpoint must not lose
     "dr_grpo": {"schedule": "constant"}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)},
-    "ppo": {"lam": (0.95, 1.0), "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
+    "ppo": {"lam": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
     "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
 }  # fmt: skip
 EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for its baseline, too
-    "ppo": {"environment": "guess", "lam": (0.95, 1.0)}, "remax": {"environment": "calculator", "kl_coef": 0.1},
+    "ppo": {"environment": "guess", "lam": 0.95}, "remax": {"environment": "calculator", "kl_coef": 0.1},
     "dapo": {"environment": "guess", "gen_prompts": 8, "max_gen_batches": 40, "overlong_cache": 4},
 }  # fmt: skip
 SIGNALLED = ("grpo", "remax", "ppo-guess")

@@ -18,7 +18,7 @@ OWN = {  # DAPO and PRIME draw more prompts than they keep.
     "rloo": {"kl_coef": 0.01},
     "reinforce_pp": {"kl_coef": 0.01},
     "remax": {"kl_coef": 0.01},
-    "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam": (0.95, 1.0), "learning_rate": 5e-4, "steps": 6},
+    "ppo": {"prompts_per_step": 32, "kl_coef": 0.01, "lam": 0.95, "learning_rate": 5e-4, "steps": 6},
     "dapo": {"prompts_per_step": 8, "gen_prompts": 32},
     "prime": {"prompts_per_step": 8, "gen_prompts": 32},
 }

@@ -31,9 +31,9 @@ OWN = {
     "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1},
-    "ppo": {"lam": (0.95, 1.0)}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
+    "ppo": {"lam": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
     "opd": {}, "opd-full": {"full_vocabulary": True}, "fork": {},
-    "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": (0.95, 1.0)},
+    "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": 0.95},
     "remax-calculator": {"environment": "calculator", "dataset": ("calculator",), "max_response_tokens": 48},
     "grpo-squares": {"model": str(embedded.IMAGES_START), "max_response_tokens": 4},
 }  # fmt: skip

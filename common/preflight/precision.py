@@ -1,4 +1,4 @@
-"""The data type of forward and backward: the one that --dtype names, or the one this machine is faster with."""
+"""The data type of forward and backward: the one that --dtype names, or the one that this machine is faster with."""
 
 import statistics
 import time
@@ -9,11 +9,11 @@ from transformers import AutoConfig
 
 from common import placement
 from common.errors import say
-from common.run.directory import described
+from common.preflight.run_directory import described
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NARROW_HIDDEN_SIZE = 512  # "auto" computes narrower models in float32
-WORTH_IT = 1.2  # On a CPU, bfloat16 products have to be this many times as fast as float32 ones.
+WORTH_IT = 1.2  # on a CPU, bfloat16 products have to be this many times as fast as float32 ones
 PRODUCT = (512, 1024, 1024)  # sizes of the measured product: tokens, and the width before and after a layer
 REPEATS = 9
 
@@ -24,11 +24,13 @@ def choose(name: str, model_path: str, resume: Path | None = None) -> torch.dtyp
     The embedded model and others under NARROW_HIDDEN_SIZE stay in float32: they gain little by bfloat16, and what they
     reach must not depend on the machine. resume: a checkpoint; its run goes on in the dtype that it began with.
     """
-    began = resume.absolute().parents[1] / "run.json" if resume else Path()
-    if name == "auto" and began.is_file():
-        name = str(described(began)["args"].get("dtype", name))
+    if resume and name == "auto":
+        run_json = resume.absolute().parents[1] / "run.json"
+        if run_json.is_file():
+            name = str(described(run_json)["args"].get("dtype", name))
     if name in DTYPES:
         return DTYPES[name]
+    # "auto"
     narrow = AutoConfig.from_pretrained(model_path).get_text_config().hidden_size < NARROW_HIDDEN_SIZE
     if narrow or not has_bfloat16():
         return torch.float32
@@ -51,16 +53,17 @@ def has_bfloat16() -> bool:
 def speed_of_bfloat16() -> float:
     """How many times as many products this CPU computes in bfloat16 as in float32: the median of measured pairs."""
     placement.use_cores()
-    rows, before, after = PRODUCT
-    pairs = [
-        (torch.ones(rows, before, dtype=dtype), torch.ones(before, after, dtype=dtype))
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+    ratios = []
+    for _ in range(REPEATS + 1):
+        ratios.append(seconds_of_product(torch.float32) / seconds_of_product(torch.bfloat16))
+    return statistics.median(ratios[1:])  # The first product of each kind allocates memory and chooses kernels.
 
-    def seconds(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
-        begin = time.perf_counter()
-        torch.mm(*pair)
-        return time.perf_counter() - begin
 
-    ratios = [seconds(pairs[0]) / seconds(pairs[1]) for _ in range(REPEATS + 1)]
-    return statistics.median(ratios[1:])  # The first of each allocates and chooses kernels.
+def seconds_of_product(dtype: torch.dtype) -> float:
+    """Seconds of one matrix product of the size of a layer's."""
+    tokens, before, after = PRODUCT
+    left = torch.ones(tokens, before, dtype=dtype)
+    right = torch.ones(before, after, dtype=dtype)
+    began = time.perf_counter()
+    torch.mm(left, right)
+    return time.perf_counter() - began

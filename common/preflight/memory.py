@@ -1,0 +1,286 @@
+"""The memory of a rank, computed before anything is loaded: what a run keeps there, and what that leaves.
+
+All bytes follow from the model's config.json. While a rank trains, it holds
+
+    states       float32 weights and Adam's two moments of trained models, weights of frozen ones, all sharded
+    gradients    of the model that is being updated
+    the engine   asleep: what vLLM keeps; or a second copy of the weights (--rollout-backend hf)
+    one forward  the gathered weights of the layers at work, activations of its tokens, a few chunks of logits
+
+While it samples, only the states remain, and the engine may have the rest. So the states decide how large the token
+budget of a forward and the engine's share of a GPU can be.
+
+A CPU has one memory for all of this, and it is seldom short: there the activations get a fixed share.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from common.data.tokenizer import causal_class
+from common.errors import BadInput, say
+from common.placement import Layout, rank_memory
+from common.preflight.checks import heads_of
+from common.rollout.engines import MOST_SEQUENCES, kv_bytes_per_token
+from common.trainer import lora
+from common.trainer.batching import Compute
+from common.trainer.logits import GPU_LOGITS_PER_CHUNK
+from common.trainer.model import GRADIENT_MEMORY_SHARE
+
+GIB = 2**30  # bytes
+
+# Bytes of a parameter.
+MASTER_BYTES = 12  # a trained one: float32 weight and Adam's two moments
+GRADIENT_BYTES = 4
+FROZEN_BYTES = 4
+
+FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
+ENGINE_ASLEEP = 2 * GIB  # kept by a sleeping engine: CUDA graphs, libraries
+ENGINE_WORKSPACE = 4 * GIB  # needed by an engine besides weights and KV cache
+ACTIVATION_SHARE = 0.2  # share of a rank's memory for the activations of a forward, on a CPU and in float32
+LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
+MIN_BUDGET_TOKENS = 1024
+MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
+
+
+@lru_cache
+def text_config(model_path: str) -> PreTrainedConfig:
+    """The configuration of a model, or of its language model if it sees images too."""
+    return AutoConfig.from_pretrained(model_path).get_text_config()
+
+
+def without_weights(model_path: str) -> torch.nn.Module:
+    """The model on the meta device. Reads the config, not the weights."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(model_path)
+        return causal_class(config).from_config(config)
+
+
+@lru_cache
+def count_parameters(model_path: str) -> int:
+    """Number of parameters of a causal language model, tied ones counted once."""
+    return sum(parameter.numel() for parameter in without_weights(model_path).parameters())
+
+
+@lru_cache
+def trained_parameters(model_path: str, lora_rank: int) -> int:
+    """Number of parameters that a policy trains: all, or those of its adapters. Raises BadInput without such layers."""
+    if not lora_rank:
+        return count_parameters(model_path)
+    model = without_weights(model_path)
+    lora.insert(model, lora_rank, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Estimated bytes that one token of a forward keeps for the backward.
+
+    A layer keeps 4 hidden sizes in float32 (norms and residuals), 5 hidden sizes and 4 feed-forward widths. With
+    checkpointing, every layer keeps only its input, except for the one that is being computed again.
+    """
+    # In a mixture of experts a token passes through several small feed-forwards in place of a wide one.
+    width = config.intermediate_size
+    experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits this many of them
+    expert_width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    width = max(width, experts * expert_width)
+    layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
+    if checkpointing:
+        return config.num_hidden_layers * config.hidden_size * dtype.itemsize + layer
+    return config.num_hidden_layers * layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one rank. `memory` and `gpu` describe another machine than this one, as in scripts/plan.py."""
+
+    model: str  # folder or Hub name; only its config.json is read
+    dtype: torch.dtype  # data type of forward and backward, and of the engine
+    size: int  # number of ranks
+    compute: Compute = Compute()
+    models: tuple[str, ...] = ("policy",)  # all of the sizes of `model`; "reference" is frozen, others are trained
+    others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model of other sizes
+    offload: str = "none"  # value of --offload
+    backend: Literal["vllm", "hf", "none"] = "none"  # "none": no engine, as in SFT
+    rollout_tp: int = 1
+    layout: Layout = Layout()
+    reward_bytes: float = 0.0  # bytes of reward models on this rank's device
+    memory: float = field(default_factory=rank_memory)  # bytes of this rank's GPU, or its share of the machine
+    gpu: bool = field(default_factory=torch.cuda.is_available)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of the weights together."""
+        return self.compute.shard_size or self.size
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.model)
+
+    @property
+    def trainable(self) -> int:
+        """Parameters of each trained model that have a gradient and moments."""
+        return trained_parameters(self.model, self.compute.lora_rank)
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the GPU that the estimates below may fill."""
+        return (1 - FREE) * self.memory
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of activations of one token."""
+        return activation_bytes(text_config(self.model), self.dtype, self.compute.activation_checkpointing)
+
+    @property
+    def engine(self) -> Literal["asleep", "copy", "elsewhere"]:
+        """Where the engine is while this rank trains. "elsewhere": on other GPUs, or nowhere."""
+        if self.layout.split or self.backend == "none":
+            return "elsewhere"
+        return "asleep" if self.backend == "vllm" else "copy"
+
+    def offloaded(self, name: str) -> bool:
+        """Whether a model's states are in host memory."""
+        return self.offload == "all" or (self.offload == "others" and name != "policy")
+
+    def model_states(self) -> dict[str, int]:
+        """name -> bytes of each model that stay between the steps, on all shards together.
+
+        A policy with adapters is its own reference, so that reference takes nothing.
+        """
+        adapts = self.compute.lora_rank > 0
+        trained = MASTER_BYTES * self.trainable
+        if adapts:
+            # The frozen weights below the adapters are kept in the compute dtype.
+            trained += self.dtype.itemsize * self.parameters
+        states = dict.fromkeys(self.models, trained)
+        if "reference" in states:
+            states["reference"] = 0 if adapts else FROZEN_BYTES * self.parameters
+        return states | {name: FROZEN_BYTES * count_parameters(path) for name, path in self.others.items()}
+
+    @property
+    def states(self) -> float:
+        """Bytes that stay on this rank's device, also while it samples."""
+        models = sum(size for name, size in self.model_states().items() if not self.offloaded(name))
+        return models / self.shards + self.reward_bytes
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
+        return self.offload != "all" and GRADIENT_BYTES * self.trainable <= GRADIENT_MEMORY_SHARE * self.memory
+
+    def update(self, tokens: float) -> float:
+        """Most bytes of this rank in an update whose forwards have that many tokens."""
+        config = text_config(self.model)
+        embedding = config.vocab_size * config.hidden_size
+        ends = embedding if config.tie_word_embeddings else 2 * embedding  # gathered for the whole pass
+        layer = (self.parameters - ends) / config.num_hidden_layers
+
+        # FSDP gathers two layers at a time: one at work, and the next one ahead of it.
+        gathered = self.parameters if self.shards == 1 else ends + 2 * layer
+        # A gradient is whole until it has been reduced over the ranks.
+        unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(ends, layer))
+        # Models are updated one after the other, so only one of them has gradients at a time.
+        gradients = 0 if self.offload == "all" else self.trainable / self.shards
+        engine = {"asleep": ENGINE_ASLEEP, "copy": self.dtype.itemsize * self.parameters, "elsewhere": 0}[self.engine]
+
+        passing = self.dtype.itemsize * gathered + GRADIENT_BYTES * (unreduced + gradients) + LOGITS_BYTES
+        return self.states + engine + passing + tokens * self.token_bytes
+
+    def token_budget(self) -> int:
+        """Tokens of one forward that fit, at least MIN_BUDGET_TOKENS.
+
+        It depends on the size of the memory, not on how much is free: a command always cuts the same micro-batches.
+        """
+        share = ACTIVATION_SHARE * self.memory
+        if not self.gpu:
+            # A power of two is the same on machines of nearly the same memory.
+            budget = MIN_BUDGET_TOKENS
+            while budget < MAX_BUDGET_TOKENS and 2 * budget * self.token_bytes <= share:
+                budget *= 2
+            return budget
+        room = self.usable - self.update(0)
+        config = text_config(self.model)
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        # Attention in float32, with capped scores or with sinks has no kernel of its own: it pads, and keeps more than
+        # activation_bytes() says.
+        if self.dtype == torch.float32 or capped or config.model_type == "gpt_oss":
+            room = min(room, share)
+        tokens = room / self.token_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
+        return int(max(MIN_BUDGET_TOKENS, min(tokens, MAX_BUDGET_TOKENS)))
+
+    def check_update(self, tokens: float) -> None:
+        """Raises BadInput if an update whose forwards have that many tokens does not fit."""
+        if self.update(tokens) > self.usable:
+            raise BadInput(
+                f"an update with {math.ceil(tokens)} tokens in a forward needs {self.update(tokens) / GIB:.1f} GiB a "
+                f"rank, {self.usable / GIB:.1f} of {self.memory / GIB:.0f} can be used: --activation-checkpointing, a "
+                "smaller --token-budget, shorter rows or --sequence-parallel, more ranks, --offload"
+            )
+
+    def fitted_compute(self, longest: int = 0) -> Compute:
+        """The settings with their token budget filled in, and printed if it was open. Raises BadInput.
+
+        longest: tokens of the longest row, which is never cut.
+        """
+        budget = self.compute.token_budget or self.token_budget()
+        if self.gpu:
+            # The longest row is a forward of its own if it is longer than the budget. Sequence parallelism cuts it.
+            self.check_update(max(budget, math.ceil(longest / self.compute.sequence_parallel)))
+        if not self.compute.token_budget:
+            activations = self.token_bytes * budget / GIB
+            say(f"token budget: {budget} a forward and rank ({activations:.2g} GiB of activations)")
+        return replace(self.compute, token_budget=budget)
+
+    @property
+    def engine_room(self) -> float:
+        """Bytes that an engine may take while it samples: of a GPU of its own, or what the trainer's states leave."""
+        return self.usable if self.engine == "elsewhere" else self.usable - self.states
+
+    def engine_needs(self, tokens: float) -> float:
+        """Bytes of the engine on each of its GPUs, with a KV cache for that many tokens."""
+        config = text_config(self.model)
+        weights = self.parameters * self.dtype.itemsize / self.rollout_tp
+        cache = kv_bytes_per_token(config, self.dtype) * tokens
+        # If there are more GPUs than key and value heads, some GPUs keep the same head.
+        sharing = min(self.rollout_tp, heads_of(config)[1])
+        return weights + cache / sharing + ENGINE_WORKSPACE
+
+    def engine_share(self, tokens: float) -> float:
+        """Share of the GPU for the engine, in hundredths: as much as that many tokens need, or all that is left."""
+        needs = math.ceil(100 * self.engine_needs(tokens) / self.memory)
+        room = math.floor(100 * self.engine_room / self.memory)
+        return min(needs, room) / 100
+
+    def check_engine(self, longest: float, share: float) -> None:
+        """Raises BadInput if this share of the GPU is too small for one response of that length, or too large."""
+        needs = self.engine_needs(longest)
+        takes = share * self.memory
+        if needs > takes:
+            raise BadInput(
+                f"the engine needs {needs / GIB:.1f} GiB of each GPU for weights and one response, and has "
+                f"{max(0, takes) / GIB:.1f} of {self.memory / GIB:.0f}: a larger --rollout-tp, more ranks, --offload"
+            )
+        if takes > self.engine_room and self.engine != "elsewhere":
+            raise BadInput(
+                f"--rollout-memory {share:g} takes {takes / GIB:.1f} GiB of each GPU, and the trainer leaves "
+                f"{self.engine_room / GIB:.1f} of {self.memory / GIB:.0f}"
+            )
+
+    def fitted_layout(self, longest: int, sequences: int) -> Layout:
+        """The layout with vLLM's share of a GPU filled in, and printed if it was open. Raises BadInput.
+
+        longest: tokens of the longest prompt and response. sequences: responses that one engine is asked for at once.
+        """
+        if not self.gpu or self.backend != "vllm" or self.layout.rollout_urls:
+            return self.layout
+        # Room for all responses that the engine works on at once, each at its longest.
+        tokens = longest * min(MOST_SEQUENCES, sequences)
+        share = self.layout.rollout_memory or self.engine_share(tokens)
+        self.check_engine(longest, share)
+        if not self.layout.rollout_memory:
+            say(f"engine: {share:.0%} of the GPU's {self.memory / GIB:.0f} GiB")
+        return replace(self.layout, rollout_memory=share)

@@ -1,0 +1,126 @@
+"""The table of a run's roles, printed before anything is loaded: what lives where, and the memory it takes.
+
+A role is a model or a reward: the policy, a critic, a reference, the engine, a grader.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import BadInput, say
+from common.preflight.memory import FROZEN_BYTES, GIB, GRADIENT_BYTES, MemoryPlan
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str
+    lives: str
+    dtype: str
+    device: float = 0.0  # bytes on each rank's device
+    host: float = 0.0  # bytes of host memory for each rank
+
+
+def roles_of(plan: MemoryPlan, rewards: dict[str, Callable]) -> list[Role]:
+    """All roles of a run, in the order of the table."""
+    models = model_roles(plan)
+    return [*models, rollout_role(plan), *(reward_role(name, reward, plan.size) for name, reward in rewards.items())]
+
+
+def model_roles(plan: MemoryPlan) -> list[Role]:
+    """The models that the trainer's ranks share. A trained one also has gradients in an update."""
+    computes = str(plan.dtype).removeprefix("torch.")
+    adapts = plan.compute.lora_rank > 0
+    roles = []
+    for name, size in plan.model_states().items():
+        if name == "reference" and adapts:
+            roles.append(Role(name, "the policy without its adapters", ""))
+            continue
+        lives = f"sharded over {plan.shards} rank(s)"
+        dtype = f"float32, computes in {computes}"
+        if name in plan.models and name != "reference":
+            # The table shows the peak, so a trained model counts with its gradients.
+            size += GRADIENT_BYTES * plan.trainable
+            if adapts:
+                dtype = f"{plan.trainable / 1e6:,.2f} M float32, the rest {computes}"
+        share = size / plan.shards
+        if plan.offloaded(name):
+            roles.append(Role(name, f"{lives}, in host memory", dtype, host=share))
+        else:
+            roles.append(Role(name, lives, dtype, device=share))
+    return roles
+
+
+def rollout_role(plan: MemoryPlan) -> Role:
+    """The engine, or the servers, that generate responses."""
+    layout = plan.layout
+    # Only vLLM shares a model over several ranks.
+    tp = plan.rollout_tp if plan.backend == "vllm" else 1
+    weights = plan.parameters * plan.dtype.itemsize / tp
+    dtype = str(plan.dtype).removeprefix("torch.")
+    if layout.rollout_urls:
+        return Role("rollout", " ".join(layout.rollout_urls), dtype)
+    if layout.split:
+        kind = "GPUs" if plan.gpu else "cores"
+        lives = f"{kind} {layout.rollout_devices}, {tp} a server, by vLLM"
+        # Servers on cores share the machine's memory with the ranks. Servers on GPUs have their own.
+        host = 0.0 if plan.gpu else weights * len(layout.rollout_devices) / plan.size
+        return Role("rollout", lives, dtype, host=host)
+    lives = f"every rank, by {plan.backend}" if tp == 1 else f"{tp} ranks share one, by {plan.backend}"
+    if plan.gpu and plan.backend == "vllm":
+        # It sleeps while its rank trains, so its weights do not add up with what the trainer needs.
+        return Role("rollout", f"{lives}, asleep while training", dtype)
+    return Role("rollout", lives, dtype, device=weights)
+
+
+def reward_role(name: str, reward: Callable, size: int) -> Role:
+    """A reward. Only reward models take memory worth counting. size: number of ranks."""
+    # Imported here, so that importing an algorithm file does not load them.
+    from common.rewards.model import RewardModel, RewardModelOnCPU
+    from common.rewards.service import RewardService
+
+    name = f"reward {name}"
+    if isinstance(reward, RewardModelOnCPU):
+        return Role(name, "a CPU process of each rank", "float32", host=FROZEN_BYTES * reward.parameters)
+    if isinstance(reward, RewardModel):
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        weights = dtype.itemsize * reward.parameters
+        dtype = str(dtype).removeprefix("torch.")
+        if reward.sharded:
+            return Role(name, f"sharded over {size} rank(s)", dtype, device=weights / size)
+        return Role(name, "every rank", dtype, device=weights)
+    lives = "a service" if isinstance(reward, RewardService) else "worker processes or the rank itself"
+    return Role(name, lives, "")
+
+
+def check_fit(plan: MemoryPlan, roles: list[Role]) -> None:
+    """Raises BadInput that names the largest role if the memory of a rank is too small for all of them."""
+    device = sum(role.device for role in roles)
+    host = sum(role.host for role in roles)
+    # The ranks of a node share its memory.
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
+    if plan.gpu:
+        needs = [("device", device, plan.memory), ("host", host, host_memory)]
+    else:  # both are the same memory
+        needs = [("host", device + host, plan.memory)]
+    for kind, needed, memory in needs:
+        if needed > memory:
+            largest = max(roles, key=lambda role: role.device + role.host)
+            raise BadInput(
+                f"the roles need {needed / GIB:.1f} GiB of {kind} memory a rank, which has {memory / GIB:.1f}; most of "
+                f"it is the {largest.name}'s: more ranks, a smaller model, or --offload"
+            )
+
+
+def show(roles: list[Role]) -> None:
+    """Print the table."""
+    rows = [("role", "lives on", "dtype", "GiB a rank")]
+    for role in roles:
+        rows.append((role.name, role.lives, role.dtype, f"{(role.device + role.host) / GIB:.2f}"))
+    # Each column is as wide as its widest cell.
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        say("  ".join(cells).rstrip())
