@@ -41,7 +41,7 @@ FAULTS = {
         3, "collective-timeout",
         r"rank 0 in step 2: update: waited in vain for another rank .*hang or are dead: \[1\]", 1,
     ),
-    "truncated_checkpoint": (2, "checkpoint-damaged", r"distcp: has \d+ bytes of \d+; .*step_000002 is older", 4),
+    "truncated_checkpoint": (2, "checkpoint-damaged", r"safetensors: has \d+ bytes of \d+; .*step_000002 is older", 4),
     "lost_checkpoint_file": (2, "checkpoint-damaged", "model.safetensors: is missing", 4),
     "torn_state": (2, "checkpoint-damaged", "step_000004/state.json: ", 4),
     "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: invalid JSON .*; remove the line", None),
