@@ -221,7 +221,7 @@ class Run:
         done = self.saver.load(plan.resume)
         if plan.resume or args.layout.split:  # A fresh colocated engine has loaded these weights from disk already.
             weight_sync.push(policy, engine)
-        self.probe = diagnosis.Probe(
+        self.probe = diagnosis.GapProbe(
             policy, engine, plan.prompts, args.temperature, args.max_response_tokens, args.compute, world
         )
         self.tracker = Tracker(args.run_dir, plan.name, args, world, args.track, done, args.steps)

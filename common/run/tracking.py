@@ -149,7 +149,7 @@ class Tracker(Metrics):
         self.step_seconds = 0.0
         self.report_written = time.perf_counter()
         self.report_seconds = 0.0  # how long it took to write report.html
-        self.trends = Trends(heard=start > 0)
+        self.trends = Trends(had_signal=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
         if world.is_main:
