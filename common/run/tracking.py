@@ -164,7 +164,7 @@ class Tracker(Metrics):
         self.forget_steps_after(start)
         # disable=None: a log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
-        self.sink = trackers.open_sink(track, self.run_dir, flags(args))
+        self.sink = trackers.Sink(track, self.run_dir, flags(args))
 
     def forget_steps_after(self, start: int) -> None:
         """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint."""
@@ -211,7 +211,7 @@ class Tracker(Metrics):
         if self.world.is_main:
             with open(self.metrics_file, "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            self.sink(step, metrics)
+            self.sink.log(step, metrics)
             self.bar.update(step - self.bar.n)
             self.bar.write(console_line(metrics))
         for name, value in metrics.items():
@@ -275,7 +275,7 @@ class Tracker(Metrics):
     def close(self) -> None:
         """Close the trackers, write report.html and print its path."""
         if self.world.is_main:
-            self.sink(None, None)
+            self.sink.close()
             self.bar.close()
             print(f"report: {self.write_report()}", flush=True)
 
