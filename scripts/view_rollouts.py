@@ -21,7 +21,7 @@ import tyro
 
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
-from common.run import traces
+from common.run import html_page, traces
 from common.run.directory import described
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
@@ -193,8 +193,8 @@ def main(args: Args) -> None:
     said = said.translate(VISIBLE)
     if args.html:
         page = [
-            f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
-            f"<title>{html.escape(path.stem.translate(VISIBLE))}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
+            html_page.head(path.stem.translate(VISIBLE), STYLE),
+            f"<p>{html.escape(said)}</p>",
             *map(to_html, rows, marked, new),
         ]
         Path(args.html).write_text("\n".join(page) + "\n", encoding="utf-8")
