@@ -341,20 +341,3 @@ def test_the_report_shows_what_only_one_algorithm_measures():
     rows = [{"step": 1, "time/step": 2.0, "time/rollout": 0.5, "time/<i>": 1.5, "teacher/kl": 0.1, "mismatch/kl": 0.1}]
     assert report.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.summary(rows)
     assert report.panels(rows)["KL to another model, nats"] == ["teacher/kl"]
-
-
-def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
-    run = {"algorithm": "grpo", "args": {"dataset": ["arithmetic"], "model": str(embedded.WARM_START)}}
-    behind = report.committed(run)
-    assert len(behind) == 3 and behind[0][0] == {"step": 0, "eval/accuracy": 0.535156}
-    others = (("calculator", embedded.ENVIRONMENTS_START), ("squares", embedded.IMAGES_START))
-    assert all(report.committed({**run, "args": {"dataset": [name], "model": str(start)}}) for name, start in others)
-    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": 0.6, "train/grad_norm": 1.0}]
-    with_it, without = report.draw(rows, behind), report.draw(rows)
-    assert with_it.count("#cccccc") > without.count("#cccccc")
-    others = [["gsm8k"], ["arithmetic", "gsm8k"], [".."]]
-    for change in ({"model": "other"}, *({"dataset": other} for other in others)):
-        assert report.committed({**run, "args": run["args"] | change}) == []
-    assert report.committed({"algorithm": 7, "args": {}}) == []
-    control = {"algorithm": "sft", "args": {"dataset": ["sums"], "model": "models/SmolLM2-135M-Instruct"}}
-    assert report.committed(control) == [], "a control is several commands, whose flags are not in its args"

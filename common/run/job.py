@@ -234,10 +234,10 @@ class Run:
     def accuracy(self) -> float:
         """Greedy accuracy on the held-out prompts."""
         plan = self.plan
-        return evaluation.greedy_accuracy(
-            self.engine, plan.held_out, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens,
-            metrics=self.tracker,
-        )  # fmt: skip
+        evaluator = evaluation.Evaluator(
+            self.engine, plan.reward, plan.tokenizer, self.world, self.args.max_response_tokens
+        )
+        return evaluator.greedy_accuracy(plan.held_out, metrics=self.tracker)
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""

@@ -1,6 +1,5 @@
 """Write one HTML file that shows a run: curves, times of the phases, sample responses, and how to run it again."""
 
-import csv
 import html
 import io
 import json
@@ -13,17 +12,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.data import arithmetic
 from common.errors import BadInput
 from common.run import html_page, traces
 from common.run.directory import described, read_metrics
 
-Rows = list[dict[str, float]]  # of a metrics.jsonl, or of a baseline's CSV
+Rows = list[dict[str, float]]  # of metrics.jsonl
 
 TRAINING = "a larger --token-budget, no --activation-checkpointing or --offload if memory allows"
 PHASES = {  # phase of a step -> ways to make it faster
     "rollout": "shorter responses (--max-response-tokens), more memory for the engine (--rollout-memory)",
-    "wait": "more --rollout-devices or --rollout-urls, because responses take longer than training",
+    "wait": "more rollout servers, because responses take longer than training",
     "reward": "more workers, or a service on another machine (docs/rewards.md)",
     "logprobs": "a larger --token-budget",
     "update": TRAINING,
@@ -55,7 +53,6 @@ PANELS = {  # title -> pattern of the metrics in it
     "trainer - engine, |log-prob|": "mismatch/logprob_abs_(mean|max)",
     SECONDS: "time/[^/]+",
 }
-COMPARED = ("reward/mean", "eval/accuracy", "response/length_mean")  # curves behind which the committed ones are drawn
 SHOWN_GROUPS = 4
 SHOWN_RESPONSES = 4
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
@@ -80,7 +77,7 @@ def write(run_dir: Path) -> Path:
         html_page.head(run_dir.name, STYLE),
         f"<h1>{html.escape(run_dir.name)}</h1>",
         summary(metrics),
-        draw(metrics, committed(run)),
+        draw(metrics),
         "<h2>Responses of the last saved step</h2>",
         shown,
         "<h2>Run</h2>",
@@ -135,32 +132,8 @@ def panels(rows: Rows) -> dict[str, list[str]]:
     return {title: names for title, names in found.items() if names}
 
 
-def committed(run: dict) -> list[Rows]:
-    """The curves of each seed of the committed baseline with a run's algorithm, data and model; [] without one."""
-    args = run["args"]
-    names = [*args.get("dataset", []), run.get("algorithm")]
-    if len(names) != 2 or not all(isinstance(name, str) and name.isidentifier() for name in names):
-        return []
-    folder = arithmetic.ROOT.joinpath("baselines", *names)
-    first = folder / "seed0.json"
-    if not first.is_file():
-        return []
-    model = Path(args.get("model", ""))
-    embedded = (arithmetic.WARM_START, arithmetic.ENVIRONMENTS_START, arithmetic.IMAGES_START)
-    name = "embedded" if model in embedded else model.name
-    if Path(described(first)["args"].get("model", "")).name != name:  # A control has no args.
-        return []
-    return [read_curve(path) for path in sorted(folder.glob("seed*.csv"))]
-
-
-def read_curve(path: Path) -> Rows:
-    """Rows of a baseline's CSV, without its empty fields."""
-    with open(path, newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def draw(rows: Rows, behind: list[Rows] = ()) -> str:
-    """All panels as one inline SVG. behind: curves of other runs, which are drawn in grey."""
+def draw(rows: Rows) -> str:
+    """All panels as one inline SVG."""
     chosen = panels(rows)
     lines = max(1, math.ceil(len(chosen) / 3))
     height = 2.6 * lines
@@ -184,7 +157,7 @@ def draw(rows: Rows, behind: list[Rows] = ()) -> str:
         if title == SECONDS:
             draw_phases(axis, rows, names)
         else:
-            draw_curves(axis, rows, names, behind if names[0] in COMPARED else [])
+            draw_curves(axis, rows, names)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "0"}):  # the same run gives the same file
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -201,23 +174,17 @@ def draw_phases(axis: Axes, rows: Rows, names: list[str]) -> None:
         axis.legend(fontsize="small")
 
 
-def draw_curves(axis: Axes, rows: Rows, names: list[str], behind: list[Rows]) -> None:
-    """The curves of one panel, over the grey ones of other runs."""
-    for seed, curve in enumerate(behind):
-        axis.plot(*points(curve, names[0]), color="0.8", label=None if seed else "baseline")
+def draw_curves(axis: Axes, rows: Rows, names: list[str]) -> None:
+    """The curves of one panel, each where its metric was measured."""
     for name in names:
-        steps, values = points(rows, name)
-        axis.plot(steps, values, "o-" if name.startswith("eval/") else "-", label=label(name, names) or "this run")
+        measured = [row for row in rows if name in row]
+        values = [row[name] for row in measured]
+        style = "o-" if name.startswith("eval/") else "-"
+        axis.plot([row["step"] for row in measured], values, style, label=label(name, names))
         if name.startswith("mismatch/") and min(values) > 0:
             axis.set_yscale("log")
-    if len(names) > 1 or behind:
+    if len(names) > 1:
         axis.legend(fontsize="small")
-
-
-def points(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, where it was measured."""
-    measured = [row for row in rows if name in row]
-    return [row["step"] for row in measured], [row[name] for row in measured]
 
 
 def label(name: str, names: list[str]) -> str:
