@@ -43,7 +43,9 @@ from common.run import folders, model_card, stopping
 from common.run.folders import AdapterInfo, RewardState, SavedState
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
-FILE_BYTES = 2**30  # size of a file in trainer/; safetensors makes each of them in memory before it writes it
+# Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
+# threads write, so a save takes about four times as much.
+FILE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Saver:
         BadInput or RunFailed on all ranks.
         """
         saved = folders.state(folder) if folder else None
+        # Ranks that find other checkpoints than rank 0 would train other weights without noticing.
         self.step = self.saved_step = saved.step if saved else 0
         if self.world.min(self.step) != self.world.max(self.step):
             raise RunFailed(
@@ -116,6 +119,7 @@ class Saver:
             # Gradients and moments have no room beside an engine that is awake, and training_state() makes them.
             self.engine.sleep()
         tensors = training_state(self.trained, saved.fresh)
+        # Each rank has random states of its own, so they only fit the same number of ranks.
         random_states = {}
         device = self.world.device.type
         if (saved.ranks, saved.device) == (self.world.size, device):
@@ -182,6 +186,7 @@ class Saver:
         """Save after the step if it is due, or if any rank was asked to stop. Collective: every rank calls it."""
         self.step = step
         self.signals.trained = True
+        # A launcher may have sent the signal to one rank only. All of them have to stop after the same step.
         self.stopping = bool(self.world.max(bool(self.signals.asked)))
         if self.due(step) or self.stopping:
             self.save(step, metrics)
@@ -198,7 +203,7 @@ class Saver:
         folder = self.run_dir / "checkpoints" / f"step_{step:06d}"
         if self.world.is_main:
             folders.begin(folder)
-        dist.barrier()
+        dist.barrier()  # no rank writes into the folder before it is there
         fresh = fresh_models(self.trained)
         saved = SavedState(
             step=step,
@@ -214,6 +219,7 @@ class Saver:
             accuracy=metrics.get("eval/accuracy"),
             files={},
         )
+        # The next step changes the weights while an asynchronous save writes them, so it needs copies.
         weights = whole_weights(self.policy, self.dtype, copy=self.saving.async_save)
         tensors = training_state(self.trained, fresh) | get_random_states(self.world)
         writer = writer_for(tensors, folder.with_suffix(".unfinished") / "trainer")
@@ -260,6 +266,7 @@ class Saver:
         if (self.run_dir / "run.json").is_file():
             card = model_card.text(self.run_dir, saved.step)
             (unfinished / "model/README.md").write_text(card, "utf-8")
+        # state.json comes last, because it lists the sizes of all other files.
         saved.files = folders.sizes(unfinished)
         (unfinished / "state.json").write_text(saved.model_dump_json(indent=1) + "\n")
         folders.finish(folder)
@@ -328,7 +335,8 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
         write_adapter(policy, weights, folder)
     else:
         policy.save_pretrained(folder, state_dict=weights)
-        extra_files.append("generation_config.json")  # It may name end tokens that no other file has.
+        # It may name end tokens that no other file has.
+        extra_files.append("generation_config.json")
     tokenizer.save_pretrained(folder)
     if image_tokens(policy.config):
         extra_files += ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]

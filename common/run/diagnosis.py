@@ -27,8 +27,6 @@ class Gap:
 
     mean: float
     largest: float
-    first: float  # mean over the first tokens of responses, which depend on the prompt alone
-    rest: float  # mean over all other tokens
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class GapProbe:
 
     def some_prompts(self) -> list[list[int]]:
         """Token ids of PROMPTS_PER_RANK prompts for this rank: every size-th prompt, starting over after the last."""
+        # The engines of all ranks have to sample, even if there are fewer prompts than ranks.
         places = (self.world.rank + i * self.world.size for i in range(PROMPTS_PER_RANK))
         return [self.prompts[place % len(self.prompts)].ids for place in places]
 
@@ -57,20 +56,14 @@ class GapProbe:
         """The gap between the log-probs that the trainer computes for these responses and those of the engine."""
         micro_batches = batching.pack(batch, torch.arange(len(batch)), self.compute, self.world)
         logprobs = model.frozen_logprobs(self.policy, batch, micro_batches, self.temperature)  # (N, T)
+        # A log-prob that is NaN on one side must not look like agreement.
         gaps = (logprobs - batch.rollout_logprobs).abs().nan_to_num(nan=torch.inf).double()  # (N, T)
-        tokens = batch.response_mask
-        is_first = torch.arange(gaps.shape[1], device=gaps.device) == 0  # (T,)
-        largest = gaps[tokens].max() if tokens.any() else 0.0
+        gaps = gaps[batch.response_mask]  # one for each sampled token of this rank
+        tokens = self.world.sum(len(gaps))
         return Gap(
-            mean=self.mean(gaps[tokens]),
-            largest=self.world.max(largest),
-            first=self.mean(gaps[tokens & is_first]),
-            rest=self.mean(gaps[tokens & ~is_first]),
+            mean=self.world.sum(gaps.sum()) / max(1.0, tokens),
+            largest=self.world.max(gaps.max() if len(gaps) else 0.0),
         )
-
-    def mean(self, values: torch.Tensor) -> float:
-        """Mean over the values of all ranks; 0 without any."""
-        return self.world.sum(values.sum()) / max(1.0, self.world.sum(len(values)))
 
 
 def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], None], max_gap: float) -> tuple[str, str]:
@@ -82,6 +75,7 @@ def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], Non
     prompts: those of the step. settle(): returns when nothing else uses the engine. max_gap: the largest mean gap that
     is allowed, in nats.
     """
+    # With --max-inflight-batches 2 a thread may be sampling the next step.
     settle()
     prompt_ids = [prompt.ids for prompt in prompts]
     before = probe.gap(probe.sample(prompt_ids, seed=1))
@@ -99,8 +93,7 @@ def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], Non
             "assumes, or their log-probs were computed in another way, or the bound is too tight"
         )
     return "logprob-gap", (
-        f"for new responses, after the weights were sent once more, it is {after.first:.3g} at the first token and "
-        f"{after.rest:.3g} after it: check that all weights arrive, that the engine samples at --temperature "
+        f"for new responses, after the weights were sent once more, it is {after.mean:.3g}: check that all weights arrive, that the engine samples at --temperature "
         f"{probe.temperature:g} and resets its prefix cache with every update, its model code, --dtype, and whether "
         "both see the same prompt tokens"
     )

@@ -48,11 +48,13 @@ class Evaluator:
         texts = texts_of(rollout, self.tokenizer)
         results = self.reward.score(prompts_here, texts, rollout, self.world)
 
+        # The rows of a prompt are next to each other: 0 ... n - 1 for the first, n ... 2n - 1 for the second.
         graded = []
         scores = []
         for place, prompt in enumerate(prompts_here):
             rows = range(place * n, (place + 1) * n)
-            if rollout.response_mask[rows[0]].any():  # a response that could not be graded has lost its mask
+            # score() clears the mask of responses that could not be graded, with all others to the same prompt.
+            if rollout.response_mask[rows[0]].any():
                 graded.append((prompt, [(texts[row], results[row].acc) for row in rows]))
                 scores += [results[row].score for row in rows]
         if not self.world.sum(len(graded)):

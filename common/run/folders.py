@@ -22,6 +22,9 @@ Count = Annotated[int, Field(ge=0, le=2**53)]  # a whole number that a float hol
 STRICT = ConfigDict(strict=True, extra="forbid", validate_by_name=True, serialize_by_alias=True)
 
 
+# The models below are strict and know all their keys: a state.json that does not fit them was not written by a save.
+
+
 class AdapterInfo(BaseModel):
     """What LoRA was added to, and how."""
 
@@ -87,6 +90,7 @@ def state(folder: Path) -> SavedState:
 
 def check(folder: Path) -> None:
     """Raise BadInput if a file of a complete checkpoint is missing or has another size than when it was saved."""
+    # A user who is told that a checkpoint is damaged wants to know which one to take instead.
     older = [other for other in complete(folder.parent.parent) if other.name < folder.name]
     cure = f"{older[-1]} is older: --resume it, with another --run-dir" if older else "there is no older one"
     try:
@@ -108,6 +112,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def begin(folder: Path) -> Path:
     """Make and return the empty .unfinished folder of a checkpoint, and remove what killed saves have left."""
+    # Rank 0 calls this before any rank writes, so no other save is going on.
     for leftover in folder.parent.glob("step_*.unfinished"):
         shutil.rmtree(leftover)
     if folder.exists():
@@ -127,6 +132,7 @@ def finish(folder: Path) -> None:
     for path in (*unfinished.rglob("*"), unfinished):
         flush(path)
     unfinished.rename(folder)
+    # The new name is a change of the parent folder.
     flush(folder.parent)
 
 

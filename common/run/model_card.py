@@ -68,6 +68,7 @@ def without_path(word: str) -> str:
 def table(metrics: list[dict]) -> str:
     """About ROWS of the rows of metrics.jsonl as Markdown, the first and the last among them."""
     columns = {title: name for title, name in COLUMNS.items() if any(name in row for row in metrics)}
+    # Counted from the end, so the last step is there. The first one is added if it is not.
     every = 1 + len(metrics) // ROWS
     shown = metrics[::-every][::-1]
     if metrics and shown[0] is not metrics[0]:

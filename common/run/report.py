@@ -68,6 +68,7 @@ def write(run_dir: Path) -> Path:
     """
     run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)
+    # A run that was killed while it wrote a rollout file goes on, and its report must not end it then.
     try:
         rollouts = traces.read(traces.find(run_dir)) if traces.saved(run_dir) else []
         shown = responses(rollouts)
@@ -127,6 +128,7 @@ def matching(rows: Rows, pattern: str) -> list[str]:
 
 def panels(rows: Rows) -> dict[str, list[str]]:
     """title -> metrics of each panel of curves for which there are metrics."""
+    # The phases have an order of their own, and some times are no phases.
     found = {title: matching(rows, pattern) for title, pattern in PANELS.items()}
     found[SECONDS] = [f"time/{phase}" for phase in phases(rows)]
     return {title: names for title, names in found.items() if names}
@@ -158,9 +160,11 @@ def draw(rows: Rows) -> str:
             draw_phases(axis, rows, names)
         else:
             draw_curves(axis, rows, names)
+    # The same run must give the same file: no date, and no random names in the SVG.
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "0"}):  # the same run gives the same file
+    with matplotlib.rc_context({"svg.hashsalt": "0"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # HTML takes an inline SVG without the XML and document type declarations above it.
     return buffer.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
@@ -224,6 +228,7 @@ def responses(rollouts: list[dict]) -> str:
     """An HTML table: each prompt once, and a row for each of its chosen responses."""
     lines = ["<table><tr><th>prompt<th>response<th>found<th>reference<th>score<th>advantage<th>end"]
     for group in choose(rollouts):
+        # The prompt's cell stands in the first row of its group and spans all of them.
         prompt = f"<td rowspan={len(group)}><pre>{html.escape(group[0]['prompt'])}</pre>"
         for row in group:
             advantages = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"] or 0.0]

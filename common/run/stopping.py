@@ -44,12 +44,14 @@ class StopSignals:
         """The signal handler. Raises KeyboardInterrupt if nothing has been trained."""
         if not self.trained:
             raise KeyboardInterrupt
+        # The first request is remembered, and step_done() looks for it. A second one is obeyed at once.
         if not self.asked:
             self.asked = signal.Signals(number).name
             self.since = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
+                # The signal may have interrupted a print(), so this does not use one.
                 message = f"{self.asked}: waiting for the end of {self.doing()}, then saving; once more leaves at once"
-                os.write(2, f"\n{message}\n".encode())  # the signal may have interrupted a print(), so not print()
+                os.write(2, f"\n{message}\n".encode())
         elif time.monotonic() - self.since > ONE_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -57,6 +59,7 @@ class StopSignals:
 
 def command(run_dir: Path) -> str:
     """The command that goes on with the run: the one of this process, with --run-dir and --resume auto."""
+    # Drop --run-dir and --resume in both spellings: "--run-dir X" and "--run_dir=X".
     flags = []
     words = iter(sys.argv[1:])
     for word in words:

@@ -46,6 +46,7 @@ def write(
         group_size = len(batch.responses) // len(batch.prompts)
         lines = []
         for row in range(place * group_size, (place + 1) * group_size):
+            # A row that is not trained on has no old log-probs.
             has_old = needed is None or needed[row]
             fields = sampled_fields(batch, row, batch.prompts[place])
             fields["index"] = place * world.size + world.rank  # rank r has prompts r, r + size, ...
@@ -73,6 +74,7 @@ def gathered(groups: Iterator[list[str]], world: World) -> Iterator[str]:
     It gathers one prompt of each rank at a time, because a step of long responses has gigabytes. Collective: every rank
     reads it to its end.
     """
+    # Every rank has the same number of prompts, so each call of gather_object finds all ranks.
     for group in groups:
         everyone = [None] * world.size if world.is_main else None
         dist.gather_object(group, everyone)
@@ -81,9 +83,10 @@ def gathered(groups: Iterator[list[str]], world: World) -> Iterator[str]:
 
 
 def sampled_fields(batch, row: int, prompt: Prompt) -> dict:
-    """What was sampled for a prompt, and how it was graded. The keys stand in the order of KEYS."""
+    """What was sampled for a prompt, and how it was graded."""
     length = len(batch.response_ids[row])
     result = batch.results[row]
+    # The keys of a row stand in the order of KEYS. write() fills in those that are still None.
     fields = dict.fromkeys(KEYS) | {
         "id": prompt.id,
         "prompt": prompt.text,
@@ -132,6 +135,7 @@ def sampled_tokens(batch, row: int) -> list[int]:
 
 def saved(run_dir: Path) -> dict[int, Path]:
     """Step -> file, for all steps that are saved, oldest first."""
+    # Files of other names are not ours, such as refused_000007.jsonl or an editor's copy.
     files = {}
     for path in run_dir.glob("rollouts/step_*.jsonl"):
         if step := re.fullmatch(r"step_(\d{6,18})", path.stem):

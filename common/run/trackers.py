@@ -65,9 +65,11 @@ class Sink:
         self.failed = False
         if self.closed:
             return
+        # The user's own settings win.
         for name, value in VARIABLES.get(track, {}).items():
             os.environ.setdefault(name, value.format(run_dir=run_dir.absolute()))
         self.failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+        # Each package is imported only if it was chosen, and so are its exceptions.
         if track in ERRORS:
             self.failures += (pkgutil.resolve_name(ERRORS[track]),)
         try:
@@ -142,7 +144,8 @@ def open_mlflow(run_dir: Path, flags: dict) -> Opened:
     """MLFLOW_TRACKING_URI, or RUN/mlflow.db; `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it."""
     import mlflow
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # otherwise it tells how it makes a database
+    # Otherwise it reports each step of making a new database.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
         if mlflow.get_experiment_by_name(PROJECT) is None:
