@@ -420,8 +420,10 @@ def test_flags_of_older_versions_are_ignored(world, tmp_path):
     assert flags.isdisjoint(directory.REMOVED)
 
 
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
-    assert [Path(tracking.new_folder(f"{tmp_path}/runs/x")).name for _ in range(3)] == ["x", "x-2", "x-3"]
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    assert [tracking.new_folder("x") for _ in range(3)] == ["runs/x-now", "runs/x-now-2", "runs/x-now-3"]
 
 
 def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path):

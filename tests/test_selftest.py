@@ -108,7 +108,7 @@ def lose_last_tokens(monkeypatch):
 
 def lose_last_micro_batch(monkeypatch):
     pack = batching.pack
-    monkeypatch.setattr(batching, "pack", lambda *given: pack(*given)[:8])
+    monkeypatch.setattr(batching, "pack", lambda *given: batching.mark_last(pack(*given)[:8]))
 
 
 def forget_the_optimizer(monkeypatch):

@@ -93,7 +93,7 @@ def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], Non
             "assumes, or their log-probs were computed in another way, or the bound is too tight"
         )
     return "logprob-gap", (
-        f"for new responses, after the weights were sent once more, it is {after.mean:.3g}: check that all weights arrive, that the engine samples at --temperature "
-        f"{probe.temperature:g} and resets its prefix cache with every update, its model code, --dtype, and whether "
-        "both see the same prompt tokens"
+        f"for new responses, after the weights were sent once more, it is {after.mean:.3g}: check that all weights "
+        f"arrive, that the engine samples at --temperature {probe.temperature:g} and resets its prefix cache with "
+        "every update, its model code, --dtype, and whether both see the same prompt tokens"
     )
