@@ -353,7 +353,7 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
 
 
 def adapters_of(model: nn.Module) -> AdapterInfo | None:
-    """What a model's LoRA adapters are, for state.json; None for a model without them."""
+    """The description of a model's LoRA adapters for state.json; None for a model without them."""
     for layer in model.modules():
         if hasattr(layer, "lora_a"):
             base = Path(model.config._name_or_path).name

@@ -26,7 +26,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", validate_by_name=True, serializ
 
 
 class AdapterInfo(BaseModel):
-    """What LoRA was added to, and how."""
+    """The model that LoRA was added to, and how."""
 
     model_config = STRICT
     base: str
@@ -38,7 +38,7 @@ class AdapterInfo(BaseModel):
 
 
 class RewardState(BaseModel):
-    """What Rewards.state() returns."""
+    """The result of Rewards.state()."""
 
     model_config = STRICT
     weights: dict[str, float]

@@ -40,7 +40,7 @@ class Trends:
         self.had_signal = had_signal
         self.steps_without_signal = 0  # in a row
         self.truncated_steps = 0  # in a row
-        self.first_entropies: list[float] = []  # of the first WINDOW_STEPS steps
+        self.first_entropies: list[float] = []  # at most WINDOW_STEPS of them
         self.warned: set[str] = set()
 
     def check(self, metrics: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from common.errors import BadInput
 from common.run import html_page, traces
 from common.run.directory import described, read_metrics
 
-Rows = list[dict[str, float]]  # of metrics.jsonl
+Rows = list[dict[str, float]]  # metrics.jsonl
 
 TRAINING = "a larger --token-budget, no --activation-checkpointing or --offload if memory allows"
 PHASES = {  # phase of a step -> ways to make it faster

@@ -83,7 +83,7 @@ def gathered(groups: Iterator[list[str]], world: World) -> Iterator[str]:
 
 
 def sampled_fields(batch, row: int, prompt: Prompt) -> dict:
-    """What was sampled for a prompt, and how it was graded."""
+    """The response in a row, and how it was graded."""
     length = len(batch.response_ids[row])
     result = batch.results[row]
     # The keys of a row stand in the order of KEYS. write() fills in those that are still None.
