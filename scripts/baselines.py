@@ -34,8 +34,7 @@ from matplotlib.figure import Figure
 
 from common.data import arithmetic, tasks
 from common.preflight import folders
-from common.preflight.run_directory import flat
-from common.run import report
+from common.preflight.run_directory import flat, read_metrics
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
@@ -185,7 +184,7 @@ def prepare(task: str, run: str) -> None:
 def add(run_dir: Path, task: str, name: str) -> None:
     """Keep the curve and run.json of a run, and evaluate its last checkpoint for the tasks of STARTS."""
     run = json.loads((run_dir / "run.json").read_text())
-    rows, trained = report.read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
+    rows, trained = read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
     if (task, name) in OFFLINE:
         run["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
@@ -261,10 +260,16 @@ def start(task: str) -> None:
     (BASELINES / task / "start.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """Rows of a committed CSV, without its empty fields."""
+    with open(path, newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
 def curves(task: str) -> dict[str, list[list[dict]]]:
     """{run: a list of rows for each seed}, from a task's committed CSVs."""
     runs = [folder for folder in sorted((BASELINES / task).iterdir()) if list(folder.glob("seed*.csv"))]
-    return {folder.name: [report.read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
+    return {folder.name: [read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
 
 
 def described(task: str, run: str) -> list[dict]:

@@ -22,7 +22,6 @@ import base64
 import dataclasses
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +38,7 @@ from common.preflight.ranges import Seed, Temperature
 from common.rollout import engines
 from common.rollout.environments import episodes
 from common.run import evaluation
+from common.run.tracking import Metrics
 from common.trainer.batching import Compute
 
 
@@ -148,18 +148,11 @@ def main(args: Args) -> None:
     )  # fmt: skip
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
 
-    def log(how: str, name: str, total: float, count: int) -> None:
-        """Keep eval/reward, the mean score, as greedy_reward or sampled_reward, and eval/turns in the same way."""
-        result[name.replace("eval/", how)] = world.sum(total) / world.sum(count)
-
-    result["greedy"] = evaluation.greedy_accuracy(
-        engine, prompts, reward, tokenizer, world, args.max_response_tokens, partial(log, "greedy_")
-    )
+    evaluator = evaluation.Evaluator(engine, reward, tokenizer, world, args.max_response_tokens)
+    greedy, sampled = Metrics(world), Metrics(world)
+    result["greedy"] = evaluator.greedy_accuracy(prompts, greedy)
     if args.n:
-        graded = evaluation.evaluate(
-            engine, prompts, reward, tokenizer, world, args.max_response_tokens, args.n, args.temperature, args.seed,
-            partial(log, "sampled_"),
-        )  # fmt: skip
+        graded = evaluator.evaluate(prompts, args.n, args.temperature, args.seed, sampled)
         correct = [int(sum(acc for _, acc in row)) for _, row in graded]  # for each prompt of this rank
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"
@@ -169,6 +162,9 @@ def main(args: Args) -> None:
             if file:
                 rows = [row for given in whole for row in rows_of(*given, args.source.template)]
                 result[kept] = save(file, rows, world)
+    for how, metrics in (("greedy_", greedy), ("sampled_", sampled)):
+        for name, ((total, count),) in metrics.sums.items():  # eval/reward, the mean score, and eval/turns
+            result[name.replace("eval/", how)] = world.sum(total) / world.sum(count)
     if world.is_main:
         print(json.dumps(result))
     placement.finish(world, engine)

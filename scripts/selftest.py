@@ -42,7 +42,7 @@ from common.preflight.ranges import Temperature
 from common.rollout import engines
 from common.rollout.rollout import Rollout
 from common.run.checkpoint import Saver
-from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, Probe
+from common.run.diagnosis import PROMPTS_PER_RANK, RESPONSES_PER_PROMPT, GapProbe
 from common.trainer import batching, lora, model
 
 GAP_NATS = 1e-4  # bound of the largest |trainer - engine| of a token's log-prob in float32
@@ -73,7 +73,7 @@ class Args:
     file: tyro.conf.Positional[str] = ""  # An algorithm's file. It comes first; the flags behind it are its own.
 
 
-def rows_without_disk(probe: Probe, dtype: torch.dtype, bound: Bound) -> list[Row]:
+def rows_without_disk(probe: GapProbe, dtype: torch.dtype, bound: Bound) -> list[Row]:
     """All rows except those about a checkpoint. The engine has the policy's weights. Collective."""
     began = time.perf_counter()
     batch = probe.sample(probe.some_prompts(), seed=1)
@@ -92,13 +92,13 @@ def rows_without_disk(probe: Probe, dtype: torch.dtype, bound: Bound) -> list[Ro
     ]
 
 
-def gap_of(probe: Probe, batch: Rollout, bound: Bound) -> tuple[float, str]:
+def gap_of(probe: GapProbe, batch: Rollout, bound: Bound) -> tuple[float, str]:
     """(the figure of the gap that has a bound, the same in words)."""
     gap = getattr(probe.gap(batch), bound[0])
     return gap, f"{bound[0]} {gap:.1e} (<= {bound[1]:g})"
 
 
-def gradient_row(probe: Probe, batch: Rollout, bound: float) -> Row:
+def gradient_row(probe: GapProbe, batch: Rollout, bound: float) -> Row:
     """Is the gradient of the mean log-prob the same in the run's micro-batches and in forwards of one response each?"""
     alone = dataclasses.replace(probe.compute, token_budget=1, shared_prompts=False)
     tokens, gradients, forwards = probe.world.sum(batch.response_mask.sum()), [], []
@@ -116,7 +116,7 @@ def gradient_row(probe: Probe, batch: Rollout, bound: float) -> Row:
     return ("gradient", measured, difference <= bound and length > 0)
 
 
-def sync_rows(probe: Probe, old: Rollout, bound: Bound) -> list[Row]:
+def sync_rows(probe: GapProbe, old: Rollout, bound: Bound) -> list[Row]:
     """Push changed weights, then the first ones again. Does the engine follow? old: responses of the first weights."""
     policy, rows, unsynced, tries = probe.policy, [], 0.0, 0
     before = checksums(policy, {})
@@ -243,7 +243,7 @@ def main(args: Args) -> None:
     saver = Saver(Saving(), trained, loader, reward, engine, tokenizer, dtype, world)
     if args.layout.split:  # servers have read the model's files; a fresh colocated engine has its weights already
         weight_sync.push(policy, engine)
-    probe = Probe(policy, engine, asked, args.temperature, args.max_response_tokens, compute, world)
+    probe = GapProbe(policy, engine, asked, args.temperature, args.max_response_tokens, compute, world)
     bound = ("largest", GAP_NATS) if dtype == torch.float32 else ("mean", args.max_logprob_gap)
     rows = rows_without_disk(probe, dtype, bound)
     with tempfile.TemporaryDirectory(prefix="selftest-", dir=args.folder) if world.is_main else nullcontext("") as made:

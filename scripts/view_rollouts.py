@@ -22,7 +22,7 @@ import tyro
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
 from common.preflight.run_directory import described
-from common.run import traces
+from common.run import html_page, traces
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #ddd;padding:.5em;margin:.2em 0 1.5em}
@@ -193,8 +193,8 @@ def main(args: Args) -> None:
     said = said.translate(VISIBLE)
     if args.html:
         page = [
-            f'<!doctype html><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{traces.POLICY}">',
-            f"<title>{html.escape(path.stem.translate(VISIBLE))}</title><style>{STYLE}</style><p>{html.escape(said)}</p>",
+            html_page.head(path.stem.translate(VISIBLE), STYLE),
+            f"<p>{html.escape(said)}</p>",
             *map(to_html, rows, marked, new),
         ]
         Path(args.html).write_text("\n".join(page) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ import transformers
 from conftest import ROOT, launch, save_model
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
+from test_checkpoint import state as checkpoint_state
 
 from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, rloo, sft
 from common import errors, placement
@@ -416,7 +417,7 @@ def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
     checkpoint = tmp_path / "run/checkpoints/step_000052"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"step": 52, "files": {}}))
+    (checkpoint / "state.json").write_text(checkpoint_state(52))
     (tmp_path / "run/report.html").touch()
     resumed = {**grpo.EMBEDDED, "run_dir": str(tmp_path / "run"), "saving": Saving(resume="auto")}
     grpo.main(grpo.Args(**resumed))

@@ -105,8 +105,13 @@ def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path,
     saver = start(models, world, tmp_path)
     step(*saver.trained["policy"])
     saver.save(1, {})
-    again, states, asleep = start(models, world, tmp_path), checkpoint.states, []
-    monkeypatch.setattr(checkpoint, "states", lambda *of: asleep.append(again.engine.asleep) or states(*of))
+    again, training_state, asleep = start(models, world, tmp_path), checkpoint.training_state, []
+
+    def noted(*given):
+        asleep.append(again.engine.asleep)
+        return training_state(*given)
+
+    monkeypatch.setattr(checkpoint, "training_state", noted)
     again.load(tmp_path / "checkpoints/step_000001")
     assert asleep == [True]
 
@@ -134,9 +139,10 @@ def test_a_checkpoint_of_another_kind_of_device_goes_on_without_its_random_state
     assert "saved by 1 ranks (cuda), now 1 (cpu): it goes on, but not bit for bit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_save):
-    saver = start(models, world, tmp_path, async_save=async_save)
+@pytest.mark.parametrize("async_save, kind, file_bytes", [(False, "untied", 2**28), (True, "tied", 100_000)])
+def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, monkeypatch, async_save, kind, file_bytes):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", file_bytes)
+    saver = start(models, world, tmp_path, kind, async_save=async_save)
     step(*saver.trained["policy"])
     saver.loader.take(5)
     saver.save(3, {})
@@ -145,7 +151,7 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_sa
     step(*saver.trained["policy"])  # a save that is not written yet does not see this
     saver.finish_writing()
     torch.manual_seed(1)
-    again = start(models, world, tmp_path)
+    again = start(models, world, tmp_path, kind)
     folder = run_directory.find_checkpoint("auto", tmp_path)
     assert again.load(folder) == 3 and again.engine.weight_version == 6  # the push that follows makes it 7
     assert same(policy_of(again), at_save) and same(exported(folder), at_save)
@@ -154,6 +160,8 @@ def test_restored_training_goes_on_bit_for_bit(models, world, tmp_path, async_sa
     step(*again.trained["policy"])
     assert same(policy_of(again), policy_of(saver))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+    files = list((folder / "trainer").iterdir())
+    assert {file.suffix for file in files} == {".safetensors"} and (len(files) > 10) == (file_bytes < 2**28)
 
 
 def test_a_new_run_from_a_checkpoint_has_the_settings_of_its_own_flags(models, world, tmp_path):
@@ -239,9 +247,9 @@ def cut_after(monkeypatch, count: int) -> None:
             monkeypatch.setattr(where, name, guard(getattr(where, name)))
 
 
-@pytest.mark.parametrize("last", [4, 6])
-def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_path, monkeypatch, last):
-    """After 2 and 4: 6, for which 4 or 2 has to go; or 4 once more. In a checkpoint stands the number of its save."""
+def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_path, monkeypatch):
+    """After 2 and 4: 6, for which 4 or 2 has to go. In a checkpoint stands the number of its save."""
+    last = 6
     saver, number = start(models, world, tmp_path / "first", keep_checkpoints=1), [0]
 
     def write(folder) -> None:
@@ -249,9 +257,9 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_pa
         for name in "ab":
             (folder / name).write_text(str(number[0]))
 
-    monkeypatch.setattr(checkpoint, "states", lambda *given: {})
+    monkeypatch.setattr(checkpoint, "training_state", lambda *given: {})
     monkeypatch.setattr(checkpoint, "whole_weights", lambda *given, **named: {})
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda state, checkpoint_id: write(checkpoint_id))
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda tensors, storage_writer: write(Path(storage_writer.path)))
     monkeypatch.setattr(checkpoint, "write_model", lambda policy, weights, tokenizer, folder, dtype: write(folder))
 
     def save(step: int, accuracy=None) -> None:
@@ -280,24 +288,28 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_pa
         assert names == {f"step_{best:06d}", "step_000008", "best.json"}
         count += 1
     assert count > 25
-    moved = {("step_000004.replaced", True)} if last == 4 else set()
-    assert seen == {("step_000004", True), (f"step_{last:06d}", False)} | moved
+    assert seen == {("step_000004", True), (f"step_{last:06d}", False)}
+
+
+def state(step: int, accuracy: float | None = None) -> str:
+    """The text of a state.json."""
+    facts = {"step": step, "position": 0, "data": "", "fresh": [], "lora": None, "trained": 1, "ranks": 1}
+    facts |= {"device": "cpu", "weight_version": 0, "reward": {"weights": {}}, "files": {}}
+    return json.dumps(facts | {"eval/accuracy": accuracy})
 
 
 def fake(run_dir, step: int, accuracy=None) -> None:
     folder = run_dir / f"checkpoints/step_{step:06d}"
-    folders.begin(folder)
-    (folder.with_suffix(".unfinished") / "state.json").write_text(json.dumps({"step": step, "eval/accuracy": accuracy}))
+    (folders.begin(folder) / "state.json").write_text(state(step, accuracy))
     folders.finish(folder)
 
 
-def test_a_replaced_one_without_its_successor_takes_its_name_back(tmp_path):
+def test_a_checkpoint_of_a_step_to_come_makes_room(tmp_path):
+    """Somebody has deleted metrics.jsonl and starts again. The newest whole one is not lost before it."""
     fake(tmp_path, 2)
-    fake(tmp_path, 4)
-    checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step_000004").rename(checkpoints / "step_000004.replaced")  # and then it was killed
-    folders.begin(checkpoints / "step_000006")
-    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000002", "step_000004"]
+    fake(tmp_path, 4, 0.5)
+    fake(tmp_path, 4, 0.75)
+    assert [folders.state(folder).accuracy for folder in folders.complete(tmp_path)] == [None, 0.75]
 
 
 ALL = [2, 4, 6, 8, 10]
@@ -337,7 +349,7 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     ):  # fmt: skip
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
-            (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps({"step": int(name[5:11])}))
+            (tmp_path / "checkpoints" / name / "state.json").write_text(state(int(name[5:11])))
     assert run_directory.find_checkpoint("auto", tmp_path).name == "step_000010"
     assert run_directory.find_checkpoint("auto", tmp_path / "nothing") is None
     assert run_directory.find_checkpoint("", tmp_path) is None
@@ -400,8 +412,10 @@ def test_another_configuration_is_refused(world, tmp_path, before, now, refused)
         check("grpo")
 
 
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
-    assert [Path(tracking.new_folder(f"{tmp_path}/runs/x")).name for _ in range(3)] == ["x", "x-2", "x-3"]
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    assert [tracking.new_folder("x") for _ in range(3)] == ["runs/x-now", "runs/x-now-2", "runs/x-now-3"]
 
 
 def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path):

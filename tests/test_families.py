@@ -91,12 +91,11 @@ def test_frozen_routers_stay_and_all_else_is_trained(name, saved, world, tmp_pat
     before = {key: parameter.detach().full_tensor().clone() for key, parameter in policy.named_parameters()}
     optimizer.step()
     assert {key for key, p in policy.named_parameters() if torch.equal(p.full_tensor(), before[key])} == frozen
-    dcp.save(checkpoint.states({"policy": (policy, optimizer)}, []), checkpoint_id=tmp_path)
+    tensors = checkpoint.training_state({"policy": (policy, optimizer)}, [])
+    assert frozen.isdisjoint(name.removeprefix("policy.model.") for name in tensors)
+    dcp.save(tensors, storage_writer=checkpoint.writer_for(tensors, tmp_path))
     again, restored = load(True)
-    state = checkpoint.states({"policy": (again, restored)}, [])
-    assert not frozen & state["policy"]["model"].keys()
-    checkpoint.read_states(state, tmp_path)
-    checkpoint.restore(again, restored, state["policy"])
+    checkpoint.read_tensors(checkpoint.training_state({"policy": (again, restored)}, []), tmp_path)
     after = dict(again.named_parameters())
     assert all(torch.equal(p.full_tensor(), after[key].full_tensor()) for key, p in policy.named_parameters())
 

@@ -17,7 +17,7 @@ from common import errors
 from common.errors import BadInput, RunFailed
 from common.preflight import folders
 from common.rollout.servers.client import ask_all
-from common.run.guards import SILENT_STEPS, WINDOW_STEPS, Trends
+from common.run.guards import SILENT_STEPS, Trends
 from common.run.tracking import Tracker
 
 # name of the fault in workers/faulty.py: (exit code, error code, what the line says, the last step there may be)
@@ -25,7 +25,7 @@ FAULTS = {
     "stale_head": (3, "logprob-gap", "trainer and engine disagree by", 3),
     "one_layer_not_synced": (3, "logprob-gap", "trainer and engine disagree by", 3),
     "syncs_lost": (3, "stale-weights", "the engine had not got the trainer's weights", 3),
-    "wrong_temperature": (3, "wrong-temperature", r"log-probs at temperature 0\.70", 1),
+    "wrong_temperature": (3, "logprob-gap", r"that the engine samples at --temperature 1\.3", 1),
     "nan_gradient": (3, "non-finite", "grad_norm is nan; this update was not applied; its responses are in", None),
     "infinite_loss": (3, "non-finite", "loss/policy is inf; its responses are in", 1),
     "nan_reward": (2, "bad-input", "nan", None),
@@ -41,7 +41,7 @@ FAULTS = {
         3, "collective-timeout",
         r"rank 0 in step 2: update: waited in vain for another rank .*hang or are dead: \[1\]", 1,
     ),
-    "truncated_checkpoint": (2, "checkpoint-damaged", r"distcp: has \d+ bytes of \d+; .*step_000002 is older", 4),
+    "truncated_checkpoint": (2, "checkpoint-damaged", r"safetensors: has \d+ bytes of \d+; .*step_000002 is older", 4),
     "lost_checkpoint_file": (2, "checkpoint-damaged", "model.safetensors: is missing", 4),
     "torn_state": (2, "checkpoint-damaged", "step_000004/state.json: ", 4),
     "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: invalid JSON .*; remove the line", None),
@@ -151,9 +151,7 @@ def none_yet():
 
 
 def row(step: int, **figures) -> dict:
-    names = {"reward": "reward/mean", "alike": "group/zero_std_frac", "entropy": "train/entropy"}
-    names |= {"accuracy": "reward/accuracy", "side": "reward/format/contribution", "advantage": "advantage/abs_max"}
-    names |= {"kl": "reward/kl"}
+    names = {"alike": "group/zero_std_frac", "entropy": "train/entropy", "advantage": "advantage/abs_max"}
     return {"step": step, "reward/mean": 0.5, "advantage/abs_max": 1.0, **{names[k]: v for k, v in figures.items()}}
 
 
@@ -166,7 +164,7 @@ def test_a_reward_that_once_taught_something_is_a_warning(capsys):
     trends = Trends()
     with pytest.raises(RunFailed, match=f"for {SILENT_STEPS} steps") as failed:
         for step in range(1, 1 + SILENT_STEPS):
-            trends.check(row(step, advantage=1e-5, alike=1.0, kl=1e-6))  # the KL in the rewards alone
+            trends.check(row(step, advantage=0.0))
     assert step == SILENT_STEPS and failed.value.code == "no-signal"
 
 
@@ -196,24 +194,6 @@ def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
 
 
-@pytest.mark.parametrize("accuracy, warned", [(0.6, True), (0.9, False)])
-def test_a_reward_that_is_gamed_is_said(capsys, accuracy, warned):
-    trends = Trends()
-    for step in range(1, 60):
-        falling = 0.9 + (accuracy - 0.9) * step / 60
-        trends.check(row(step, reward=falling + step / 60, accuracy=falling, side=step / 60))
-    said = capsys.readouterr().err
-    assert ("warning[reward-drift]" in said) == warned and ("reward/format/contribution" in said) == warned
-    assert WINDOW_STEPS < 60
-
-
-def test_a_reward_that_falls_with_the_accuracy_is_not_gamed(capsys):
-    trends = Trends()
-    for step in range(1, 60):
-        trends.check(row(step, reward=0.9 - step / 100, accuracy=0.9 - step / 100, side=0.0))
-    assert "reward-drift" not in capsys.readouterr().err
-
-
 def test_a_server_that_is_gone_has_a_code():
     with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone") as failed:
         asyncio.run(ask_all([("http://127.0.0.1:9", {})], 0, None))
@@ -229,7 +209,7 @@ def codes_in_source() -> set[str]:
             found |= set(re.findall(r'code="([^"]+)"', text))
             found |= set(re.findall(r'warn\((?:[^()]|\([^()]*\))*"([a-z-]+)"\s*,?\s*\)', text))
             found |= set(re.findall(r'return "([a-z-]+)", \(', text)) if path.name == "diagnosis.py" else set()
-            found |= set(re.findall(r'self\.once\(\s*"([a-z-]+)"', text))
+            found |= set(re.findall(r'self\.warn_once\(\s*"([a-z-]+)"', text))
     return found
 
 

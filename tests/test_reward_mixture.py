@@ -92,7 +92,8 @@ def test_an_evaluation_has_the_mean_reward_of_the_graded_prompts(world, monkeypa
     metrics = Metrics(world)
     monkeypatch.setattr(evaluation, "texts_of", lambda *_: texts)
     engine = SimpleNamespace(generate=lambda *_, reply: rows)
-    graded = evaluation.evaluate(engine, prompts, reward, arithmetic.tokenizer(), world, 2, n=2, metrics=metrics)
+    evaluator = evaluation.Evaluator(engine, reward, arithmetic.tokenizer(), world, 2)
+    graded = evaluator.evaluate(prompts, n=2, metrics=metrics)
     assert [[acc for _, acc in row] for _, row in graded] == [[1.0, 0.0], [1.0, 1.0]]
     assert metrics.sums == {"eval/reward": [(1.5, 4)]}
 

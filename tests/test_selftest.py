@@ -1,6 +1,5 @@
 """scripts/selftest.py says what holds, and of each injected bug what fails; a gap that is too wide gets its reason."""
 
-import copy
 import json
 import math
 import re
@@ -52,28 +51,6 @@ class OtherTemperature(HFEngine):
 
     def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
         return super().generate(prompt_ids, n, self.own, max_tokens, seed)
-
-
-class OddTemperature(OtherTemperature):
-    own = 0.45
-
-
-class KeepsCache(HFEngine):
-    """Answers prompts it was asked before the last update with the weights before it."""
-
-    asked, cached, old = frozenset(), frozenset(), None
-
-    def generate(self, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
-        prompts, now = {tuple(ids) for ids in prompt_ids}, self.model
-        self.asked |= prompts
-        self.model = self.old if prompts <= self.cached else now
-        out = super().generate(prompt_ids, n, temperature, max_tokens, seed)
-        self.model = now
-        return out
-
-    def load_weights(self, named_tensors):
-        self.old, self.cached = copy.deepcopy(self.model), self.asked
-        super().load_weights(named_tensors)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +108,17 @@ def lose_last_tokens(monkeypatch):
 
 def lose_last_micro_batch(monkeypatch):
     pack = batching.pack
-    monkeypatch.setattr(batching, "pack", lambda *given: pack(*given)[:8])
+
+    def shorter(*given):
+        micro_batches = pack(*given)[:8]
+        micro_batches[-1].last = True  # otherwise no gradient is reduced
+        return micro_batches
+
+    monkeypatch.setattr(batching, "pack", shorter)
 
 
 def forget_the_optimizer(monkeypatch):
-    monkeypatch.setattr(checkpoint, "fresh", list)  # all of them, as if none had stepped
+    monkeypatch.setattr(checkpoint, "fresh_models", list)  # all of them, as if none had stepped
 
 
 def restore_nothing(monkeypatch):
@@ -184,11 +167,11 @@ def test_the_command_line(models, tmp_path, ranks, backend, rank):
 def make(models, world, problems):
     """The probe of a run, with a variant of transformers' generate."""
 
-    def make(kind: str = "untied", engine=HFEngine) -> diagnosis.Probe:
+    def make(kind: str = "untied", engine=HFEngine) -> diagnosis.GapProbe:
         policy = model.load(models[kind], world, torch.float32)
         asked = prompts.load((problems,), prompts.Source(), "train", arithmetic.tokenizer(), 64)
         sampler = engine(models[kind], [1], world, torch.float32)
-        return diagnosis.Probe(policy, sampler, asked, 0.7, 24, batching.Compute(token_budget=10_000), world)
+        return diagnosis.GapProbe(policy, sampler, asked, 0.7, 24, batching.Compute(token_budget=10_000), world)
 
     return make
 
@@ -212,20 +195,10 @@ def test_stale_weights_are_named(make):
     assert code == "stale-weights" and "the engine had not got the trainer's weights" in why
 
 
-@pytest.mark.parametrize("engine", [OtherTemperature, OddTemperature])
-def test_another_temperature_is_named(make, engine):
-    code, why = explained(make("untied", engine))
-    named = re.search(r"at temperature (\S+): the engine does not sample at --temperature 0.7,", why)
-    assert code == "wrong-temperature" and float(named[1]) == pytest.approx(engine.own, rel=0.01)
-
-
-def test_a_stale_cache_is_named(make):
-    probe = make("untied", KeepsCache)
-    probe.sample([prompt.ids for prompt in probe.prompts[:4]], seed=9)
-    moved(probe)
-    weight_sync.push(probe.policy, probe.engine)
-    code, why = explained(probe)
-    assert code == "stale-cache" and "prefix cache" in why
+def test_another_temperature_is_described(make):
+    """Sending the weights again changes nothing."""
+    code, why = explained(make("untied", OtherTemperature))
+    assert code == "logprob-gap" and "that the engine samples at --temperature 0.7" in why
 
 
 def test_what_is_none_of_these_is_described(make):
@@ -235,7 +208,7 @@ def test_what_is_none_of_these_is_described(make):
     weight_sync.push(probe.policy, probe.engine)
     code, why = explained(probe, bound=0.002)
     assert code == "logprob-gap"
-    assert re.search(r"it is 0\.\d+ at the first token and 0\.\d+ after it, and \d\d% of the", why), why
+    assert re.search(r"sent once more, it is 0\.\d+: check that all weights arrive", why), why
 
 
 def test_a_gap_that_is_gone_is_not_explained_away(make):
@@ -249,10 +222,9 @@ def test_the_gap_is_measured_by_hand(make, world):
     batch = probe.sample(probe.some_prompts(), seed=1)
     batch.rollout_logprobs += 0.3 * batch.response_mask
     batch.rollout_logprobs[:, 0] -= 0.2
-    gap, tokens = probe.gap(batch, bound=0.2), int(batch.response_mask.sum())
-    assert (gap.first, gap.rest, gap.largest) == pytest.approx((0.1, 0.3, 0.3), abs=1e-4)
+    gap, tokens = probe.gap(batch), int(batch.response_mask.sum())
+    assert gap.largest == pytest.approx(0.3, abs=1e-4)
     assert gap.mean == pytest.approx(0.3 - 0.2 * len(batch) / tokens, abs=1e-4)
-    assert gap.wide == pytest.approx(1 - len(batch) / tokens)
     batch.rollout_logprobs[0, 0] = torch.nan
     assert probe.gap(batch).largest == torch.inf
 
@@ -262,14 +234,14 @@ def test_the_gap_is_measured_by_hand(make, world):
 )
 def test_a_run_asks_why_only_where_it_stops(gap, staleness, stops):
     asked = []
-    explain = lambda bound: asked.append(bound) or ("stale-cache", "it is so")
+    explain = lambda bound: asked.append(bound) or ("stale-weights", "it is so")
     metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
     if not stops:
         guards.check(metrics, 0.05, explain)
     else:
         with pytest.raises(RunFailed) as failed:
             guards.check(metrics, 0.05, explain)
-        assert failed.value.code == "stale-cache"
+        assert failed.value.code == "stale-weights"
         assert str(failed.value).startswith(f"step 3: trainer and engine disagree by {gap} per token, over --max-log")
         assert str(failed.value).endswith("; it is so")
     assert asked == [0.05] * stops

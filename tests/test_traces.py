@@ -322,7 +322,7 @@ def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
     names = ["reward/mean", "reward/gsm8k/mean", "reward/format/mean", "train/grad_norm", "critic/grad_norm", "loss/kl"]
     names += ["train/clip_frac", "group/zero_std_frac", "response/truncated_frac", "time/step", "time/rollout"]
     rows += [{"step": step, **dict.fromkeys(names, 0.1 * step)} for step in (1, 2)]
-    found = dict(report.panels(rows))
+    found = report.panels(rows)
     assert found["seconds a step"] == ["time/rollout"], "phases that are not there are not in the legend"
     assert found["mean of each reward"] == ["reward/format/mean", "reward/gsm8k/mean"]
     assert len(found) == 9 and "entropy, nats a token" not in found
@@ -333,24 +333,11 @@ def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
 def test_the_report_of_training_without_sampling_gives_no_advice_about_sampling():
     rows = [{"step": step, "train/loss": 1.0, "time/step": 2.0, "reward/accuracy": 0.5} for step in (1, 2)]
     assert report.summary(rows) == "<p></p>"
-    title = lambda more: report.panels([row | more for row in rows])[1][0]
-    assert title({"reward/chosen": 1.0, "reward/rejected": 0.0}).startswith("implicit rewards")
-    assert "share right by the first reward" in dict(report.panels(rows))
-    assert "share of pairs ranked right" in dict(report.panels([row | {"reward/chosen": 1.0} for row in rows]))
+    pairs = report.panels([row | {"reward/chosen": 1.0, "reward/rejected": 0.0} for row in rows])
+    assert list(pairs)[:3] == ["training loss", "implicit rewards of the pairs", "share right"]
 
 
-def test_the_committed_curve_stands_behind_a_run_of_the_same_job():
-    run = {"algorithm": "grpo", "args": {"dataset": ["arithmetic"], "model": str(embedded.WARM_START)}}
-    behind = report.committed(run)
-    assert len(behind) == 3 and behind[0][0] == {"step": 0, "eval/accuracy": 0.535156}
-    others = (("calculator", embedded.ENVIRONMENTS_START), ("squares", embedded.IMAGES_START))
-    assert all(report.committed({**run, "args": {"dataset": [name], "model": str(start)}}) for name, start in others)
-    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "eval/accuracy": 0.6, "train/grad_norm": 1.0}]
-    with_it, without = report.draw(rows, behind), report.draw(rows)
-    assert with_it.count("#cccccc") > without.count("#cccccc")
-    others = [["gsm8k"], ["arithmetic", "gsm8k"], [".."]]
-    for change in ({"model": "other"}, *({"dataset": other} for other in others)):
-        assert report.committed({**run, "args": run["args"] | change}) == []
-    assert report.committed({"algorithm": 7, "args": {}}) == []
-    control = {"algorithm": "sft", "args": {"dataset": ["sums"], "model": "models/SmolLM2-135M-Instruct"}}
-    assert report.committed(control) == [], "a control is several commands, whose flags are not in its args"
+def test_the_report_shows_what_only_one_algorithm_measures():
+    rows = [{"step": 1, "time/step": 2.0, "time/rollout": 0.5, "time/<i>": 1.5, "teacher/kl": 0.1, "mismatch/kl": 0.1}]
+    assert report.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.summary(rows)
+    assert report.panels(rows)["KL to another model, nats"] == ["teacher/kl"]

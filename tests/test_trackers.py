@@ -47,11 +47,11 @@ from common.run import trackers
 run_dir = Path("runs/first")
 run_dir.mkdir(parents=True)
 check_tracker(sys.argv[1])
-sink = trackers.open_sink(sys.argv[1], run_dir, {FLAGS})
+sink = trackers.Sink(sys.argv[1], run_dir, {FLAGS})
 for step, metrics in {LOGGED}.items():
-    sink(step, {{"step": step, **metrics}})
-sink(None, None)
-sink(None, None)
+    sink.log(step, {{"step": step, **metrics}})
+sink.close()
+sink.close()
 """
 ONLINE = ("WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_")  # variables of the developer's own account
 
@@ -240,11 +240,11 @@ def opened(run_dir, flags):
     return log, lambda: print("finished")
 
 trackers.open_tensorboard = opened
-sink = trackers.open_sink("tensorboard", Path("."), {})
+sink = trackers.Sink("tensorboard", Path("."), {})
 for step in range(1, 5):
-    sink(step, {"step": step, "a": 1.0})
-sink(None, None)
-sink(None, None)
+    sink.log(step, {"step": step, "a": 1.0})
+sink.close()
+sink.close()
 """
 
 

@@ -42,15 +42,16 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def save(folder: Path, **more) -> Path:
-    dcp.save({"policy": {"weight": torch.arange(6.0), "lr": 0.5, "betas": (0.9, 0.95)}, **more}, checkpoint_id=folder)
+def save(folder: Path) -> Path:
+    tensors = {"policy.weight": torch.arange(6.0), "policy.step": torch.tensor(3.0)}
+    dcp.save(tensors, storage_writer=checkpoint.writer_for(tensors, folder))
     return folder
 
 
-def restore(folder: Path, **more) -> dict:
-    state = {"policy": {"weight": torch.zeros(6), "lr": 0.0, "betas": None}, **more}
-    checkpoint.read_states(state, folder)
-    return state["policy"]
+def restore(folder: Path, **more: torch.Tensor) -> dict:
+    tensors = {"policy.weight": torch.zeros(6), "policy.step": torch.zeros(())} | more
+    checkpoint.read_tensors(tensors, folder)
+    return tensors
 
 
 def refused(code: str, folder: Path, **more) -> str:
@@ -61,45 +62,43 @@ def refused(code: str, folder: Path, **more) -> str:
 
 
 def test_what_a_checkpoint_holds_comes_back(world, tmp_path):
-    found = restore(save(tmp_path / "trainer"))
-    assert torch.equal(found["weight"], torch.arange(6.0)) and (found["lr"], found["betas"]) == (0.5, (0.9, 0.95))
+    tensors = restore(save(tmp_path / "trainer"))
+    assert torch.equal(tensors["policy.weight"], torch.arange(6.0)) and tensors["policy.step"] == 3
 
 
 def test_a_hostile_checkpoint_runs_nothing(world, tmp_path):
+    """A pickle in the place of torch's own format, and one in the place of a file of tensors."""
     marker = tmp_path / "ran"
-    entry = save(tmp_path / "entry", policy2={"lr": Evil(marker)})
-    assert "holds a pickle with posix.mkdir, " in refused("pickle-refused", entry, policy2={"lr": 0.0})
-    whole = save(tmp_path / "metadata")
-    (whole / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
-    assert "holds a pickle with posix.mkdir, " in refused("pickle-refused", whole)
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("name", [
-    "os system", "builtins eval", "torch load", "torch.serialization load", "pathlib Path", "functools partial",
-    "torch.distributed.checkpoint.metadata os.system", "torch.distributed.checkpoint.filesystem FileSystem",
-])  # fmt: skip
-def test_metadata_names_no_function_that_does_anything(world, tmp_path, name):
     folder = save(tmp_path / "trainer")
-    module, attribute = (bytes([len(part)]) + part.encode() for part in name.split())
-    (folder / ".metadata").write_bytes(b"\x80\x04\x8c" + module + b"\x8c" + attribute + b"\x93.")
-    assert f"holds a pickle with {name.replace(' ', '.')}, " in refused("pickle-refused", folder)
+    (folder / "x.distcp").write_bytes(pickle.dumps(Evil(marker)))
+    (folder / "x.pt").write_bytes(pickle.dumps(Evil(marker)))
+    assert torch.equal(restore(folder)["policy.weight"], torch.arange(6.0))
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    assert "holds pickles, which could run code" in refused("pickle-refused", folder)
+    (folder / ".metadata").unlink()
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(pickle.dumps(Evil(marker)))
+    refused("checkpoint-damaged", folder)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("damage", [
     lambda whole: b"", lambda whole: whole[: len(whole) // 2], lambda whole: b"\xff" * 100, lambda whole: b"(" * 10**6,
-    lambda whole: pickle.dumps(3), lambda whole: b"\x80\x05\x96" + (2**62).to_bytes(8, "little") + b".",
-], ids=range(6))  # fmt: skip
+    lambda whole: pickle.dumps(3), lambda whole: whole.replace(b"saved_offsets", b"other_offsets"),
+    lambda whole: whole.replace(b"[6]", b"[7]"),
+], ids=range(7))  # fmt: skip
 def test_a_damaged_checkpoint_is_one_line(world, tmp_path, damage):
     folder = save(tmp_path / "trainer")
-    (folder / ".metadata").write_bytes(damage((folder / ".metadata").read_bytes()))
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
     assert "trainer: cannot be read: " in refused("checkpoint-damaged", folder)
 
 
 def test_a_checkpoint_of_another_model_is_one_line(world, tmp_path):
     folder = save(tmp_path / "trainer")
-    for more in ({"policy": {"weight": torch.zeros(7)}}, {"critic": {"weight": torch.zeros(6)}}):
+    for more in ({"policy.weight": torch.zeros(7)}, {"critic.weight": torch.zeros(6)}):
         assert "trainer: cannot be read: " in refused("checkpoint-damaged", folder, **more)
+    assert "nothing: cannot be read: " in refused("checkpoint-damaged", tmp_path / "nothing")
 
 
 # Weights

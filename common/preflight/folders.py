@@ -1,9 +1,8 @@
-"""Checkpoints as folders on disk: which are complete, and which are kept.
+"""Checkpoints as folders on disk: which are complete, what each state.json says, and which are kept.
 
 checkpoints/step_000010/             complete: written under the next name, flushed to the disk, then renamed
 checkpoints/step_000010.unfinished/  being written or deleted; the next save removes what a killed run leaves of it
-checkpoints/step_000010.replaced/    complete, too: moved away for a new step_000010 that is about to be renamed
-checkpoints/best.json                which of the checkpoints that are there has the best eval/accuracy
+checkpoints/best.json                names the checkpoint with the best eval/accuracy
 """
 
 import json
@@ -12,63 +11,98 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
-from common.data.json_lines import is_count, is_number, read_object
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from common.errors import BadInput
 
-COMPLETE = re.compile(r"step_(\d{6,})(\.replaced)?")
-FACTS = {  # each fact of state.json -> whether a value is one that a save writes
-    "step": is_count,
-    "position": is_count,
-    "data": lambda digest: isinstance(digest, str),
-    "ranks": is_count,
-    "weight_version": is_count,
-    "fresh": lambda names: isinstance(names, list) and all(isinstance(name, str) for name in names),
-    "reward": lambda reward: isinstance(reward, dict) and all(map(is_number, reward["weights"].values())),
-    "eval/accuracy": lambda accuracy: accuracy is None or is_number(accuracy),
-    "lora": lambda lora: lora is None or lora.keys() == {"base", "rank", "alpha"},
-    "files": lambda files: all(map(is_count, files.values())),
-}
-LATER = {"trained": is_count}  # facts that checkpoints of older versions lack
+COMPLETE = re.compile(r"step_\d{6,}")
+Count = Annotated[int, Field(ge=0, le=2**53)]  # a whole number that a float holds exactly
+STRICT = ConfigDict(strict=True, extra="forbid", validate_by_name=True, serialize_by_alias=True)
+
+
+# The models below are strict and know all their keys: a state.json that does not fit them was not written by a save.
+
+
+class AdapterInfo(BaseModel):
+    """The model that LoRA was added to, and how."""
+
+    model_config = STRICT
+    base: str
+    rank: Count
+    alpha: float
+
+    def __str__(self) -> str:
+        return f"adapters of rank {self.rank} and alpha {self.alpha:g} to {self.base}"
+
+
+class RewardState(BaseModel):
+    """The result of Rewards.state()."""
+
+    model_config = STRICT
+    weights: dict[str, float]
+    first_step: int | None = None
+
+
+class SavedState(BaseModel):
+    """The contents of state.json: all facts of a checkpoint that are not tensors."""
+
+    model_config = STRICT
+    step: Count
+    position: Count  # place in the data where the next step's prompts begin
+    data: str  # fingerprint of the prompts
+    fresh: list[str]  # models whose optimizer had not stepped yet
+    lora: AdapterInfo | None
+    trained: Count  # number of the policy's parameters that are not frozen
+    ranks: Count
+    device: str
+    weight_version: Count
+    reward: RewardState
+    accuracy: float | None = Field(alias="eval/accuracy")
+    files: dict[str, Count]  # path in the folder -> bytes
 
 
 def complete(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = []
-    for path in run_dir.glob("checkpoints/step_*/state.json"):
-        if match := COMPLETE.fullmatch(path.parent.name):
-            found.append((int(match[1]), not match[2], path.parent))
-    return [folder for *_, folder in sorted(found)]
+    folders = [file.parent for file in run_dir.glob("checkpoints/step_*/state.json")]
+    return sorted((folder for folder in folders if COMPLETE.fullmatch(folder.name)), key=step_of)
 
 
-def state(folder: Path, needed: tuple[str, ...] = ("step",)) -> dict:
-    """The facts in state.json of a complete checkpoint. Raises BadInput if one of `needed` is missing, or is none."""
+def step_of(folder: Path) -> int:
+    """The step in the name of a complete checkpoint."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def state(folder: Path) -> SavedState:
+    """Read state.json of a complete checkpoint. Raises BadInput for one that no save has written."""
     file = folder / "state.json"
-    facts = read_object(file, code="checkpoint-damaged")
-    known = FACTS | LATER
-    for name in (*needed, *(known.keys() & facts.keys())):
-        try:
-            sound = known[name](facts[name])
-        except (KeyError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            said = f'{file}: "{name}" is {facts.get(name)!r:.80}: not written by a save, or damaged since'
-            raise BadInput(said, code="checkpoint-damaged")
-    return facts
+    try:
+        return SavedState.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise BadInput(
+            f"{file}: {field[:80]!r}: {problem['msg']}; the file was not written by a save, or damaged since",
+            code="checkpoint-damaged",
+        ) from None
 
 
 def check(folder: Path) -> None:
-    """Raise BadInput for the first file of a complete checkpoint that is missing or has another size than it had."""
+    """Raise BadInput if a file of a complete checkpoint is missing or has another size than when it was saved."""
+    # A user who is told that a checkpoint is damaged wants to know which one to take instead.
     older = [other for other in complete(folder.parent.parent) if other.name < folder.name]
     cure = f"{older[-1]} is older: --resume it, with another --run-dir" if older else "there is no older one"
     try:
-        sizes_then, sizes_now = state(folder).get("files", {}), sizes(folder)
+        saved_sizes = state(folder).files
     except BadInput as failed:
         raise BadInput(f"{failed}; {cure}", code=failed.code) from None
-    for name, count in sizes_then.items():
-        if sizes_now.get(name) != count:
-            said = f"has {sizes_now[name]} bytes of {count}" if name in sizes_now else "is missing"
-            raise BadInput(f"{folder / name}: {said}; {cure}", code="checkpoint-damaged")
+    sizes_now = sizes(folder)
+    for name, saved_size in saved_sizes.items():
+        size_now = sizes_now.get(name)
+        if size_now != saved_size:
+            problem = "is missing" if size_now is None else f"has {size_now} bytes of {saved_size}"
+            raise BadInput(f"{folder / name}: {problem}; {cure}", code="checkpoint-damaged")
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -76,50 +110,50 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def begin(folder: Path) -> None:
-    """Make the empty .unfinished folder of a checkpoint, and remove what killed saves have left."""
+def begin(folder: Path) -> Path:
+    """Make and return the empty .unfinished folder of a checkpoint, and remove what killed saves have left."""
+    # Rank 0 calls this before any rank writes, so no other save is going on.
     for leftover in folder.parent.glob("step_*.unfinished"):
         shutil.rmtree(leftover)
-    for replaced in folder.parent.glob("step_*.replaced"):
-        if (replaced.with_suffix("") / "state.json").is_file():
-            remove(replaced)
-        else:
-            replaced.rename(replaced.with_suffix(""))
-    folder.with_suffix(".unfinished").mkdir(parents=True)
+    if folder.exists():
+        # Only a run directory that somebody has edited holds a checkpoint of a step that is still to come.
+        remove(folder)
+    unfinished = folder.with_suffix(".unfinished")
+    unfinished.mkdir(parents=True)
+    return unfinished
 
 
 def finish(folder: Path) -> None:
-    """Give the .unfinished folder its name, after all of it is on the disk: the name means whole, even after a power
-    cut. At every moment there is a folder of that name, or its .replaced.
+    """Give the .unfinished folder its final name.
+
+    All of its contents are flushed first, so the name means that the checkpoint is whole, even after a power cut.
     """
-    unfinished, replaced = folder.with_suffix(".unfinished"), folder.with_suffix(".replaced")
+    unfinished = folder.with_suffix(".unfinished")
     for path in (*unfinished.rglob("*"), unfinished):
         flush(path)
-    if folder.exists():
-        folder.rename(replaced)
     unfinished.rename(folder)
+    # The new name is a change of the parent folder.
     flush(folder.parent)
-    if replaced.exists():
-        remove(replaced)
 
 
 def remove(folder: Path) -> None:
-    """Delete a complete checkpoint. If the process is killed meanwhile, the name of what is left says so."""
+    """Delete a complete checkpoint. It loses its name first, in case the process is killed halfway."""
     unfinished = folder.with_suffix(".unfinished")
     folder.rename(unfinished)
     shutil.rmtree(unfinished)
 
 
 def rotate(run_dir: Path, keep: int) -> None:
-    """Write best.json, and delete complete checkpoints except the newest `keep` and the best. keep = 0 keeps all."""
-    folders = complete(run_dir)
-    states = {folder: state(folder) for folder in folders}
-    evaluated = [folder for folder in folders if states[folder].get("eval/accuracy") is not None]
-    best = max(evaluated, key=lambda folder: states[folder]["eval/accuracy"], default=None)  # the first of equal ones
+    """Write best.json, and delete all checkpoints except the newest `keep` and the best. keep = 0 keeps all."""
+    checkpoints = complete(run_dir)
+    states = {folder: state(folder) for folder in checkpoints}
+    evaluated = [folder for folder in checkpoints if states[folder].accuracy is not None]
+    best = max(evaluated, key=lambda folder: states[folder].accuracy, default=None)  # the first of equal ones
     if best:
-        said = {"folder": best.name, **{key: states[best][key] for key in ("step", "eval/accuracy")}}
-        write(run_dir / "checkpoints/best.json", json.dumps(said) + "\n")
-    for folder in folders[:-keep] if keep else []:
+        description = {"folder": best.name, "step": states[best].step, "eval/accuracy": states[best].accuracy}
+        write(run_dir / "checkpoints/best.json", json.dumps(description) + "\n")
+    old = checkpoints[:-keep] if keep else []
+    for folder in old:
         if folder != best:
             remove(folder)
 
@@ -130,7 +164,7 @@ def size(count: float) -> str:
 
 
 def write(path: Path, text: str | Iterable[str]) -> None:
-    """Replace a file in one moment: a process that is killed here leaves the old text or the new text.
+    """Replace a file atomically: if the process is killed, the file has either the old text or the new one.
 
     text: one string, or lines that need not fit into memory together.
     """

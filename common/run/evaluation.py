@@ -1,5 +1,8 @@
 """Accuracy of an engine's responses."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from common.data.prompts import Prompt
 from common.errors import RunFailed
 from common.placement import World
@@ -9,37 +12,54 @@ from common.run.sampling import texts_of
 Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
 
 
-def evaluate(
-    engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
-    n: int = 1, temperature: float = 0.0, seed: int = 0, metrics=None,
-) -> list[tuple[Prompt, Graded]]:  # fmt: skip
-    """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
+@dataclass(frozen=True)
+class Evaluator:
+    """Samples and grades responses that nobody trains on. Collective: every rank calls every method."""
 
-    Prompts that could not be graded are left out. metrics: gets eval/reward (the mean score) and, with an environment,
-    eval/turns. Raises RunFailed if no prompt could be graded. Collective: every rank calls it.
-    """
-    own_prompts = prompts[world.rank :: world.size]
-    grading = reward.begin_early(own_prompts, tokenizer)
-    ids = [prompt.ids for prompt in own_prompts]
-    rollout = engine.generate(ids, n, temperature, max_tokens, seed, reply=grading.reply)
-    responses = texts_of(rollout, tokenizer)
-    results = reward.score(own_prompts, responses, rollout, world)
-    graded = rollout.response_mask.any(1).view(-1, n)[:, 0].tolist()
-    if not world.sum(sum(graded)):
-        raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
-    if metrics is not None:
-        total = sum(result.score for i, result in enumerate(results) if graded[i // n])
-        metrics.mean("eval/reward", total, n * sum(graded))
-        if rollout.episodes is not None:
-            metrics.mean("eval/turns", sum(len(turns.texts) for turns in rollout.episodes), len(rollout.episodes))
-    pairs = [(text, result.acc) for text, result in zip(responses, results)]
-    return [(prompt, pairs[i * n : (i + 1) * n]) for i, prompt in enumerate(own_prompts) if graded[i]]
+    engine: Any
+    reward: Rewards
+    tokenizer: Any
+    world: World
+    max_tokens: int
 
+    def evaluate(
+        self,
+        prompts: list[Prompt],
+        n: int = 1,
+        temperature: float = 0.0,
+        seed: int = 0,
+        metrics=None,
+    ) -> list[tuple[Prompt, Graded]]:
+        """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
-def greedy_accuracy(
-    engine, prompts: list[Prompt], reward: Rewards, tokenizer, world: World, max_tokens: int,
-    metrics=None,
-) -> float:  # fmt: skip
-    """Share of the graded prompts whose answer at temperature 0 is right. Collective: every rank calls it."""
-    graded = evaluate(engine, prompts, reward, tokenizer, world, max_tokens, metrics=metrics)
-    return world.sum(sum(acc for _, ((_, acc),) in graded)) / world.sum(len(graded))
+        Prompts that could not be graded are left out. metrics: gets eval/reward (the mean score) and, with an
+        environment, eval/turns. Raises RunFailed if no prompt could be graded.
+        """
+        prompts_here = prompts[self.world.rank :: self.world.size]
+        grading = self.reward.begin_early(prompts_here, self.tokenizer)
+        ids = [prompt.ids for prompt in prompts_here]
+        rollout = self.engine.generate(ids, n, temperature, self.max_tokens, seed, reply=grading.reply)
+        texts = texts_of(rollout, self.tokenizer)
+        results = self.reward.score(prompts_here, texts, rollout, self.world)
+
+        # The rows of a prompt are next to each other: 0 ... n - 1 for the first, n ... 2n - 1 for the second.
+        graded = []
+        scores = []
+        for place, prompt in enumerate(prompts_here):
+            rows = range(place * n, (place + 1) * n)
+            # score() clears the mask of responses that could not be graded, with all others to the same prompt.
+            if rollout.response_mask[rows[0]].any():
+                graded.append((prompt, [(texts[row], results[row].acc) for row in rows]))
+                scores += [results[row].score for row in rows]
+        if not self.world.sum(len(graded)):
+            raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
+        if metrics is not None:
+            metrics.mean("eval/reward", sum(scores), len(scores))
+            if rollout.episodes is not None:
+                metrics.mean("eval/turns", sum(len(turns.texts) for turns in rollout.episodes), len(rollout.episodes))
+        return graded
+
+    def greedy_accuracy(self, prompts: list[Prompt], metrics=None) -> float:
+        """Share of the graded prompts of all ranks whose answer at temperature 0 is right."""
+        accuracies = [responses[0][1] for _, responses in self.evaluate(prompts, metrics=metrics)]
+        return self.world.sum(sum(accuracies)) / self.world.sum(len(accuracies))

@@ -62,7 +62,7 @@ class Run:
         done = self.saver.load(settings.resume)
         if settings.resume or args.layout.split:  # A fresh colocated engine has loaded these weights from disk already.
             weight_sync.push(policy, engine)
-        self.probe = diagnosis.Probe(
+        self.probe = diagnosis.GapProbe(
             policy, engine, settings.prompts, args.temperature, args.max_response_tokens, settings.compute, world
         )
         self.tracker = Tracker(args.run_dir, settings.name, settings.recorded, world, args.track, done, args.steps)
@@ -75,10 +75,10 @@ class Run:
     def accuracy(self) -> float:
         """Greedy accuracy on the held-out prompts."""
         settings = self.settings
-        return evaluation.greedy_accuracy(
-            self.engine, settings.held_out, settings.reward, settings.tokenizer, self.world,
-            self.args.max_response_tokens, metrics=self.tracker,
-        )  # fmt: skip
+        evaluator = evaluation.Evaluator(
+            self.engine, settings.reward, settings.tokenizer, self.world, self.args.max_response_tokens
+        )
+        return evaluator.greedy_accuracy(settings.held_out, metrics=self.tracker)
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""

@@ -1,15 +1,14 @@
 """README.md of an exported model: what it was trained from, how, and how far it came, ready for a hub."""
 
-import json
 import shlex
 from pathlib import Path
+
+from huggingface_hub import ModelCardData
 
 from common.preflight.run_directory import described, read_metrics
 
 ROWS = 12  # steps in the table
-
-# Title of a column -> metric.
-COLUMNS = {
+COLUMNS = {  # title -> metric
     "reward": "reward/mean",
     "greedy accuracy": "eval/accuracy",
     "response length": "response/length_mean",
@@ -22,46 +21,60 @@ COLUMNS = {
 
 def text(run_dir: Path, step: int) -> str:
     """The card of the policy after `step`, made from run.json and metrics.jsonl. Folders lose their path."""
-    run, metrics = described(run_dir / "run.json"), [row for row in read_metrics(run_dir) if row["step"] <= step]
-    args, algorithm = run["args"], run["algorithm"]
-    base = Path(args["model"]).name if Path(args["model"]).is_dir() else args["model"]
+    run = described(run_dir / "run.json")
+    metrics = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    args = run["args"]
+    algorithm = run["algorithm"]
+    is_folder = Path(args["model"]).is_dir()
+    base = Path(args["model"]).name if is_folder else args["model"]
+    tags = [algorithm]
+    data = f"`{' '.join(map(without_path, args['dataset']))}`"
+    if "reward" in args:
+        tags.insert(0, "reinforcement-learning")
+        data += f", reward: `{' '.join(args['reward'])}`"
+    front_matter = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=None if is_folder else base,  # a hub knows only its own names
+        tags=tags,
+    )
     base = base or "random weights"  # SFT without --model
-    about = ["library_name: transformers", "pipeline_tag: text-generation"]
-    about += [f"base_model: {json.dumps(base)}"] * (base == args["model"])  # a hub knows only names of its own
-    short = lambda word: Path(word).name if Path(word).is_absolute() else word
-    file = short(run.get("file", f"algos/{algorithm}.py"))
-    rewarded = f", reward: `{' '.join(args['reward'])}`" if "reward" in args else ""
-    about += ["tags:", *["- reinforcement-learning"] * bool(rewarded), f"- {algorithm}"]
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     hardware = f"{run['hardware']['ranks']} rank(s) on {run['hardware']['device']}"
-    return "\n".join(
-        [
-            "---", *about, "---",
-            f"# {base}, trained with {algorithm}",
-            "",
-            f"- base model: `{base}`",
-            f"- algorithm: `{file}` at commit `{run['commit'] or 'unknown'}`",
-            f"- data: `{' '.join(map(short, args['dataset']))}`" + rewarded,
-            f"- steps: {step} of {args['steps']}, seed {args['seed']}, {hardware}",
-            f"- versions: {versions}",
-            "",
-            "```",
-            shlex.join(["python", *map(short, run["argv"])]),
-            "```",
-            "",
-            *table(metrics),
-            "",
-        ]
-    )  # fmt: skip
+    return f"""---
+{front_matter.to_yaml()}
+---
+# {base}, trained with {algorithm}
+
+- base model: `{base}`
+- algorithm: `{without_path(run.get("file", f"algos/{algorithm}.py"))}` at commit `{run["commit"] or "unknown"}`
+- data: {data}
+- steps: {step} of {args["steps"]}, seed {args["seed"]}, {hardware}
+- versions: {versions}
+
+```
+{shlex.join(["python", *map(without_path, run["argv"])])}
+```
+
+{table(metrics)}
+"""
 
 
-def table(metrics: list[dict]) -> list[str]:
-    """About ROWS of the rows of metrics.jsonl as lines of Markdown, the first and the last among them."""
+def without_path(word: str) -> str:
+    """A word of the command line. An absolute path loses its folders, which are nobody's business."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
+def table(metrics: list[dict]) -> str:
+    """About ROWS of the rows of metrics.jsonl as Markdown, the first and the last among them."""
     columns = {title: name for title, name in COLUMNS.items() if any(name in row for row in metrics)}
-    every = max(1, -(-(len(metrics) - 1) // ROWS))
-    kept = [row for place, row in enumerate(metrics) if (len(metrics) - 1 - place) % every == 0 or place == 0]
+    # Counted from the end, so the last step is there. The first one is added if it is not.
+    every = 1 + len(metrics) // ROWS
+    shown = metrics[::-every][::-1]
+    if metrics and shown[0] is not metrics[0]:
+        shown.insert(0, metrics[0])
     lines = [f"| step | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    for row in kept:
+    for row in shown:
         cells = [f"{row[name]:.3f}" if name in row else "" for name in columns.values()]
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
-    return lines
+    return "\n".join(lines)

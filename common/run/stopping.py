@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_REQUEST_SECONDS = 1.0  # a second signal within this time is the first one: terminal and launcher both deliver it
 
 
@@ -22,31 +23,35 @@ class StopSignals:
     """
 
     def __init__(self):
-        self.asked, self.since = "", 0.0  # name of the signal that came, and when it came
-        self.before: dict[int, object] = {}
+        self.asked = ""  # name of the signal that came
+        self.since = 0.0  # when it came
         self.trained = False  # whether a step of this process is done
         self.doing: Callable[[], str] = lambda: "this step"  # a text: the step that has to end first
+        self.previous_handlers: dict[int, object] = {}
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self.note)
+            for number in SIGNALS:
+                self.previous_handlers[number] = signal.signal(number, self.note)
 
     def remove(self) -> None:
         """Put back the handlers that install() found."""
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        self.before = {}
+        self.previous_handlers = {}
 
     def note(self, number: int, frame) -> None:
         """The signal handler. Raises KeyboardInterrupt if nothing has been trained."""
         if not self.trained:
             raise KeyboardInterrupt
+        # The first request is remembered, and step_done() looks for it. A second one is obeyed at once.
         if not self.asked:
-            self.asked, self.since = signal.Signals(number).name, time.monotonic()
-            if os.environ.get("RANK", "0") == "0":  # print() may be what was interrupted, so os.write() speaks
-                said = f"\n{self.asked}: waiting for the end of {self.doing()}, then saving; once more leaves at once\n"
-                os.write(2, said.encode())
+            self.asked = signal.Signals(number).name
+            self.since = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                # The signal may have interrupted a print(), so this does not use one.
+                message = f"{self.asked}: waiting for the end of {self.doing()}, then saving; once more leaves at once"
+                os.write(2, f"\n{message}\n".encode())
         elif time.monotonic() - self.since > ONE_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -54,19 +59,26 @@ class StopSignals:
 
 def command(run_dir: Path) -> str:
     """The command that goes on with the run: the one of this process, with --run-dir and --resume auto."""
-    flags, words = [], iter(sys.argv[1:])
+    # Drop --run-dir and --resume in both spellings: "--run-dir X" and "--run_dir=X".
+    flags = []
+    words = iter(sys.argv[1:])
     for word in words:
-        name, given, _ = word.replace("_", "-").partition("=")
-        if name not in ("--run-dir", "--resume"):
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        if flag not in ("--run-dir", "--resume"):
             flags.append(word)
-        elif not given:
+        elif not equals:
             next(words, None)  # skip the value of the flag
-    launcher = [*sys.orig_argv[: -len(sys.argv)]] or [sys.executable]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        nodes = int(os.environ["WORLD_SIZE"]) // local
-        launcher = ["torchrun", "--nproc-per-node", str(local)]
-        if nodes > 1:  # Neither the number of this node nor the address where they met is known here.
-            each = f"NNODES={nodes} NODE_RANK=... MASTER_ADDR=... NPROC_PER_NODE={local}"
-            launcher = [*each.split(), "bash", "scripts/launch/torchrun.sh"]
-    return shlex.join([*launcher, sys.argv[0], *flags, "--run-dir", str(run_dir), "--resume", "auto"])
+    return shlex.join([*launcher(), sys.argv[0], *flags, "--run-dir", str(run_dir), "--resume", "auto"])
+
+
+def launcher() -> list[str]:
+    """The words of the command before the script."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return sys.orig_argv[: -len(sys.argv)] or [sys.executable]
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // ranks_here
+    if nodes == 1:
+        return ["torchrun", "--nproc-per-node", str(ranks_here)]
+    # This process knows neither the number of its node nor the address where the nodes meet.
+    settings = [f"NNODES={nodes}", "NODE_RANK=...", "MASTER_ADDR=...", f"NPROC_PER_NODE={ranks_here}"]
+    return [*settings, "bash", "scripts/launch/torchrun.sh"]

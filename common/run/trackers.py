@@ -1,19 +1,23 @@
 """The trackers of --track, which mirror metrics.jsonl. A package is imported when its tracker is chosen.
 
 Each tracker writes into the run directory and needs no network, unless its own environment variables say otherwise.
-The functions open_NAME return (log, finish): log(metrics, step) adds a step, and finish() ends the run.
+The functions open_NAME return (log, finish): log(metrics, step=step) adds a step, and finish() ends the run.
+
+accelerate.tracking has the same five. It needs accelerate's PartialState, which takes over the process: devices,
+variables of torchrun, numbers of threads. TensorBoard's class refuses our flags, because some are tuples. Folders,
+offline modes and exceptions would still be ours, and with them most of this file.
 """
 
 import logging
 import os
+import pkgutil
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 from common.errors import BadInput, warn
 from common.preflight.machine import wandb_mode
 
-Opened = tuple[Callable[[dict, int], None], Callable[[], None]]
+Opened = tuple[Callable[..., None], Callable[[], None]]
 PROJECT = "onefile-rl"  # name of the project, or of the experiment, in each tracker
 # Variables that a package reads when it is imported: no reports to its makers, and no files in the home directory.
 VARIABLES = {
@@ -21,50 +25,74 @@ VARIABLES = {
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
     "trackio": {"TRACKIO_DIR": "{run_dir}/trackio"},
 }
-ERRORS = {  # tracker -> module and name of its exceptions, in addition to OSError, RuntimeError and ValueError
-    "wandb": ("wandb.errors", "Error"),
-    "mlflow": ("mlflow.exceptions", "MlflowException"),
-    "swanlab": ("swanlab.exceptions", "AuthenticationError"),
+ERRORS = {  # tracker -> what it raises in addition to OSError, RuntimeError and ValueError
+    "wandb": "wandb.errors:Error",
+    "mlflow": "mlflow.exceptions:MlflowException",
+    "swanlab": "swanlab.exceptions:AuthenticationError",
 }
 
 
-def open_sink(track: str, run_dir: Path, flags: dict) -> Callable:
-    """A function (step, metrics) that logs to --track; (None, None) closes it. Raises BadInput.
+class Sink:
+    """Sends metrics to --track. Rank 0 has one.
 
-    A tracker that fails later does not end the run: the first failure is a warning, and metrics.jsonl has all steps.
+    A tracker that fails after it was opened does not end the run: its first failure is a warning, and metrics.jsonl has
+    all steps.
     """
-    if track == "none":
-        return lambda step, metrics: None
-    for name, value in VARIABLES.get(track, {}).items():
-        os.environ.setdefault(name, value.format(run_dir=run_dir.absolute()))
-    failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
-    if track in ERRORS:
-        module, name = ERRORS[track]
-        failures += (getattr(import_module(module), name),)
-    opening = {"wandb": open_wandb, "tensorboard": open_tensorboard, "mlflow": open_mlflow, "trackio": open_trackio}
-    try:
-        log, finish = {**opening, "swanlab": open_swanlab}[track](run_dir, flags)
-    except failures as error:
-        raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
-    failed, closed = [], []
 
-    def sink(step: int | None, metrics: dict[str, float] | None) -> None:
-        if closed:  # a run that fails may be closed twice
+    def __init__(self, track: str, run_dir: Path, flags: dict):
+        """Raises BadInput if the tracker cannot be opened."""
+        self.track = track
+        self.closed = track == "none"
+        self.failed = False
+        if self.closed:
+            return
+        # The user's own settings win.
+        for name, value in VARIABLES.get(track, {}).items():
+            os.environ.setdefault(name, value.format(run_dir=run_dir.absolute()))
+        self.failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+        # Each package is imported only if it was chosen, and so are its exceptions.
+        if track in ERRORS:
+            self.failures += (pkgutil.resolve_name(ERRORS[track]),)
+        try:
+            self.send, self.finish = open_tracker(track, run_dir, flags)
+        except self.failures as error:
+            raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Send the metrics of a step."""
+        if self.closed:
             return
         try:
-            if step is None:
-                closed.append(True)
-                finish()
-            else:
-                log({name: value for name, value in metrics.items() if name != "step"}, step)
-        except failures as error:
-            if not failed:
-                where = "at the end" if step is None else f"at step {step}"
-                said = f"--track {track} failed {where}: {one_line(error)}; metrics.jsonl has all steps"
-                warn(said, "tracker-failed")
-            failed.append(step)
+            self.send({name: value for name, value in metrics.items() if name != "step"}, step=step)
+        except self.failures as error:
+            self.warn_once(error, f"at step {step}")
 
-    return sink
+    def close(self) -> None:
+        """End the tracker's run. A run that fails may close it twice."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self.finish()
+        except self.failures as error:
+            self.warn_once(error, "at the end")
+
+    def warn_once(self, error: Exception, when: str) -> None:
+        if not self.failed:
+            message = f"--track {self.track} failed {when}: {one_line(error)}; metrics.jsonl has all steps"
+            warn(message, "tracker-failed")
+        self.failed = True
+
+
+def open_tracker(track: str, run_dir: Path, flags: dict) -> Opened:
+    openers = {
+        "wandb": open_wandb,
+        "tensorboard": open_tensorboard,
+        "mlflow": open_mlflow,
+        "trackio": open_trackio,
+        "swanlab": open_swanlab,
+    }
+    return openers[track](run_dir, flags)
 
 
 def open_wandb(run_dir: Path, flags: dict) -> Opened:
@@ -72,11 +100,11 @@ def open_wandb(run_dir: Path, flags: dict) -> Opened:
     import wandb
 
     run = wandb.init(project=PROJECT, name=run_dir.name, dir=run_dir, config=flags, mode=wandb_mode())
-    return lambda metrics, step: run.log(metrics, step=step), run.finish
+    return run.log, run.finish
 
 
 def open_tensorboard(run_dir: Path, flags: dict) -> Opened:
-    """RUN/tensorboard; `tensorboard --logdir RUN` shows it."""
+    """RUN/tensorboard; `tensorboard --logdir RUN` shows it. It has no place for the flags."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(run_dir / "tensorboard")
@@ -92,7 +120,8 @@ def open_mlflow(run_dir: Path, flags: dict) -> Opened:
     """MLFLOW_TRACKING_URI, or RUN/mlflow.db; `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it."""
     import mlflow
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # says how it makes a new database
+    # Otherwise it reports each step of making a new database.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
         if mlflow.get_experiment_by_name(PROJECT) is None:
@@ -100,7 +129,7 @@ def open_mlflow(run_dir: Path, flags: dict) -> Opened:
     mlflow.set_experiment(PROJECT)
     mlflow.start_run(run_name=run_dir.name)
     mlflow.log_params(flags)
-    return lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run
+    return mlflow.log_metrics, mlflow.end_run
 
 
 def open_trackio(run_dir: Path, flags: dict) -> Opened:
@@ -108,7 +137,7 @@ def open_trackio(run_dir: Path, flags: dict) -> Opened:
     import trackio
 
     trackio.init(project=PROJECT, name=run_dir.name, config=flags)
-    return lambda metrics, step: trackio.log(metrics, step=step), trackio.finish
+    return trackio.log, trackio.finish
 
 
 def open_swanlab(run_dir: Path, flags: dict) -> Opened:
@@ -117,7 +146,7 @@ def open_swanlab(run_dir: Path, flags: dict) -> Opened:
 
     mode = os.environ.get("SWANLAB_MODE") or "offline"
     swanlab.init(project=PROJECT, name=run_dir.name, config=flags, log_dir=str(run_dir / "swanlab"), mode=mode)
-    return lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish
+    return swanlab.log, swanlab.finish
 
 
 def one_line(error: Exception) -> str:

@@ -151,7 +151,7 @@ class Tracker(Metrics):
         self.step_seconds = 0.0
         self.report_written = time.perf_counter()
         self.report_seconds = 0.0  # how long it took to write report.html
-        self.trends = Trends(heard=start > 0)
+        self.trends = Trends(had_signal=start > 0)
         self.sampled = None  # the sampling.Batch of this step
         self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
         if world.is_main:
@@ -166,7 +166,7 @@ class Tracker(Metrics):
         self.forget_steps_after(start)
         # disable=None: a log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
-        self.sink = trackers.open_sink(track, self.run_dir, flags(args))
+        self.sink = trackers.Sink(track, self.run_dir, flags(args))
 
     def forget_steps_after(self, start: int) -> None:
         """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint."""
@@ -213,7 +213,7 @@ class Tracker(Metrics):
         if self.world.is_main:
             with open(self.metrics_file, "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            self.sink(step, metrics)
+            self.sink.log(step, metrics)
             self.bar.update(step - self.bar.n)
             self.bar.write(console_line(metrics))
         for name, value in metrics.items():
@@ -277,7 +277,7 @@ class Tracker(Metrics):
     def close(self) -> None:
         """Close the trackers, write report.html and print its path."""
         if self.world.is_main:
-            self.sink(None, None)
+            self.sink.close()
             self.bar.close()
             print(f"report: {self.write_report()}", flush=True)
 

@@ -189,7 +189,7 @@ def resumed(folder: Path, damage, **changed) -> dict:
 
 def truncated_checkpoint(folder: Path) -> dict:
     def damage(folder):
-        path = next(folder.glob("run/checkpoints/step_000004/trainer/*.distcp"))
+        path = next(folder.glob("run/checkpoints/step_000004/trainer/*.safetensors"))
         os.truncate(path, path.stat().st_size // 2)
 
     return resumed(folder, damage)
