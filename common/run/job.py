@@ -53,19 +53,52 @@ class Run:
 
     def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained):
         """Load the checkpoint to resume, give the engine the policy's weights, evaluate them. Raises RunFailed."""
-        args, policy = settings.args, trained["policy"][0]
-        self.settings, self.args, self.world, self.engine = settings, args, world, engine
+        args = settings.args
+        policy, _ = trained["policy"]
+        self.settings = settings
+        self.args = args
+        self.world = world
+        self.engine = engine
         self.loader = data.PromptLoader(settings.prompts, args.seed)
         self.saver = checkpoint.Saver(
-            args.saving, trained, self.loader, settings.reward, engine, settings.tokenizer, settings.dtype, world
+            args.saving,
+            trained,
+            self.loader,
+            settings.reward,
+            engine,
+            settings.tokenizer,
+            settings.dtype,
+            world,
         )
-        done = self.saver.load(settings.resume)
-        if settings.resume or args.layout.split:  # A fresh colocated engine has loaded these weights from disk already.
+        steps_done = self.saver.load(settings.resume)
+        # A fresh colocated engine has read the same weights from disk. All others need them from the trainer.
+        if settings.resume or args.layout.split:
             weight_sync.push(policy, engine)
         self.probe = diagnosis.GapProbe(
-            policy, engine, settings.prompts, args.temperature, args.max_response_tokens, settings.compute, world
+            policy,
+            engine,
+            settings.prompts,
+            args.temperature,
+            args.max_response_tokens,
+            settings.compute,
+            world,
         )
-        self.tracker = Tracker(args.run_dir, settings.name, settings.recorded, world, args.track, done, args.steps)
+        self.evaluator = evaluation.Evaluator(
+            engine,
+            settings.reward,
+            settings.tokenizer,
+            world,
+            args.max_response_tokens,
+        )
+        self.tracker = Tracker(
+            args.run_dir,
+            settings.name,
+            settings.recorded,
+            world,
+            args.track,
+            steps_done,
+            args.steps,
+        )
         self.saver.signals.doing = self.tracker.doing
         self.rollouts: sampling.Prefetcher | None = None
         self.weight_version = 0  # number of pushes to the engine before this step's update
@@ -74,56 +107,77 @@ class Run:
 
     def accuracy(self) -> float:
         """Greedy accuracy on the held-out prompts."""
-        settings = self.settings
-        evaluator = evaluation.Evaluator(
-            self.engine, settings.reward, settings.tokenizer, self.world, self.args.max_response_tokens
-        )
-        return evaluator.greedy_accuracy(settings.held_out, metrics=self.tracker)
+        return self.evaluator.greedy_accuracy(self.settings.held_out, metrics=self.tracker)
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
-        settings, tracker = self.settings, self.tracker
+        tracker = self.tracker
         self.rollouts = sampling.Prefetcher(
-            sample, self.loader, settings.reward, settings.tokenizer, self.world, tracker, settings.layout
+            sample,
+            self.loader,
+            self.settings.reward,
+            self.settings.tokenizer,
+            self.world,
+            tracker,
+            self.settings.layout,
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
-            begin = self.loader.resume_at
-            tracker.before_failing = partial(self.rescue, step - 1, begin)
-            with self.rescued(step - 1, begin):
+            # If this step fails, the state after the last one is saved, and these prompts come again.
+            position = self.loader.resume_at
+            tracker.before_failing = partial(self.rescue, step - 1, position)
+            with self.rescued(step - 1, position):
                 batch = self.rollouts.get(step, last=self.saver.due(step))
             self.weight_version = self.engine.weight_version
             yield step, batch
 
     def end_step(
-        self, step: int, batch: Batch, *, advantages: torch.Tensor, old_logprobs: torch.Tensor,
-        rows: torch.Tensor | None = None, values: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        batch: Batch,
+        *,
+        advantages: torch.Tensor,
+        old_logprobs: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
         """Write metrics. Write rollouts, evaluate and save a checkpoint in steps in which they are due.
 
         advantages: (N,) or (N, T). old_logprobs: (N, T), valid in `rows` (N,) bool; None: in all rows. values: (N, T),
         the critic's values. Raises RunFailed if the metrics show that the run cannot be right.
         """
-        args, tracker = self.args, self.tracker
+        tracker = self.tracker
         with self.rescued(step, self.loader.resume_at):
             tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
             tracker.max("advantage/abs_max", advantages.abs().max())
-            if step % args.rollouts_every == 0 or step in (1, args.steps):
+            if self.writes_rollouts(step):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
-            if self.settings.held_out and (step == args.steps or (args.eval_every and step % args.eval_every == 0)):
+            if self.evaluates(step):
                 with tracker.time("eval"):
-                    self.rollouts.wait()
+                    self.rollouts.wait()  # the engine may be sampling the next step
                     tracker.mean("eval/accuracy", self.accuracy())
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
-        with tracker.time("save"):  # This step's metrics are written, so the time counts in the next step.
+        # This step's metrics are written already, so the seconds count in the next step.
+        with tracker.time("save"):
             self.saver.step_done(step, metrics)
+
+    def writes_rollouts(self, step: int) -> bool:
+        """Whether this step leaves a file in rollouts/."""
+        return step % self.args.rollouts_every == 0 or step in (1, self.args.steps)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether this step ends with an evaluation."""
+        if not self.settings.held_out:
+            return False
+        every = self.args.eval_every
+        return step == self.args.steps or (every > 0 and step % every == 0)
 
     @contextlib.contextmanager
     def rescued(self, step: int, position: int) -> Iterator[None]:
-        """Call rescue() if the run fails inside, which it does on all ranks together."""
+        """Call rescue() if the run fails inside. An errors.OneLine is raised by all ranks together."""
         try:
             yield
         except errors.OneLine:
@@ -137,7 +191,7 @@ class Run:
         """
         self.saver.rescue(step, position)
         self.tracker.close()
-        dist.barrier()  # A rank that ended now would end rank 0, which writes the report.
+        dist.barrier()  # rank 0 writes the report, and a rank that ended now would end rank 0 as well
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""
