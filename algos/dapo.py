@@ -40,7 +40,7 @@ from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args(flags.Flags):
+class Args(flags.Flags):  # Flags has those that all files share: --model, --dataset, --reward, --seed ...
     # sampling
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
@@ -48,7 +48,7 @@ class Args(flags.Flags):
     max_gen_batches: PositiveInt = 10  # Largest number of draws in one step; then the run stops.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.28  # The ratio is clipped at 1 + clip_high.
@@ -56,13 +56,13 @@ class Args(flags.Flags):
     clip_dual: PositiveFloat = 10.0  # c: the loss of a token with A < 0 is at most -A c.
     overlong_cache: NonNegativeInt = 128  # L_c: the last tokens before the limit cost more and more. 0: only the limit.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps in each pass over the rollout. They divide --prompts-per-step.
-    epochs: PositiveInt = 1  # Passes over each rollout, in the same order.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
-    schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
+    schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
     warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
-    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger norm is scaled down to it.
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
@@ -77,9 +77,9 @@ EMBEDDED = flags.EMBEDDED | {
 
 
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
-    """(N,) -> (N,): z-score within each group (outcome supervision). A group of equal rewards gives exactly 0.
+    """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 sixteen rewards of 0.7 have a std of 6e-8, and |A| would be 0.06.
+    We compare rewards, not their std: rounding gives sixteen rewards of 0.7 a std of 6e-8, and |A| would be 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -118,7 +118,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
-    All are (n, T), advantages are (n,). Log-probs outside the mask, NaN included, change nothing.
+    Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens of the whole mini-batch on all ranks.
     token_weights: (n, T), from rollout_weights().
     """
@@ -132,10 +132,10 @@ def policy_loss(
 
 
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
-    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+    """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
-    The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -145,7 +145,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 def clipped_tokens(
     logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high, clip_dual
 ) -> torch.Tensor:
-    """How many response tokens have no gradient because their ratio was clipped."""
+    """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
     advantages = advantages[:, None]  # (n, 1)
@@ -157,7 +157,7 @@ def clipped_tokens(
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
-        raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+        raise errors.BadInput(f"--group-size {args.group_size}: a group of one always equals its own mean; use >= 2")
     if args.clip_dual <= 1 + args.clip_high:
         raise errors.BadInput(f"--clip-dual {args.clip_dual} must be above 1 + --clip-high {args.clip_high}")
     if args.overlong_cache > args.max_response_tokens:
@@ -165,12 +165,12 @@ def check_args(args: Args) -> None:
             f"--overlong-cache {args.overlong_cache} must be in [0, --max-response-tokens {args.max_response_tokens}]"
         )
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
-        raise errors.BadInput("--max-inflight-batches 2: responses are one update old; correct for that by --tis-cap 2")
+        raise errors.BadInput("--max-inflight-batches 2: its responses are one step old; add --tis-cap 2")
 
 
 def main(args: Args) -> None:
     check_args(args)
-    # Reads and checks the whole input, before any model is loaded.
+    # Checks flags, data and model before any model is loaded.
     settings = prepare(
         args,
         models=["policy"],
@@ -182,7 +182,7 @@ def main(args: Args) -> None:
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
-    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
+    # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
@@ -203,7 +203,7 @@ def main(args: Args) -> None:
         layout=settings.layout,
         rollout_tp=args.rollout_tp,
     )
-    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; run.end_step reduces them over the ranks.
     run = job.start(settings, world, engine, {"policy": (policy, optimizer)})
     tracker = run.tracker
 
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
             max_draws=args.max_gen_batches,
             filter_in_words="with both right and wrong responses",
         )
-        engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
+        engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
         return batch
 
     for step, batch in run.steps(sample):
@@ -242,8 +242,8 @@ def main(args: Args) -> None:
         rewards = 2 * batch.scores - 1 + penalty  # (N,)
         advantages = compute_advantages(rewards=rewards, group_size=args.group_size)  # (N,)
 
-        # A row with advantage 0 has no gradient, so it skips the forward. The denominator still counts it.
-        # If you add a loss term that does not depend on the advantages, use all rows: batch.response_mask.any(1).
+        # Only rows with a gradient need a forward, and a row with advantage 0 has none.
+        # If you add a loss term that doesn't depend on the advantages, use all graded rows: batch.response_mask.any(1).
         has_gradient = advantages != 0  # (N,)
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
@@ -251,24 +251,26 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
+            # and packing are the same, so the ratio is exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    # (n, T) each. Only the log-probs have a gradient.
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
                     token_weights = 1.0
                     if args.tis_cap:
                         token_weights = rollout_weights(
@@ -288,7 +290,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    loss.backward()
 
                     clipped = clipped_tokens(
                         logprobs=logprobs,
@@ -299,6 +302,7 @@ def main(args: Args) -> None:
                         clip_high=args.clip_high,
                         clip_dual=args.clip_dual,
                     )
+                    # Means are over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

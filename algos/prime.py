@@ -43,7 +43,7 @@ from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args(flags.Flags):
+class Args(flags.Flags):  # Flags has those that all files share: --model, --dataset, --reward, --seed ...
     # sampling
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
@@ -51,7 +51,7 @@ class Args(flags.Flags):
     max_gen_batches: PositiveInt = 10  # Largest number of draws in one step; then the run stops.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
@@ -60,13 +60,13 @@ class Args(flags.Flags):
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps in each pass over the rollout. They divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     prm_learning_rate: ranges.LearningRate = 1e-6  # Learning rate of the process reward model; it stays constant.
-    schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
+    schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
     warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
-    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger norm is scaled down to it.
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
@@ -177,10 +177,10 @@ def policy_loss(
 
 
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
-    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+    """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
-    The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -188,7 +188,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 @torch.no_grad()
 def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
-    """How many response tokens have no gradient because their ratio was clipped."""
+    """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
@@ -215,17 +215,17 @@ def ranked_pairs(scores: torch.Tensor, correct: torch.Tensor, group_size: int) -
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
-        raise errors.BadInput(f"--group-size {args.group_size}: a group of one has no mean to differ from; use >= 2")
+        raise errors.BadInput(f"--group-size {args.group_size}: a group of one always equals its own mean; use >= 2")
     low, high = args.accuracy_range
     if low > high:
         raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
-        raise errors.BadInput("--max-inflight-batches 2: responses are one update old; correct for that by --tis-cap 2")
+        raise errors.BadInput("--max-inflight-batches 2: its responses are one step old; add --tis-cap 2")
 
 
 def main(args: Args) -> None:
     check_args(args)
-    # Reads and checks the whole input, before any model is loaded.
+    # Checks flags, data and model before any model is loaded.
     settings = prepare(
         args,
         models=["policy", "prm", "reference"],
@@ -238,7 +238,7 @@ def main(args: Args) -> None:
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
-    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
+    # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
@@ -254,7 +254,7 @@ def main(args: Args) -> None:
         world,
         settings.dtype,
         settings.compute,
-        offload=args.offload != "none",  # "others" offloads all models but the policy
+        offload=args.offload != "none",  # "others" and "all" offload every model but the policy
     )
     prm = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload != "none")
     prm_optimizer = torch.optim.AdamW(
@@ -275,7 +275,7 @@ def main(args: Args) -> None:
         layout=settings.layout,
         rollout_tp=args.rollout_tp,
     )
-    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; run.end_step reduces them over the ranks.
     trained = {"policy": (policy, optimizer), "prm": (prm, prm_optimizer)}
     run = job.start(settings, world, engine, trained)
     tracker = run.tracker
@@ -304,7 +304,7 @@ def main(args: Args) -> None:
             max_draws=args.max_gen_batches,
             filter_in_words=f"answered right at a rate within [{low}, {high}]",
         )
-        engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
+        engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
         return batch
 
     for step, batch in run.steps(sample):
@@ -316,7 +316,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
+            # and packing are the same, so the ratio is exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
@@ -367,19 +368,20 @@ def main(args: Args) -> None:
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches:  # one optimizer step each
-                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    # (n, T) each. Only the log-probs have a gradient.
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
                     token_weights = 1.0
                     if args.tis_cap:
                         token_weights = rollout_weights(
@@ -398,7 +400,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    loss.backward()
 
                     clipped = clipped_tokens(
                         logprobs=logprobs,
@@ -408,6 +411,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip,
                         clip_high=args.clip,
                     )
+                    # Means are over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

@@ -38,26 +38,26 @@ from common.trainer import batching, model
 
 
 @dataclasses.dataclass
-class Args(flags.Flags):
+class Args(flags.Flags):  # Flags has those that all files share: --model, --dataset, --reward, --seed ...
     # sampling
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, sampled responses to a prompt, which share its greedy one; 1 in the paper.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps in each pass over the rollout. They divide --prompts-per-step.
-    epochs: PositiveInt = 1  # Passes over each rollout, in the same order.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
-    schedule: Literal["constant", "linear"] = "constant"  # linear falls, to learning_rate / steps in the last step.
+    schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
     warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
-    max_grad_norm: PositiveFloat = 1.0  # A gradient of a larger norm is scaled down to it.
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
 
 
 # The defaults without --model: two-digit addition, learned on a CPU in minutes.
@@ -113,10 +113,10 @@ def policy_loss(
 
 
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
-    """(n, T): truncated importance sampling, min(exp(old - rollout), cap); 1 outside the mask.
+    """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine sampled with a policy that differs from the trainer's by rounding, or with batches in flight by one step.
-    The weight multiplies the policy loss and carries no gradient (Ionides, 2008).
+    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -124,7 +124,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 @torch.no_grad()
 def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
-    """How many response tokens have no gradient because their ratio was clipped."""
+    """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
@@ -135,18 +135,18 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
-        raise errors.BadInput("--max-inflight-batches 2: responses are one update old; correct for that by --tis-cap 2")
+        raise errors.BadInput("--max-inflight-batches 2: its responses are one step old; add --tis-cap 2")
 
 
 def main(args: Args) -> None:
     check_args(args)
     models = ["policy"] if args.kl_coef == 0 else ["policy", "reference"]
-    # Reads and checks the whole input, before any model is loaded.
+    # Checks flags, data and model before any model is loaded.
     settings = prepare(args, models)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
-    # `world` knows this rank and adds up numbers over all ranks. torchrun starts the ranks; plain python has one.
+    # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
@@ -164,7 +164,7 @@ def main(args: Args) -> None:
             world,
             settings.dtype,
             settings.compute,
-            offload=args.offload != "none",  # "others" offloads all models but the policy
+            offload=args.offload != "none",  # both "others" and "all" offload the reference
         )
     engine = engines.start(
         args.rollout_backend,
@@ -177,14 +177,14 @@ def main(args: Args) -> None:
         layout=settings.layout,
         rollout_tp=args.rollout_tp,
     )
-    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; a step's end reduces them over the ranks.
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; run.end_step reduces them over the ranks.
     run = job.start(settings, world, engine, {"policy": (policy, optimizer)})
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        # Finished responses are graded, or answered by an environment (reply), while the engine samples the others.
+        # `done` grades each response as soon as it is finished. `reply` is an environment's next turn (--environment).
         grading = sampler.grade_early(prompts)
         with sampler.time("rollout"):
             rollout = engine.generate(
@@ -192,7 +192,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # differs in every step, and does not depend on the number of ranks
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, over all ranks
                 done=grading,
                 reply=grading.reply,
             )
@@ -204,7 +204,7 @@ def main(args: Args) -> None:
                 seed=0,
                 reply=grading.reply,
             )
-            engine.sleep()  # frees the engine's memory for the trainer; the push of new weights wakes it
+            engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
         baseline = sampler.grade(prompts, greedy, with_metrics=False)
         graded = baseline.response_mask.any(1)  # (B,)
         sampler.metrics.mean("reward/greedy_mean", baseline.scores.sum(), graded.sum())
@@ -217,18 +217,19 @@ def main(args: Args) -> None:
     for step, batch in run.steps(sample):
         greedy_scores = batch.baseline.scores.repeat_interleave(args.group_size)  # (N,)
 
-        # A row with advantage 0 has no gradient, so it skips the forward. The denominator still counts it.
+        # Only rows with a gradient need a forward, and a row with advantage 0 has none.
         # If the KL is part of the rewards, all advantages will change: use all rows.
         has_gradient = batch.response_mask.any(1) & (batch.scores != greedy_scores)  # (N,)
         if ref_policy is not None:
-            has_gradient = batch.response_mask.any(1)  # (N,)
+            has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
         mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. The first update's ratio is therefore exactly 1.
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
+            # and packing are the same, so the ratio is exactly 1.
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = None
             if ref_policy is not None:
@@ -250,19 +251,20 @@ def main(args: Args) -> None:
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # All ranks have equally many micro-batches. If there are none, no rank has a gradient.
+                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward: it counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
-                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)  # (n, T) each
+                    # (n, T) each. Only the log-probs have a gradient.
+                    logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
                     token_weights = 1.0
                     if args.tis_cap:
                         token_weights = rollout_weights(
@@ -281,7 +283,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
+                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    loss.backward()
 
                     clipped = clipped_tokens(
                         logprobs=logprobs,
@@ -291,6 +294,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
+                    # Means are over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
