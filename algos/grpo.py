@@ -13,9 +13,9 @@ A token has three log-probs:
     old_logprobs      from the trainer, with its weights before the updates of this step
     logprobs          from the trainer, with the weights that are being updated
 The ratio compares the last two. The engine sampled with the same weights as `old_logprobs`, so the gap between the
-first two is rounding error (larger in bfloat16), and every step measures it. With --max-inflight-batches 2 the engine is
-one step behind. Then the gap is also staleness, which the ratio does not correct; w_it = min(exp(old - rollout), tis_cap)
-does.
+first two is rounding error (larger in bfloat16), and every step measures it. With --max-inflight-batches 2 the engine
+is one step behind. Then the gap is also staleness, which the ratio does not correct. The weights w_it do:
+w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap).
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
 become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it scores 0.
