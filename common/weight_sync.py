@@ -1,21 +1,22 @@
 """Weight sync: after every step the engine gets the policy's new weights.
 
-FSDP2 shards the policy over the ranks, and transformers names its parameters. The engine wants full tensors under the
-names that it knows. So we walk through the policy, one parameter at a time:
+The engine is the program that samples: vLLM in this process, vLLM's servers, or transformers. FSDP2 shards the policy
+over the ranks, but the engine wants full tensors, under the names that it knows. So we walk through the policy, one
+parameter at a time:
 
-    gather    all ranks put their shards together, and each rank then has the full tensor (a collective)
+    gather    the ranks exchange their shards, and each rank then has the full tensor (an all-gather, a collective)
     merge     with LoRA, the layer's adapters are added to its weight
     rename    one parameter can become several tensors, because vLLM knows the names in the model's files:
                   transformers       layers.1.mlp.experts.down_proj, of all experts
                   the model's files  layers.1.mlp.experts.0.down_proj.weight, and so on for each expert
-    load      the engine copies the tensors into its weights, and then we drop them
+    load      the engine copies the tensors into its own weights, and then we free them
 
 A rank never holds a full copy of the model. It holds one full parameter, or two on a GPU (see gather_ahead).
 
 What we rely on:
 - Every rank walks through the same parameters in the same order. Gathering would hang otherwise.
-- One parameter can be renamed and cut without the others. This fails for a model that has several parameters where its
-  files have one tensor. tests/test_families.py covers the families for which it holds.
+- Each parameter can be renamed on its own. It may become several tensors of the files. The reverse is not supported:
+  several parameters that are parts of one tensor in the files. tests/test_families.py covers the supported families.
 - Tied parameters are sent once, under their first name. The engine ties its own copies.
 """
 
@@ -27,30 +28,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-ADAPTERS = ("lora_a", "lora_b")  # names of LoRA's parameters (common/trainer/lora.py)
+ADAPTERS = ("lora_a", "lora_b")  # parameters of a LoRA layer besides its weight (common/trainer/lora.py)
 
 NamedTensors = list[tuple[str, torch.Tensor]]  # (name, full tensor): what one parameter becomes in the engine
 
 
 class TensorInfo(NamedTuple):
-    """One tensor that will be sent."""
+    """The description of a tensor that will be sent."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # the full tensor's
+    shape: tuple[int, ...]  # shape of the full tensor, not of a shard
 
 
 class FullParameters:
     """The weights to send: iterating over it yields (name, full tensor) pairs.
 
-    Each iteration gathers the weights as they are now: all parameters, and the buffers that are saved with the model.
-    vLLM's NCCL sender takes this object as its "weight source", and asks it for metadata() first. Collective: every
-    rank iterates to the end.
+    Each iteration gathers the weights as they are now: all parameters, with adapters merged, and the buffers that are
+    saved with the model. Collective: every rank iterates to the end. vLLM's NCCL sender takes this object as its
+    "weight source"; inside engine.load_weights it asks for metadata() first.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, saved_names: bool = False):
-        """dtype: data type of the engine's weights. saved_names: use the names and shapes of the model's files, as vLLM
-        does. Without it they are those of the transformers model.
+        """dtype: data type of the engine's weights. saved_names: True for vLLM, which uses the names and shapes of the
+        model's files; False for an engine that uses those of the transformers model.
         """
         self.policy = policy
         self.dtype = dtype
@@ -63,25 +64,29 @@ class FullParameters:
         else:
             for tensors in self.gather_each():
                 yield from tensors
+                tensors.clear()  # frees them before the next parameter is gathered
 
     def gather_each(self) -> Iterator[NamedTensors]:
-        """One item for each parameter: the tensors that it becomes in the engine. Collective: every rank iterates."""
+        """Yields, for each parameter and buffer, the tensors to send. Collective: every rank iterates to the end."""
         for name, parameter in self.parameters_and_buffers():
             tensor = self.gather_full(name, parameter)
             yield self.to_engine_names(name, tensor)
 
     def metadata(self) -> list[TensorInfo]:
-        """List what an iteration will yield, without gathering anything. A server makes room for these tensors."""
+        """What an iteration will yield. A vLLM server allocates its receive buffers from this list.
+
+        Nothing is gathered: a sharded parameter knows its full shape.
+        """
         infos = []
         for name, parameter in self.parameters_and_buffers():
-            # A tensor on the meta device has a shape and no data. Renaming it tells how the real one will be cut.
+            # A tensor on the meta device has a shape but no data. Renaming it shows how the real one will be split.
             empty = torch.empty(parameter.shape, dtype=self.wire_dtype(parameter), device="meta")
             for engine_name, tensor in self.to_engine_names(name, empty):
                 infos.append(TensorInfo(engine_name, tensor.dtype, tuple(tensor.shape)))
         return infos
 
     def parameters_and_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's shards, with transformers' names. Adapters are left out, because gather_full merges them."""
+        """Sharded parameters and saved buffers, under transformers' names. No adapters: gather_full merges them."""
         for name, parameter in self.policy.named_parameters():
             if not name.endswith(ADAPTERS):
                 yield name, parameter
@@ -91,8 +96,8 @@ class FullParameters:
                 yield name, buffer
 
     def wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype in which a tensor is sent: the engine's. A buffer, such as a router's biases, keeps its own dtype,
-        because the engine keeps it in that dtype, too.
+        """Parameters are sent in the engine's dtype. Buffers, such as a router's biases, keep their own dtype in the
+        engine, so they are sent in it.
         """
         if isinstance(tensor, nn.Parameter):
             return self.dtype
@@ -112,42 +117,44 @@ class FullParameters:
         return gather(parameter, self.wire_dtype(parameter))
 
     def to_engine_names(self, name: str, tensor: torch.Tensor) -> NamedTensors:
-        """The tensor under the name that the engine knows, or the tensors into which the model's files cut it."""
+        """The tensor under the engine's name, or the tensors that the model's files have in its place."""
         if not self.saved_names:
             return [(name, tensor)]
-        # transformers joins tensors of the files when it loads a model. This undoes it.
+        # When transformers loads a model, it fuses some tensors of the files into one parameter. This reverses it.
         return list(revert_weight_conversion(self.policy, {name: tensor}).items())
 
 
 def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The full tensor of a sharded parameter, in this dtype. Collective: every rank calls it."""
-    # First to the GPU, if --offload keeps the shard in host memory: NCCL needs it there, and the GPU casts faster.
-    # Then to the dtype: bfloat16 shards are half as many bytes to send. Only then do the shards travel.
+    # Move the shard to the GPU first, if --offload keeps it in host memory: NCCL needs it there, and the GPU casts
+    # faster. Cast before the all-gather, because a bfloat16 shard has half the bytes of a float32 one.
     shard = parameter.detach().to(device_type(parameter), non_blocking=True)
     shard = shard.to(dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 def device_type(parameter: torch.Tensor) -> str:
-    """Where a parameter is used, "cuda" or "cpu". With --offload it is stored elsewhere."""
+    """Where a parameter is used, "cuda" or "cpu". With --offload it is used on the GPU, but stored in host memory."""
     return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
 
 
 def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torch.Tensor]]:
     """The (name, tensor) pairs of all parameters, on a GPU. The next parameter is gathered while one is loaded.
 
-    Gathering has a CUDA stream of its own, so it runs beside the caller's work:
+    Gathering has its own CUDA stream, so it runs at the same time as the caller's work:
 
         gathering stream     gather 0   gather 1   gather 2   gather 3
         caller's stream                 load 0     load 1     load 2     load 3        load i waits for gather i
 
-    At most two full parameters are in memory: the one that is loaded, and the next.
+    Gather i + 1 is queued just before the caller gets parameter i, so two full parameters are in memory: the one that
+    is being loaded, and the next. When the loop ends, the caller's stream has waited for the last gather. So the next
+    optimizer step can't change a shard that is still being read.
     """
     gathering = torch.cuda.Stream()
-    gathering.wait_stream(torch.cuda.current_stream())  # the optimizer must have finished its update
+    gathering.wait_stream(torch.cuda.current_stream())  # don't read shards before the optimizer has written them
 
     def gather_next() -> tuple[NamedTensors | None, torch.cuda.Event]:
-        """The next parameter, or None after the last, and an event: its tensors are ready once this has happened."""
+        """The next parameter's tensors (None after the last), and an event recorded after their gather."""
         with torch.cuda.stream(gathering):
             tensors = next(parameters, None)
             return tensors, gathering.record_event()
@@ -155,11 +162,13 @@ def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torc
     tensors, ready = gather_next()
     while tensors is not None:
         upcoming = gather_next()  # starts now; the caller loads `tensors` in the meantime
-        for name, tensor in tensors:
+        while tensors:
+            name, tensor = tensors.pop(0)  # popped and deleted: nothing here may keep a loaded tensor alive
             caller = torch.cuda.current_stream()  # ask for every tensor: vLLM's sender switches between two streams
             caller.wait_event(ready)
             tensor.record_stream(caller)  # otherwise a later gather could reuse this memory before it has been read
             yield name, tensor
+            del tensor
         tensors, ready = upcoming
 
 

@@ -1,16 +1,19 @@
-"""Attention inside a packed row: a token sees its own sequence and the prompt it answers, and no neighbour.
+"""Attention inside a packed row: a token sees earlier tokens of its own sequence and of its shared prompt, no others.
 
 A packed row is a list of groups (P, [L_1 ... L_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the prompt is computed once for all n responses (batching.py has a
 picture). A group with a single response is one ordinary sequence of P + L tokens.
 
-On a GPU one variable-length kernel computes the whole row. Elsewhere sequences of similar length are padded to the
-longest of them and computed in one call; such neighbours are a run. The groups (40, [5, 6]) and (33, [9]) make three:
+There are two ways to compute it. One variable-length kernel computes the whole row, on a GPU and for layers that the
+kernel supports. Otherwise, adjacent sequences of similar length that have the same shared prompt, or none, are a run.
+They are padded to the longest of them and computed in one call. The groups (40, [5, 6]) and (33, [9]) make three runs:
 
-    tokens    0 ... 39    40 ... 50    51 ... 92
-    run       [40]        [5, 6]       [42]
-    attends   to itself   to itself    to itself
-                          and 0 ... 39
+    tokens           0 ... 39    40 ... 44   45 ... 50     51 ... 92
+    run, by lengths  [40]        [5,         6]            [42]
+    a token sees     0 ... 39    0 ... 44    0 ... 39 and  51 ... 92     up to and including itself
+                                             45 ... 50
+
+Both ways copy a shared prompt's keys and values for each response. Autograd adds up the gradients of the copies.
 """
 
 from dataclasses import dataclass
@@ -24,55 +27,55 @@ from torch.nn.attention.varlen import varlen_attn
 from common.errors import BadInput
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
-MAX_PADDING = 0.15  # share of a run's tokens by which padding may enlarge it
-PADDING_PER_CALL = 256  # tokens of padding that cost less than one more call for responses to a shared prompt
-WRITTEN_OUT_MAX_KEYS = 512  # for longer sequences, written-out weights take more memory than they save time
+MAX_PADDING = 0.15  # largest share of padding in a run, relative to its real tokens
+PADDING_PER_CALL = 256  # more padding tokens that a run of responses may have, because they cost less than another call
+WRITTEN_OUT_MAX_KEYS = 512  # with more keys, the prompt's included, explicit weights take too much memory
 
 
 class Scores(NamedTuple):
     """How a layer gets from query key^T to weights. transformers passes what its family needs."""
 
-    scale: float | None = None  # factor of the products; None is 1 / sqrt(width of a query)
+    scale: float | None = None  # multiplier of query key^T; None is 1 / sqrt(width of a query)
     window: int | None = None  # a token sees itself and the window - 1 tokens before it (Mistral, Gemma)
     cap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
     sinks: torch.Tensor | None = None  # (heads,) score of one more key, whose value is 0 (gpt-oss)
 
     @property
     def need_weights(self) -> bool:
-        """Fused kernels know neither caps nor sinks."""
+        """Whether the weights must be computed explicitly, because fused kernels support neither caps nor sinks."""
         return self.cap is not None or self.sinks is not None
 
 
 @dataclass
 class Run:
-    """Neighbouring sequences of a packed row. Each attends causally to itself and, if it answers a shared prompt, to
-    all tokens of that prompt.
+    """Adjacent sequences of a packed row. Each attends causally to itself and, if it answers a shared prompt, to all
+    tokens of that prompt that are within the layer's window.
     """
 
-    start: int  # place of the first token in the row
-    lengths: list[int]  # tokens of each sequence
-    prompt_start: int = 0  # place of the shared prompt
+    start: int  # position of the first token in the row
+    lengths: list[int]  # length of each sequence
+    prompt_start: int = 0  # position of the shared prompt in the row
     prompt_length: int = 0  # tokens of the shared prompt; 0 without one
 
 
 @dataclass
 class Spans:
-    """Which tokens of a packed row of S sequences attend to which. Every layer reads the same one."""
+    """The layout of a packed row of S sequences: which tokens attend to which. All layers share it."""
 
     runs: list[Run]
-    # The rest is for the kernel on a GPU.
-    query_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of queries
-    key_ends: torch.Tensor | None = None  # (S + 1,) int32, cumulative number of keys, with those of shared prompts
-    key_places: torch.Tensor | None = None  # places of these keys in the row; None: every token once, in order
+    # The rest is for the variable-length kernel.
+    query_ends: torch.Tensor | None = None  # (S + 1,) int32, offsets: cumulative number of queries
+    key_ends: torch.Tensor | None = None  # (S + 1,) int32, the same of keys; a shared prompt counts for each response
+    key_places: torch.Tensor | None = None  # positions of these keys in the row; None: every token once, in order
     longest: tuple[int, int] = (0, 0)  # most queries and most keys of one sequence
 
     def to_owner(self, values: torch.Tensor) -> torch.Tensor:
-        """Results (R,) on the rank that trains on them: this one, unless it holds a slice of a row."""
+        """Move results (R,) to the rank that trains on them. Does nothing here; slices of a row override it."""
         return values
 
 
 def spans(groups: list[Group], device: torch.device) -> Spans:
-    """Spans of the packed row in which these groups stand one after the other."""
+    """The layout of the packed row in which these groups follow one another."""
     runs: list[Run] = []
     start = 0
     for prompt, responses in groups:
@@ -87,13 +90,13 @@ def spans(groups: list[Group], device: torch.device) -> Spans:
 
 
 def add_sequence(runs: list[Run], sequence: Run) -> None:
-    """Add a run of one sequence to the last run, or after it if the padding would cost more than a call of its own."""
+    """Merge a run of one sequence into the last run. If the prompt differs or padding costs too much, it stays alone."""
     if runs:
         last = runs[-1]
         lengths = last.lengths + sequence.lengths
         allowed = (1 + MAX_PADDING) * sum(lengths)
         if last.prompt_length:
-            # Another call would also read the prompt's keys and values again.
+            # A call for a response has the prompt's keys and values to handle too, so saving one is worth more.
             allowed += PADDING_PER_CALL
         same_prompt = (last.prompt_start, last.prompt_length) == (sequence.prompt_start, sequence.prompt_length)
         if same_prompt and max(lengths) * len(lengths) <= allowed:
@@ -103,7 +106,7 @@ def add_sequence(runs: list[Run], sequence: Run) -> None:
 
 
 def kernel_spans(runs: list[Run], device: torch.device) -> Spans:
-    """The runs as the variable-length kernel takes them. The keys of a shared prompt stand before each response."""
+    """The runs as the variable-length kernel takes them. The keys of a shared prompt come before each response."""
     query_lengths: list[int] = []
     key_lengths: list[int] = []
     places: list[int] = []
@@ -141,15 +144,15 @@ def packed_attention(
     """Causal attention inside each sequence of a packed row. transformers calls it in every layer.
 
     query (1, heads, L, d), key (1, key heads, L, d), value (1, key heads, L, v) -> (1, L, heads, v). Grouped-query
-    attention has fewer key heads than heads. Raises BadInput for a family that makes an attention mask of its own.
+    attention has fewer key heads than heads. Raises BadInput for a family that makes its own attention mask.
     """
     if attention_mask is not None or spans is None:
         raise BadInput(f"{module.config.model_type} models are not supported, because of a mask of their own")
     scores = Scores(scaling, sliding_window, softcap, s_aux)
     row = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
-    # The kernel takes neither float32 nor values of another width than the keys (DeepSeek).
-    can_fuse = query.shape[-1] == value.shape[-1] and not scores.need_weights
-    if query.is_cuda and query.dtype != torch.float32 and can_fuse:
+    # The kernel supports neither float32 nor values whose width differs from the keys' (DeepSeek).
+    kernel_fits = query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] and not scores.need_weights
+    if query.is_cuda and kernel_fits:
         out = variable_length_attention(*row, spans, scores)
     else:
         out = padded_attention(*row, spans.runs, scores)
@@ -180,16 +183,16 @@ def variable_length_attention(query, key, value, spans: Spans, scores: Scores) -
 
 def padded_attention(query, key, value, runs: list[Run], scores: Scores) -> torch.Tensor:
     """(heads, L, d) -> (L, heads, v), one padded call for each run."""
-    # Split the row once. The backward of a slice is as long as the whole row, so one slice for each run would be slow.
+    # Split the row once. The backward of a slice fills a gradient of the whole row, so a slice for each run is slow.
     sizes = [sum(run.lengths) for run in runs]
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1)):
         if run.prompt_length == 0:
             outputs.append(attend_alone(q, k, v, run, scores))
-            # Keep these keys and values: the responses that follow may answer the last prompt of this run.
-            prompts_start, prompt_keys, prompt_values = run.start, k, v
+            # Keep these keys and values: this run's last sequence may be the prompt of the responses that follow.
+            kept_start, prompt_keys, prompt_values = run.start, k, v
         else:
-            first = run.prompt_start - prompts_start
+            first = run.prompt_start - kept_start
             last = first + run.prompt_length
             shared = (prompt_keys[:, first:last], prompt_values[:, first:last])
             outputs.append(attend_after_prompt(q, k, v, run, scores, shared))
@@ -202,7 +205,7 @@ def attend_alone(q, k, v, run: Run, scores: Scores) -> torch.Tensor:
 
 
 def attend_after_prompt(q, k, v, run: Run, scores: Scores, shared: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Responses that see a shared prompt, too: its keys and values (key heads, P, d) stand before those of each."""
+    """Responses that also see a shared prompt, whose keys and values (key heads, P, d) come before those of each."""
     prompt_keys, prompt_values = (x.expand(len(run.lengths), -1, -1, -1) for x in shared)
     keys = torch.cat([prompt_keys, padded(k, run)], dim=2)  # (n, key heads, P + longest, d)
     values = torch.cat([prompt_values, padded(v, run)], dim=2)
@@ -210,10 +213,10 @@ def attend_after_prompt(q, k, v, run: Run, scores: Scores, shared: tuple[torch.T
 
 
 def causal_attention(query, key, value, prompt: int, scores: Scores) -> torch.Tensor:
-    """Attention of n sequences, each behind a prompt of that many tokens: (n, heads, longest, d), with keys and values
+    """Attention of n sequences, each after `prompt` tokens of a prompt: queries (n, heads, longest, d), keys and values
     (n, key heads, prompt + longest, d or v) -> (n, heads, longest, v).
 
-    Padding stands on the right, where the causal mask already hides it: no token sees a later one.
+    Padding is on the right, where the causal mask already hides it: no token sees a later one.
     """
     if scores.need_weights or key.shape[2] <= WRITTEN_OUT_MAX_KEYS:
         return written_out_attention(query, key, value, prompt, scores)
@@ -233,7 +236,7 @@ def written_out_attention(query, key, value, prompt: int, scores: Scores) -> tor
     """
     n, heads, longest, width = query.shape
     key_heads = key.shape[1]
-    if scores.need_weights:  # rounded to bfloat16, these scores would be far off vLLM's
+    if scores.need_weights:  # vLLM computes these scores in float32, and rounding to bfloat16 would be far off
         wide = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(wide), key.to(wide)
     # The heads / key_heads query heads that share a key head become rows of one product.

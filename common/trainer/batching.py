@@ -1,11 +1,14 @@
-"""Micro-batches: rows of a rollout laid end to end in one packed row, within a token budget.
+"""Micro-batches: rows of a rollout laid end to end in one packed sequence, within a token budget.
 
 Micro-batches only limit memory. The loss is divided by a denominator of the whole optimizer mini-batch on all ranks,
-so the gradient does not depend on how the mini-batch is cut. Three words for what is put together:
+so the gradient does not depend on how the mini-batch is cut. The terms, from small to large:
 
-    bin      the rows of one micro-batch, at most `token_budget` tokens
-    group    the rows of a bin that share a prompt: its tokens stand in the packed row once
-    unit     rows that must not be separated: one response, or the two responses of a DPO pair
+    row          one response of the rollout, together with its prompt
+    unit         rows that must not be separated: one, or the two of a DPO pair
+    group        rows that share a prompt. The prompt appears once in each bin that has rows of the group
+    bin          the plan for a micro-batch: groups, or parts of groups, of at most `token_budget` tokens
+    micro-batch  the tensors of a bin, for one forward and backward
+    mini-batch   the micro-batches of one optimizer step
 
 A bin of two groups: b and c answer prompt a, and e answers prompt d. (Real prompts are longer: one of 3 tokens is not
 worth sharing.)
@@ -15,8 +18,9 @@ worth sharing.)
     attends to     a          | a, b   | a, c   | d, e                   never to a later token
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
 
-The model makes a logit row for each place in `predictors`. It predicts the token in `targets`, and its log-prob goes to
-place `scatter` of the flattened (n, T) result, here (3, 3):
+(The bars separate sequences. A prompt with a single response is one sequence with it.) The model makes logits for each
+entry of `predictors`, repeated ones included. They predict the token in `targets`. Its log-prob goes to index `scatter`
+of the flattened (n, T) result. n is the number of rows, T the longest response of the rollout; here (3, 3):
 
     targets        b0  b1  c0  c1  e0  e1  e2
     predictors      2   3   2   5   8   9  10
@@ -43,45 +47,46 @@ Text = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of the re
 class Compute(Sharding):
     """Settings of the trainer's forward and backward. All but the last three change results only by rounding."""
 
-    token_budget: NonNegativeInt = 0  # Tokens in one forward on one rank. 0 derives them from the size of the memory.
+    token_budget: NonNegativeInt = 0  # Tokens in one forward on one rank. 0: the start of a run settles it by memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: NonNegativeInt = 0
-    """Train adapters of this rank (LoRA); raise learning rates tenfold (Schulman, 2025). 0 trains all weights."""
-    train_vision: bool = False  # Train the part of the model that sees images, too.
-    freeze_router: bool = False  # Keep what chooses experts in a mixture-of-experts model as it is.
+    """Train adapters of this rank (LoRA), with a ten times higher learning rate (Schulman, 2025). 0: all weights."""
+    train_vision: bool = False  # Also train the vision encoder.
+    freeze_router: bool = False  # Do not train the router of a mixture-of-experts model.
 
 
 @dataclass
 class MicroBatch:
-    """n responses and their prompts in one packed row of L tokens, or a slice of it. R tokens are response tokens."""
+    """n rows packed into one sequence of L tokens, or a slice of it. R of the tokens are response tokens."""
 
     rows: torch.Tensor  # (n,) indices into the rollout; n is 0 in a slice of another rank's micro-batch
     input_ids: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L); (4, 1, L) if images have rows and columns of their own
     spans: Spans  # which tokens attend to which
-    predictors: torch.Tensor  # (R,) place in the row whose logits predict each response token
+    predictors: torch.Tensor  # (R,) position in the packed sequence whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
-    scatter: torch.Tensor  # (R,) their places in a flattened (n, T), which is (3, 3) in the example above
-    response_mask: torch.Tensor  # (n, T) bool; all False in a dummy, which only keeps the ranks in step
-    images: dict = field(default_factory=dict)  # the model's further arguments, if prompts have images
-    last: bool = True  # the optimizer step follows, so the backward reduces gradients over the ranks
+    scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
+    response_mask: torch.Tensor  # (n, T) bool, True on tokens that count in the loss; all False in a dummy
+    images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images
+    last: bool = True  # the last of its list: its backward reduces gradients over the ranks
 
 
 @dataclass
 class MiniBatch:
-    """The rows of one optimizer step on this rank, and the micro-batches that compute its gradient."""
+    """This rank's share of one optimizer step."""
 
     rows: torch.Tensor  # indices into the rollout of all its rows; a denominator counts these
-    micro_batches: list[MicroBatch]  # those of its rows that have a gradient; every rank has equally many micro-batches
+    micro_batches: list[MicroBatch]  # cover the rows that have a gradient; the same number on every rank
 
 
 def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Compute, world: World) -> list[MiniBatch]:
-    """Cut a rollout into `count` mini-batches of equally many consecutive rows, and pack each. Collective.
+    """Cut a rollout into `count` mini-batches of the same number of consecutive rows, and pack each.
 
-    has_gradient: (N,) bool. Other rows skip the forward, but they stay in `rows` and so in the denominator. Groups
-    stay whole, because the number of prompts on each rank is a multiple of `count` (the start of a run checks it).
+    has_gradient: (N,) bool. Rows without one skip the forward, but they stay in `rows` and so in the denominator. The
+    responses to a prompt stay together, because the number of prompts on each rank is a multiple of `count` (the start
+    of a run checks it). Collective: every rank calls it.
     """
     mini_batches = []
     for rows in torch.arange(len(rollout), device=has_gradient.device).chunk(count):
@@ -92,38 +97,39 @@ def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Com
 
 @dataclass
 class Bin:
-    """The rows of one micro-batch, by the prompts that they share."""
+    """The plan for a micro-batch: which rows it will have, and which of them share a prompt."""
 
-    groups: list[list[int]] = field(default_factory=list)  # rows of the rollout; those of a group share their prompt
-    tokens: int = 0  # a group's prompt counts once
+    groups: list[list[int]] = field(default_factory=list)  # indices into the rollout; rows of a group share a prompt
+    tokens: int = 0  # in all; a shared prompt counts once
 
 
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
-    """Cut `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one longer row.
+    """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one unit that is longer.
 
-    unit_size: keep this many consecutive rows in one micro-batch, such as the two of a DPO pair. They share a prompt.
+    unit_size: keep this many consecutive rows together, such as the two of a DPO pair. They share a prompt.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
-    one gets dummies: real rows whose mask is all False. With --sequence-parallel K a micro-batch may be K times as
-    long, and each of the K ranks of a group gets a slice of all their micro-batches. Collective: every rank calls it.
+    one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
+    (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
+    group's micro-batches. Collective: every rank calls it.
     """
     bins = fill_bins(rollout, rows, compute, unit_size)
     real = len(bins)
-    # A rank computes a slice of each micro-batch of its sequence-parallel group, so the group's sum counts.
+    # A rank computes a slice of each micro-batch of its SP group. So ranks must agree on the group's total.
     forwards = torch.tensor(real)
     if world.sp_group is not None:
         dist.all_reduce(forwards, group=world.sp_group)
     missing = int(world.max(forwards)) - int(forwards)
-    # The first rank of a group adds the dummies for all of them.
+    # The first rank of an SP group adds the dummies for all of its ranks.
     if world.rank % compute.sequence_parallel == 0:
-        dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))
+        dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))  # without any row, the rollout's first
         bins += [Bin([dummy_rows])] * missing
     micro_batches = [pack_groups(rollout, bin_.groups) for bin_ in bins]
     for dummy in micro_batches[real:]:
-        dummy.response_mask.zero_()
+        dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
     if world.sp_group is not None:
         texts = [texts_of(rollout, bin_.groups) for bin_ in bins]
         micro_batches = slices_of_all(micro_batches, texts, rollout.response_mask, world.sp_group)
-    # Every rank has equally many, so all ranks reduce their gradients in the same backward.
+    # Every rank has the same number, so all ranks reduce their gradients in the same backward.
     for micro in micro_batches[:-1]:
         micro.last = False
     return micro_batches
@@ -132,8 +138,9 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
 def slices_of_all(
     micro_batches: list[MicroBatch], texts: list[list[Text]], response_mask: torch.Tensor, group: dist.ProcessGroup
 ) -> list[MicroBatch]:
-    """This rank's slices of the micro-batches of all ranks of its sequence-parallel group, in the same order on each
-    rank. texts: what this rank's micro-batches consist of. Collective over the group.
+    """This rank's slices of the micro-batches of all ranks of its SP group, in the same order on each rank.
+
+    texts: the prompts and responses in each of this rank's micro-batches. Collective over the SP group.
     """
     from common.trainer.sequence_parallel import cut
 
@@ -145,17 +152,18 @@ def slices_of_all(
             if owner == dist.get_rank(group):
                 whole = micro_batches[number]
             else:
-                # None of its rows is this rank's. This rank computes a part of the tokens, and the owner has the loss.
+                # Another rank owns these rows and computes their loss. This rank only computes a part of the tokens.
                 whole = lay_out(its_texts, [], response_mask)
             slices.append(cut(whole, owner, group))
     return slices
 
 
 def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
-    """The rows of each micro-batch.
+    """Fill one bin after the other.
 
-    Groups are sorted by their longest row, so that neighbours have similar lengths: attention without a variable-length
-    kernel then pads little. A group that does not fit into a bin goes on in the next one, with its prompt again.
+    Groups are sorted by their longest unit, and the units of a group by their length. Neighbours then have similar
+    lengths, so attention without a variable-length kernel pads little. If a group does not fit into a bin, the rest of
+    it goes into the next one, with its prompt again.
     """
 
     def response_tokens(unit: list[int]) -> int:
@@ -167,7 +175,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     def longest(units: list[list[int]]) -> int:
         return max(map(tokens_of, units))
 
-    # K ranks compute a row together, so it may be K times as long.
+    # The K ranks of an SP group share one packed sequence, so it may be K times as long.
     budget = compute.token_budget * compute.sequence_parallel
     bins = []
     for units in sorted(units_by_prompt(rollout, rows, compute, unit_size), key=longest):
@@ -188,11 +196,11 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
 
 
 def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[list[list[int]]]:
-    """Units that will share a prompt, or a single one. Prompts are in the order in which they come first."""
+    """Lists of units: those that share a prompt, or one unit alone. Prompts are in the order of first appearance."""
     units = {}
     for unit in rows.view(-1, unit_size).tolist():
         prompt = rollout.prompt_ids[unit[0]]
-        key = unit[0]  # a number of its own: shared with no other unit
+        key = unit[0]  # unique: this unit shares its prompt with no other
         if compute.shared_prompts and hasattr(prompt, "images"):
             # However short the prompt is, encoding its images again would cost more.
             key = prompt.key
@@ -214,23 +222,24 @@ def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[Text]:
 
 
 def lay_out(texts: list[Text], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
-    """Lay texts end to end in one packed row. They are `rows` of the rollout with this response_mask (N, T).
+    """Lay texts end to end in one packed sequence.
 
-    This is the only place that shifts by one token: a token's logits come from the place before it.
+    rows: their indices in the rollout; none for the texts of another rank. response_mask: (N, T), of the whole rollout.
+    This is the only function that shifts by one token: a token's logits come from the position before it.
     """
     tokens = []
     positions = []
     predictors = []
     targets = []
     scatter = []
-    first_of_row = 0  # place of the response's token 0 in the flattened (n, T)
+    first_of_row = 0  # index of the response's token 0 in the flattened (n, T)
     for prompt, responses in texts:
         tokens += prompt
         positions += range(len(prompt))
         last_of_prompt = len(tokens) - 1
         for response in responses:
-            # The prompt's last token predicts the response's first, and each token of the response the one after it.
-            # The last one predicts nothing.
+            # The prompt's last token predicts the first response token, and each response token predicts the next. The
+            # last response token predicts nothing.
             places = [last_of_prompt, *range(len(tokens), len(tokens) + len(response))]
             predictors += places[:-1]
             targets += response
