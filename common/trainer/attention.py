@@ -90,7 +90,7 @@ def spans(groups: list[Group], device: torch.device) -> Spans:
 
 
 def add_sequence(runs: list[Run], sequence: Run) -> None:
-    """Merge a run of one sequence into the last run. If the prompt differs or padding costs too much, it stays alone."""
+    """Merge a run of one sequence into the last run, unless the prompt differs or the padding would cost too much."""
     if runs:
         last = runs[-1]
         lengths = last.lengths + sequence.lengths
