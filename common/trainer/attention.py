@@ -151,8 +151,8 @@ def packed_attention(
     scores = Scores(scaling, sliding_window, softcap, s_aux)
     row = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
     # The kernel supports neither float32 nor values whose width differs from the keys' (DeepSeek).
-    kernel_fits = query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] and not scores.need_weights
-    if query.is_cuda and kernel_fits:
+    kernel_fits = query.shape[-1] == value.shape[-1] and not scores.need_weights
+    if query.is_cuda and query.dtype != torch.float32 and kernel_fits:
         out = variable_length_attention(*row, spans, scores)
     else:
         out = padded_attention(*row, spans.runs, scores)
