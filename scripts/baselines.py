@@ -40,10 +40,23 @@ ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
 BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table between them is generated
 COLUMNS = (
-    "step", "reward/mean", "eval/accuracy", "response/length_mean", "train/entropy", "mismatch/logprob_abs_max",
-    "time/step", "sampling/prompts_generated", "critic/explained_variance", "prm/pair_accuracy", "train/loss",
-    "reward/accuracy", "teacher/kl", "environment/turns", "eval/turns", "eval/reward",
-)  # fmt: skip
+    "step",
+    "reward/mean",
+    "eval/accuracy",
+    "response/length_mean",
+    "train/entropy",
+    "mismatch/logprob_abs_max",
+    "time/step",
+    "sampling/prompts_generated",
+    "critic/explained_variance",
+    "prm/pair_accuracy",
+    "train/loss",
+    "reward/accuracy",
+    "teacher/kl",
+    "environment/turns",
+    "eval/turns",
+    "eval/reward",
+)
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-start", "runs/sums-teacher"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
@@ -118,12 +131,13 @@ MADE = {  # models that are too large to commit: the command that makes each
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
     "gcd": (
-        "Compute the gcd of {}. Reply with the number only.", "What is the greatest common divisor of {}?",
+        "Compute the gcd of {}. Reply with the number only.",
+        "What is the greatest common divisor of {}?",
         "Find the greatest common divisor of {}. End with the number.",
     ),
     "maze": ("{}",),
     "reverse": ("{}",),
-}  # fmt: skip
+}
 # Answers of simple rules to `gcd`, which stand in its table beside what a model has learned.
 RULES = {
     "the smaller number": min,
@@ -213,10 +227,15 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
     ran = json.loads((Path(folder) / "run/run.json").read_text())
     run = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
     run |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
-    keep(task, name, run, [
-        {"step": 0, "eval/accuracy": untrained["greedy"]},
-        {"step": ran["args"]["steps"], "eval/accuracy": measured["greedy"], "time/step": seconds},
-    ])  # fmt: skip
+    keep(
+        task,
+        name,
+        run,
+        [
+            {"step": 0, "eval/accuracy": untrained["greedy"]},
+            {"step": ran["args"]["steps"], "eval/accuracy": measured["greedy"], "time/step": seconds},
+        ],
+    )
 
 
 def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:

@@ -143,9 +143,15 @@ def main(args: Args) -> None:
 
     world, dtype = placement.init(args.seed, args.rollout_tp), precision.choose(args.dtype, args.model)
     engine = engines.start(
-        args.rollout_backend, args.model, stop_token_ids, world, dtype, max_model_len=max_model_len,
-        sequences=256, layout=placement.Layout(rollout_memory=0.9),
-    )  # fmt: skip
+        args.rollout_backend,
+        args.model,
+        stop_token_ids,
+        world,
+        dtype,
+        max_model_len=max_model_len,
+        sequences=256,
+        layout=placement.Layout(rollout_memory=0.9),
+    )
     result = {"model": args.model, "dataset": args.dataset, "reward": args.reward, "prompts": len(prompts)}
 
     evaluator = evaluation.Evaluator(engine, reward, tokenizer, world, args.max_response_tokens)

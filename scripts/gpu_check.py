@@ -57,14 +57,29 @@ ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice t
 Finding = tuple[str, bool]  # (what was measured, whether it holds)
 
 QWEN_05B = Qwen2Config(
-    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    max_position_embeddings=32768,
+    eos_token_id=1,
+    pad_token_id=0,
+)
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 5000, "max_position_embeddings": 32768, "eos_token_id": 1,
-    "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 5000,
+    "max_position_embeddings": 32768,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 SMALL = Qwen2Config(**SIZES)
 EXPERTS = Qwen3MoeConfig(**SIZES, head_dim=64, moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2)
 
@@ -186,9 +201,17 @@ def attend(groups: list[attention.Group], layer: Layer, dtype: torch.dtype) -> l
     inputs, gradient = layer.inputs(groups)
     query, key, value, *sinks = inputs = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
     out, _ = attention.packed_attention(
-        None, query, key, value, None, scaling=layer.width**-0.5, spans=attention.spans(groups, DEVICE),
-        sliding_window=layer.window, softcap=layer.cap, s_aux=sinks[0] if sinks else None,
-    )  # fmt: skip
+        None,
+        query,
+        key,
+        value,
+        None,
+        scaling=layer.width**-0.5,
+        spans=attention.spans(groups, DEVICE),
+        sliding_window=layer.window,
+        softcap=layer.cap,
+        s_aux=sinks[0] if sinks else None,
+    )
     out.backward(gradient.to(DEVICE, dtype))
     return [out.detach(), *(x.grad for x in inputs)]
 
@@ -420,9 +443,13 @@ def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
     # Inherited by all that the command starts, also in sessions of their own; a check's own commands add to its mark.
     mark = os.environ.get("GPU_CHECK", "") + str(uuid.uuid4())
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"GPU_CHECK": mark},
-    )  # fmt: skip
+    )
     try:
         out, err = process.communicate(timeout=limit)
         return process.returncode, out, err
@@ -521,15 +548,15 @@ CHECKS = {  # those first that decide whether the rest is worth its time
     "runs": Check(check_runs, "grpo, a resume of it, ppo and prime end without an error", 300),
     "2-ranks": Check(partial(selftest, ranks=2), AS_ABOVE, 240, TWO),
     "rollout-tp-2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), AS_ABOVE, 240, TWO),
-    "sequence-parallel-2": Check(
-        partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), AS_ABOVE, 240, TWO
-    ),
+    "sequence-parallel-2": Check(partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), AS_ABOVE, 240, TWO),
     "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), AS_ABOVE, 240, TWO),
     "split": Check(
-        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")), AS_ABOVE, 300,
+        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")),
+        AS_ABOVE,
+        300,
         TWO,
     ),
-}  # fmt: skip
+}
 
 
 def missing(check: Check) -> str:

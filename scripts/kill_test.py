@@ -33,9 +33,15 @@ from common.preflight import folders
 from common.run import checkpoint, tracking
 
 FLAGS = {
-    "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24,
-    "temperature": 1.3, "rollouts_every": 1, "source": TrainSource(eval_prompts=0),
-}  # fmt: skip
+    "dtype": "float32",
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "mini_batches": 2,
+    "max_response_tokens": 24,
+    "temperature": 1.3,
+    "rollouts_every": 1,
+    "source": TrainSource(eval_prompts=0),
+}
 PHASES = ("rollout", "update", "sync", "save")
 
 

@@ -29,8 +29,20 @@ ENVIRONMENT = dict(os.environ)
 FORK_SERVER = "fork server"  # what pytest tells its workers: {"address": that of the server}
 shared: dict[str, str] = {}  # what this worker was told
 # All files in algos/ that sample and grade. SFT and DPO do neither.
-ALGORITHMS = ["grpo", "dr_grpo", "max_rl", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "dapo", "ppo", "prime",
-              "opd"]  # fmt: skip
+ALGORITHMS = [
+    "grpo",
+    "dr_grpo",
+    "max_rl",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "remax",
+    "dapo",
+    "ppo",
+    "prime",
+    "opd",
+]
 CORES = os.sched_getaffinity(0)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
@@ -48,10 +60,31 @@ def pytest_configure(config) -> None:
 
 # Files that take longest, in the order in which two workers take them. Launches of several ranks and of servers wait
 # for each other (see launch), so that a file with many of them has files with few of them beside it.
-LONGEST = ("test_split", "test_siblings", "test_resume", "test_images", "test_distributed", "test_selftest", "test_dpo",
-           "test_faults", "test_journeys", "test_reward_service", "test_traces", "test_environments", "test_workers",
-           "test_gpu_paths", "test_bad_input", "test_packing", "test_install", "test_ranges", "test_reward_mixture",
-           "test_learns", "test_families", "test_lora", "test_launch")  # fmt: skip
+LONGEST = (
+    "test_split",
+    "test_siblings",
+    "test_resume",
+    "test_images",
+    "test_distributed",
+    "test_selftest",
+    "test_dpo",
+    "test_faults",
+    "test_journeys",
+    "test_reward_service",
+    "test_traces",
+    "test_environments",
+    "test_workers",
+    "test_gpu_paths",
+    "test_bad_input",
+    "test_packing",
+    "test_install",
+    "test_ranges",
+    "test_reward_mixture",
+    "test_learns",
+    "test_families",
+    "test_lora",
+    "test_launch",
+)
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -149,9 +182,14 @@ def launch(
                 launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
                 launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *launcher_flags]
             result = subprocess.run(
-                launcher + command, env=inherited, cwd=cwd, timeout=timeout, capture_output=True, text=True,
+                launcher + command,
+                env=inherited,
+                cwd=cwd,
+                timeout=timeout,
+                capture_output=True,
+                text=True,
                 preexec_fn=partial(os.sched_setaffinity, 0, cores),
-            )  # fmt: skip
+            )
         else:
             inherited |= {ALONE: "1"} if alone else {}
             environments = [inherited | variables for variables in torchrun_variables(ranks)]

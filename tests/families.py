@@ -16,19 +16,36 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 WINDOW = 16  # tokens; the rows of the tests are longer
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WIDE = {"hidden_size": 128}  # for families without head_dim: vLLM's attention on a CPU wants heads of 32 or wider
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SHARED_EXPERTS = EXPERTS | {
-    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT = {
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
-    "num_key_value_heads": 4, "head_dim": None,
-}  # fmt: skip
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
 
 
 @dataclass
@@ -46,13 +63,23 @@ FAMILIES = {
     "olmo3": Family("norms after layers, windows in 3 of 4 layers", {"sliding_window": WINDOW}),
     "mistral": Family("windows", {"sliding_window": WINDOW}),
     "phi3": Family("windows, fused projections", {"sliding_window": WINDOW}),
-    "gemma2": Family("windows in every second layer, caps of scores and of logits", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-    }),
-    "gemma3_text": Family("windows in 5 of 6 layers, two rotary bases", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
-    }),
+    "gemma2": Family(
+        "windows in every second layer, caps of scores and of logits",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3_text": Family(
+        "windows in 5 of 6 layers, two rotary bases",
+        {
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 32,
+            "num_hidden_layers": 6,
+        },
+    ),
     "granite": Family("scaled logits, embeddings and residuals", {**WIDE, "logits_scaling": 4.0}),
     "cohere": Family("scaled logits, parallel layers", {**WIDE, "logit_scale": 0.25}),
     "mixtral": Family("experts, windows", {"num_local_experts": 4, **EXPERTS, "sliding_window": WINDOW}),
@@ -60,13 +87,15 @@ FAMILIES = {
     "glm4_moe": Family("experts, one of them shared", SHARED_EXPERTS),
     "deepseek_v3": Family(
         "experts, one of them shared; latent attention: values of another width",
-        SHARED_EXPERTS | LATENT, "vLLM computes other log-probs on a CPU",
+        SHARED_EXPERTS | LATENT,
+        "vLLM computes other log-probs on a CPU",
     ),
     "gpt_oss": Family(
-        "experts, windows, attention sinks", {"num_local_experts": 4, **EXPERTS, "sliding_window": WINDOW},
+        "experts, windows, attention sinks",
+        {"num_local_experts": 4, **EXPERTS, "sliding_window": WINDOW},
         "vLLM keeps some of the old weights after an update",
     ),
-}  # fmt: skip
+}
 
 
 def save(name: str, folder: Path) -> str:

@@ -30,19 +30,34 @@ from typing import NoReturn
 
 # What an algorithm imports, also late in a run.
 MODULES = (
-    "torch", "torch.distributed.checkpoint._fsspec_filesystem", "transformers.models.qwen2.modeling_qwen2",
-    "tyro._backends._tyro_backend", "algos.grpo", "common.rewards.model", "common.rewards.service",
-    "common.rewards.weights_file", "common.run.report", "matplotlib.backends.backend_agg",
+    "torch",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tyro._backends._tyro_backend",
+    "algos.grpo",
+    "common.rewards.model",
+    "common.rewards.service",
+    "common.rewards.weights_file",
+    "common.run.report",
+    "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
-)  # fmt: skip
+)
 # What vLLM's engine imports, and what engines.start sets before: vLLM reads both at its import.
 ENGINE_MODULES = (
-    "common.rollout.vllm_engine", "common.rollout.vllm_tails", "common.rollout.vllm_weights", "vllm.entrypoints.llm",
-    "vllm.entrypoints.launchers.cli_args", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
-    "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "common.rollout.vllm_engine",
+    "common.rollout.vllm_tails",
+    "common.rollout.vllm_weights",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.qwen2",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute",
-)  # fmt: skip
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.distributed.elastic_ep.elastic_execute",
+)
 ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 
 # numpy's OpenBLAS and the allocator of pyarrow, which datasets imports, would start threads at their import.
@@ -64,9 +79,11 @@ class ForkServer:
             listener.listen()
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
-                pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
                 env=environment | ONE_THREAD,
-            )  # fmt: skip
+            )
 
     def stop(self) -> None:
         """End the server. Attendants end with their connections. If this process is killed, the server's input ends."""

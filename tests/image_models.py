@@ -17,10 +17,18 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 CHARACTERS = [chr(code) for code in range(32, 127)]
 TEXT = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 QWEN = {"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
@@ -41,9 +49,13 @@ def tokenizer(special: list[str], image: str) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
         additional_special_tokens=special,
-    )  # fmt: skip
+    )
     part = "{{ '" + image + "' if part['type'] == 'image' else part['text'] }}"
     made.chat_template = (
         "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -75,9 +87,13 @@ def llava(folder: Path, tower: str = "Siglip") -> None:
     )
     config = transformers.LlavaConfig(
         vision_config=getattr(transformers, f"{tower}VisionConfig")(**VISION, image_size=32, patch_size=8),
-        text_config=transformers.Qwen2Config(**TEXT), image_token_index=4, image_token_id=4, image_seq_length=16,
-        vision_feature_layer=-2 if clip else -1, **which,
-    )  # fmt: skip
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_index=4,
+        image_token_id=4,
+        image_seq_length=16,
+        vision_feature_layer=-2 if clip else -1,
+        **which,
+    )
     save(transformers.LlavaForConditionalGeneration(config), processor, folder)
 
 

@@ -90,40 +90,81 @@ OTHERS = [  # files, --dataset, fields of data.TrainSource -> all of the message
     ({}, "rows.parquet", {}, "rows.parquet: file not found"),
     ({}, "gsm8k:folder", {}, "folder/train.jsonl: file not found"),
     ({"folder/train.jsonl": lines(GOOD)}, "gsm8k:folder", {}, 'folder/train.jsonl:1: no "####" in "answer"'),
-    ({"r.parquet": table(GOOD, {"answer": "2"})}, "r.parquet", {},
-     'r.parquet:row 2: "question" must be a non-empty string, got null'),
-    ({"r.parquet": table({"answer": "2"})}, "r.parquet", {},
-     f'r.parquet:row 1: missing key "prompt" (found: answer){CURE}'),
+    (
+        {"r.parquet": table(GOOD, {"answer": "2"})},
+        "r.parquet",
+        {},
+        'r.parquet:row 2: "question" must be a non-empty string, got null',
+    ),
+    (
+        {"r.parquet": table({"answer": "2"})},
+        "r.parquet",
+        {},
+        f'r.parquet:row 1: missing key "prompt" (found: answer){CURE}',
+    ),
     ({"r.parquet": table()}, "r.parquet", {}, "r.parquet: contains no rows"),
     ({"r.parquet": b"PAR1" * 3}, "r.parquet", {}, "r.parquet: cannot be read as PARQUET: ..."),
-    ({}, "arithmatic", {}, '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, '
-     "squares, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
-     "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]"),
+    (
+        {},
+        "arithmatic",
+        {},
+        '--dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, '
+        "squares, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
+        "a .jsonl, .json, .csv, .tsv, .parquet file or a folder of them, or owner/name[:CONFIG][@SPLIT]",
+    ),
     ({}, "arithmetic=0", {}, '--dataset "arithmetic=0": expected a weight > 0'),
     ({}, "arithmetic arithmetic=2", {}, '--dataset: "arithmetic" is named twice'),
     ({}, "", {}, "--dataset: names no data set"),
     ({}, "arithmetic", {"columns": ("prompt=x",)}, "--columns: arithmetic is built in, and its columns are known"),
-    ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("gold=x",)},
-     '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, images=COLUMN, '
-     'chosen=COLUMN, rejected=COLUMN, each once'),
-    ({"r.jsonl": lines(GOOD)}, "r.jsonl", {"columns": ("answer=meta.gold",)},
-     'r.jsonl:1: missing key "meta.gold" (found: question, answer)'),
+    (
+        {"r.jsonl": lines(GOOD)},
+        "r.jsonl",
+        {"columns": ("gold=x",)},
+        '--columns "gold=x": expected prompt=COLUMN, answer=COLUMN, solution=COLUMN, images=COLUMN, '
+        "chosen=COLUMN, rejected=COLUMN, each once",
+    ),
+    (
+        {"r.jsonl": lines(GOOD)},
+        "r.jsonl",
+        {"columns": ("answer=meta.gold",)},
+        'r.jsonl:1: missing key "meta.gold" (found: question, answer)',
+    ),
     ({}, "arithmetic", {"template": "t.txt"}, "--template t.txt: file not found"),
-    ({"t.txt": b"add"}, "arithmetic", {"template": "t.txt"},
-     "t.txt: {prompt} is nowhere in it, where each prompt goes"),
+    (
+        {"t.txt": b"add"},
+        "arithmetic",
+        {"template": "t.txt"},
+        "t.txt: {prompt} is nowhere in it, where each prompt goes",
+    ),
     ({"t.txt": b"\xff"}, "arithmetic", {"template": "t.txt"}, "t.txt: not valid UTF-8 at byte 1"),
     ({"t.json": b"[\n{]"}, "arithmetic", {"template": "t.json"}, "t.json: invalid JSON at line 2, column 2: ..."),
-    ({"t.json": b'[{"role": "user"}]'}, "arithmetic", {"template": "t.json"},
-     't.json: expected a list of {"role": ..., "content": ...} messages'),
-    ({"t.json": b'[{"role": "user", "content": "{prompt}"}]'}, "arithmetic", {"template": "t.json"},
-     "--template t.json: messages, and --model has no chat template; give it a text file"),
-    ({"r.jsonl": lines({**GOOD, "question": "1" * 70})}, "r.jsonl", {},
-     "r.jsonl: all 1 prompts are longer than --max-prompt-tokens 64"),
+    (
+        {"t.json": b'[{"role": "user"}]'},
+        "arithmetic",
+        {"template": "t.json"},
+        't.json: expected a list of {"role": ..., "content": ...} messages',
+    ),
+    (
+        {"t.json": b'[{"role": "user", "content": "{prompt}"}]'},
+        "arithmetic",
+        {"template": "t.json"},
+        "--template t.json: messages, and --model has no chat template; give it a text file",
+    ),
+    (
+        {"r.jsonl": lines({**GOOD, "question": "1" * 70})},
+        "r.jsonl",
+        {},
+        "r.jsonl: all 1 prompts are longer than --max-prompt-tokens 64",
+    ),
     ({}, "arithmetic", {"eval_dataset": "e.jsonl"}, "e.jsonl: file not found"),
     ({}, "arithmetic", {"eval_dataset": "maths"}, '--eval-dataset "maths": expected arithmetic, ...'),
-    ({"e.jsonl": lines({**GOOD, "answer": "two"})}, "arithmetic", {"eval_dataset": "e.jsonl"},
-     'e.jsonl:1: gold answer "two" is not a number'),
-]  # fmt: skip
+    (
+        {"e.jsonl": lines({**GOOD, "answer": "two"})},
+        "arithmetic",
+        {"eval_dataset": "e.jsonl"},
+        'e.jsonl:1: gold answer "two" is not a number',
+    ),
+]
 DATA_CASES = [({"rows.jsonl": content}, "rows.jsonl", {}, message) for content, message in JSONL] + OTHERS
 
 
@@ -199,12 +240,14 @@ def test_sft_refuses_data_without_solutions(tmp_path, refused):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--dataset", "{rows}=2", "arithmetic", "--columns", "prompt=problem", "--model", "{untied}"],
-         'rows.jsonl:1: missing key "problem" (found: question, answer)\n'),
+        (
+            ["--dataset", "{rows}=2", "arithmetic", "--columns", "prompt=problem", "--model", "{untied}"],
+            'rows.jsonl:1: missing key "problem" (found: question, answer)\n',
+        ),
         (["--model", "no-such-org/no-such-model"], "--model no-such-org/no-such-model: neither a folder nor"),
         (["--group-size", "1"], "--group-size 1: a group of one"),
     ],
-)  # fmt: skip
+)
 def test_the_command_line_says_it_in_one_line(flags, message, tmp_path, models):
     (tmp_path / "rows.jsonl").write_bytes(lines(GOOD))
     flags = [flag.format(rows=tmp_path / "rows.jsonl", **models) for flag in flags]
@@ -279,11 +322,13 @@ UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 WEIGHTS = [  # what is done to the tensors of a model's folder -> the message
     (without(UP), f"its weights have no {UP}"),
     (without("lm_head.weight"), "its weights have no lm_head.weight"),
-    (lambda tensors: {**tensors, "model.layers.9.mlp.up_proj.weight": tensors[UP].clone()},
-     "config.json describes no model.layers.9.mlp.up_proj.weight"),
+    (
+        lambda tensors: {**tensors, "model.layers.9.mlp.up_proj.weight": tensors[UP].clone()},
+        "config.json describes no model.layers.9.mlp.up_proj.weight",
+    ),
     (lambda tensors: {**tensors, NORM: torch.zeros(7)}, f"{NORM} is (7,) and should be (128,)"),
     (lambda tensors: {key: tensor for key, tensor in tensors.items() if "norm" in key}, "\n... and "),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", WEIGHTS)

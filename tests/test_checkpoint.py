@@ -63,9 +63,15 @@ def start(models, world, run_dir, kind="untied", critic=False, reward=("gsm8k",)
         trained[name] = (trained_model, torch.optim.AdamW(trained_model.parameters(), lr=1e-2, fused=True))
     loader = data.PromptLoader(data.load("arithmetic", data.Source(), "test", arithmetic.tokenizer(), 64), seed=0)
     saver = checkpoint.Saver(
-        checkpoint.Saving(**saving), trained, loader, rewards.load(reward), Engine(), arithmetic.tokenizer(),
-        torch.float32, world,
-    )  # fmt: skip
+        checkpoint.Saving(**saving),
+        trained,
+        loader,
+        rewards.load(reward),
+        Engine(),
+        arithmetic.tokenizer(),
+        torch.float32,
+        world,
+    )
     saver.run_dir = run_dir
     run_dir.mkdir(exist_ok=True)
     return saver
@@ -345,8 +351,11 @@ def test_without_room_nothing_is_written(models, world, tmp_path, monkeypatch):
 
 def test_only_complete_checkpoints_are_found(tmp_path):
     for name, complete in (
-        ("step_000002", True), ("step_000010", True), ("step_000020", False), ("step_000030.unfinished", True),
-    ):  # fmt: skip
+        ("step_000002", True),
+        ("step_000010", True),
+        ("step_000020", False),
+        ("step_000030.unfinished", True),
+    ):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
             (tmp_path / "checkpoints" / name / "state.json").write_text(state(int(name[5:11])))
@@ -383,15 +392,18 @@ class Flags:
     source: data.TrainSource = data.TrainSource()
 
 
-@pytest.mark.parametrize("before, now, refused", [
-    ({}, {}, ""),
-    ({}, {"steps": 20, "eval_every": 5, "layout": placement.Layout(rollout_memory=0.5)}, ""),
-    ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
-    ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
-    ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
-    ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
-    ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, now, refused",
+    [
+        ({}, {}, ""),
+        ({}, {"steps": 20, "eval_every": 5, "layout": placement.Layout(rollout_memory=0.5)}, ""),
+        ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
+        ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
+        ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
+        ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
+        ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
+    ],
+)
 def test_another_configuration_is_refused(world, tmp_path, before, now, refused):
     began = directory.describe(Flags("elsewhere", **before), "grpo", world)
     (tmp_path / "run.json").write_text(json.dumps(began))
@@ -438,12 +450,15 @@ RANKS = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8"}
 NODES = "NNODES=2 NODE_RANK=... MASTER_ADDR=... NPROC_PER_NODE=4 bash scripts/launch/torchrun.sh"
 
 
-@pytest.mark.parametrize("given, environment, said", [
-    ("--steps 9", {}, "python -u algos/grpo.py --steps 9"),
-    ("--run_dir=x --resume auto --template t --run-dir y", {}, "python -u algos/grpo.py --template t"),
-    ("", {**RANKS, "LOCAL_WORLD_SIZE": "8"}, "torchrun --nproc-per-node 8 algos/grpo.py"),
-    ("", {**RANKS, "LOCAL_WORLD_SIZE": "4"}, NODES + " algos/grpo.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, environment, said",
+    [
+        ("--steps 9", {}, "python -u algos/grpo.py --steps 9"),
+        ("--run_dir=x --resume auto --template t --run-dir y", {}, "python -u algos/grpo.py --template t"),
+        ("", {**RANKS, "LOCAL_WORLD_SIZE": "8"}, "torchrun --nproc-per-node 8 algos/grpo.py"),
+        ("", {**RANKS, "LOCAL_WORLD_SIZE": "4"}, NODES + " algos/grpo.py"),
+    ],
+)
 def test_the_command_that_goes_on(monkeypatch, given, environment, said):
     monkeypatch.setattr(sys, "argv", ["algos/grpo.py", *given.split()])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "algos/grpo.py", *given.split()])
@@ -486,10 +501,15 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
     said = capsys.readouterr().out
     responses = args.prompts_per_step * args.group_size
     for part in (
-        "qwen2, 0.8 M parameters", "7,844 to train on, 256 held out; up to 6 tokens", "every 5 steps, each 12.",
+        "qwen2, 0.8 M parameters",
+        "7,844 to train on, 256 held out; up to 6 tokens",
+        "every 5 steps, each 12.",
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses of up to 48 tokens",
-        f"4 of {responses // 4} responses", f"steps          {args.steps}: ", "starts         anew", "1 on CPU",
-    ):  # fmt: skip
+        f"4 of {responses // 4} responses",
+        f"steps          {args.steps}: ",
+        "starts         anew",
+        "1 on CPU",
+    ):
         assert part in said, said
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as left:  # what is wrong is still found

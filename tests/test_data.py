@@ -163,8 +163,10 @@ def test_a_data_set_is_shuffled_once_an_epoch(monkeypatch):
 
 def mixture(rows, weights: dict[str, str], size: int = 10) -> list[Prompt]:
     """Prompts "a0" ... "a9", "b0" ... of as many files as there are weights."""
-    files = {name: rows(*(f'{{"prompt": "{name}{i}", "answer": 1}}' for i in range(size)), name=f"{name}.jsonl")
-             for name in weights}  # fmt: skip
+    files = {
+        name: rows(*(f'{{"prompt": "{name}{i}", "answer": 1}}' for i in range(size)), name=f"{name}.jsonl")
+        for name in weights
+    }
     return load_prompts(tuple(files[name] + weight for name, weight in weights.items()), Source(), "", TOKENIZER, 9)
 
 
@@ -210,8 +212,10 @@ def test_a_mixture_resumes_from_its_position_alone(rows):
 
 def test_a_weight_is_what_follows_the_last_equals_sign():
     assert parse(("gsm8k=2", "runs/lr=0.1/a.jsonl", "runs/lr=0.1/b.jsonl=.5")) == {
-        "gsm8k": 2.0, "runs/lr=0.1/a.jsonl": 1.0, "runs/lr=0.1/b.jsonl": 0.5,
-    }  # fmt: skip
+        "gsm8k": 2.0,
+        "runs/lr=0.1/a.jsonl": 1.0,
+        "runs/lr=0.1/b.jsonl": 0.5,
+    }
 
 
 def test_held_out_prompts(tmp_path, rows):

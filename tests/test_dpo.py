@@ -83,8 +83,9 @@ def test_pairs_stay_together_whatever_the_budget(budget, prompt_tokens):
         assert one.tokens == tokens and (tokens <= budget or len(flat) == 2)
 
 
-USER, GOOD, BAD = ({"role": role, "content": text} for role, text in
-                   (("user", "1+1="), ("assistant", "2"), ("assistant", "3")))  # fmt: skip
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"), ("assistant", "3"))
+)
 
 
 def load(tmp_path, *rows, **source):

@@ -203,12 +203,17 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_them():
 @pytest.mark.parametrize(
     "template, message",
     [
-        (CHATML.replace("{% for", "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}"
-                        "{% endfor %}{% for"), 'refuses an observation of the role "tool": no tools'),
+        (
+            CHATML.replace(
+                "{% for",
+                "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}{% for",
+            ),
+            'refuses an observation of the role "tool": no tools',
+        ),
         ("{% for m in messages if m.role != 'tool' %}" + TURN_OF + "{% endfor %}", 'not show what the role "tool"'),
         ("{% for m in messages if m.role != 'assistant' %}" + TURN_OF + "{% endfor %}", "drops a turn"),
     ],
-)  # fmt: skip
+)
 def test_a_template_without_observations_is_refused(template, message):
     with pytest.raises(BadInput, match=message):
         Suffix(Tokenizer(template), [1], "tool")
@@ -263,16 +268,23 @@ def turn(format: str, text: str):
     "format, text, said",
     [
         ("hermes", 'so <tool_call>\n{"name": "price", "arguments": {"item": "pen"}}\n</tool_call>', ["2.0"]),
-        ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen", "tax": 1}}</tool_call>\n'
-                   '<tool_call>{"name": "lookup", "arguments": {"ids": null}}</tool_call>', ["4.0", "found None"]),
+        (
+            "hermes",
+            '<tool_call>{"name": "price", "arguments": {"item": "pen", "tax": 1}}</tool_call>\n'
+            '<tool_call>{"name": "lookup", "arguments": {"ids": null}}</tool_call>',
+            ["4.0", "found None"],
+        ),
         ("hermes", '<tool_call>{"name": "price", "arguments": {"item": "pen"}}', ["2.0"]),
         ("llama", '{"name": "price", "parameters": {"item": "pen", "count": 3}}', ["6.0"]),
-        ("llama", '{"name": "price", "parameters": {"item": "pen"}}; {"name": "lookup", "parameters": {"ids": [1]}}',
-         ["2.0", "found [1]"]),
+        (
+            "llama",
+            '{"name": "price", "parameters": {"item": "pen"}}; {"name": "lookup", "parameters": {"ids": [1]}}',
+            ["2.0", "found [1]"],
+        ),
         ("plain", 'let me see\nprice("pen", count=2)', ["4.0"]),
         ("plain", "lookup([1, 2])", ["found [1, 2]"]),
     ],
-)  # fmt: skip
+)
 def test_calls_are_read_in_the_models_format(format, text, said):
     step, _ = turn(format, text)
     assert step.observation == said and not step.done and (step.calls, step.errors) == (len(said), 0)
@@ -393,9 +405,16 @@ def test_the_gradient_is_that_of_a_loss_over_the_sampled_tokens_alone(models, wo
     old = torch.where(micro.response_mask, logprobs.detach(), torch.nan)
     order = micro.rows
     grpo.policy_loss(
-        logprobs=logprobs, old_logprobs=old, ref_logprobs=None, advantages=advantages[order],
-        response_mask=mask[order], clip_low=0.2, clip_high=0.2, kl_coef=0.0, denominator=3,
-    ).backward()  # fmt: skip
+        logprobs=logprobs,
+        old_logprobs=old,
+        ref_logprobs=None,
+        advantages=advantages[order],
+        response_mask=mask[order],
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_coef=0.0,
+        denominator=3,
+    ).backward()
     plain = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float64)
     for prompt, response, own, advantage in zip(prompts, responses, sampled, advantages):
         places = [t for t, kept in enumerate(own) if kept]
@@ -637,11 +656,11 @@ def test_a_class_that_is_no_environment_is_refused(bad, name, message):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("calculater", 'expected calculator, guess or file.py:Class'),
+        ("calculater", "expected calculator, guess or file.py:Class"),
         ("gone.py:Game", "gone.py: file not found"),
         ("letters.py", "expected calculator, guess or file.py:Class"),
     ],
-)  # fmt: skip
+)
 def test_a_name_that_is_no_environment_is_refused(spec, message):
     with pytest.raises(BadInput, match=re.escape(message)):
         Environments(spec, arithmetic.tokenizer(), [1])

@@ -38,8 +38,10 @@ FAULTS = {
     "disk_full_before_a_checkpoint": (3, "disk-full", "a checkpoint needs", None),
     "killed_rank": (3, "rank-lost", r"rank 0 in step 2: update: lost another rank .*hang or are dead: \[1\]", 1),
     "hung_collective": (
-        3, "collective-timeout",
-        r"rank 0 in step 2: update: waited in vain for another rank .*hang or are dead: \[1\]", 1,
+        3,
+        "collective-timeout",
+        r"rank 0 in step 2: update: waited in vain for another rank .*hang or are dead: \[1\]",
+        1,
     ),
     "truncated_checkpoint": (2, "checkpoint-damaged", r"safetensors: has \d+ bytes of \d+; .*step_000002 is older", 4),
     "lost_checkpoint_file": (2, "checkpoint-damaged", "model.safetensors: is missing", 4),
@@ -47,7 +49,7 @@ FAULTS = {
     "corrupt_metrics": (2, "metrics-corrupt", r"metrics\.jsonl:2: invalid JSON .*; remove the line", None),
     "changed_data": (2, "data-changed", "a file of --dataset has changed", 4),
     "changed_flag": (2, "run-changed", "--clip-high 0.2, now 0.28", 4),
-}  # fmt: skip
+}
 LONGEST = 45.0  # seconds until any of them is over
 
 
@@ -92,8 +94,15 @@ def test_max_rl_stops_at_scores_whose_mean_is_no_probability(tmp_path):
     assert [folder.name for folder in folders.complete(run)] == ["step_000002"]
 
 
-TOGETHER = ("stale_head", "syncs_lost", "wrong_temperature", "nan_gradient", "killed_reward_worker", "constant_reward",
-            "all_truncated")  # fmt: skip
+TOGETHER = (
+    "stale_head",
+    "syncs_lost",
+    "wrong_temperature",
+    "nan_gradient",
+    "killed_reward_worker",
+    "constant_reward",
+    "all_truncated",
+)
 
 
 @pytest.mark.slow

@@ -117,9 +117,8 @@ BAD_TABLES = [  # content of rows.csv -> the whole message
     ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV: row 1: expected 2 values, as in the header"),
     ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV: unexpected end of data"),
     ("prompt,answer\n,2\n", 'rows.csv:row 1: "prompt" must be a non-empty string, got ""'),
-    (f"prompt,answer\n{'1' * 200_000},2\n",
-     "rows.csv: all 1 prompts are longer than --max-prompt-tokens 999"),
-]  # fmt: skip
+    (f"prompt,answer\n{'1' * 200_000},2\n", "rows.csv: all 1 prompts are longer than --max-prompt-tokens 999"),
+]
 
 
 @pytest.mark.parametrize("content, message", BAD_TABLES, ids=[message[:60] for _, message in BAD_TABLES])
@@ -152,15 +151,19 @@ BAD_ARRAYS = [  # content of rows.json -> the whole message
     ("", "rows.json: contains no rows"),
     ("[]", "rows.json: contains no rows"),
     ("[1, {}]", "rows.json:row 1: expected an object, got int"),
-    ('[{"prompt": "1+1="},\n]',
-     "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Expecting value"),
-    ('["\\ud800"]', "rows.json: cannot be read as JSON: 'utf-8' codec can't encode character '\\ud800' in position 2: "
-     "surrogates not allowed"),
+    ('[{"prompt": "1+1="},\n]', "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Expecting value"),
+    (
+        '["\\ud800"]',
+        "rows.json: cannot be read as JSON: 'utf-8' codec can't encode character '\\ud800' in position 2: "
+        "surrogates not allowed",
+    ),
     ("[1]\n[2]\n", "rows.json: cannot be read as JSON: invalid JSON at line 2, column 1: Extra data"),
-    ('{"prompt":\n', "rows.json:1: invalid JSON at column 11: Expecting value; expected an array of objects, or one "
-     "object a line"),
+    (
+        '{"prompt":\n',
+        "rows.json:1: invalid JSON at column 11: Expecting value; expected an array of objects, or one object a line",
+    ),
     ("7", "rows.json:1: expected an object, got int"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("content, message", BAD_ARRAYS, ids=[message[:60] for _, message in BAD_ARRAYS])
@@ -189,12 +192,16 @@ KINDS = "(.jsonl, .json, .csv, .tsv, .parquet)"
 BAD_FOLDERS = [  # names in a folder -> what is said about it
     ([], f"folder: expected files of one kind {KINDS}, found nothing; name a file, or a folder inside"),
     (["x.md"], f"folder: expected files of one kind {KINDS}, found x.md; name a file, or a folder inside"),
-    (["a.csv", "a.jsonl"],
-     f"folder: expected files of one kind {KINDS}, found a.csv, a.jsonl; name a file, or a folder inside"),
-    (["test.jsonl"],
-     f"folder: expected files of one kind {KINDS} for train, found test.jsonl; name a file, or a folder inside"),
+    (
+        ["a.csv", "a.jsonl"],
+        f"folder: expected files of one kind {KINDS}, found a.csv, a.jsonl; name a file, or a folder inside",
+    ),
+    (
+        ["test.jsonl"],
+        f"folder: expected files of one kind {KINDS} for train, found test.jsonl; name a file, or a folder inside",
+    ),
     (["a.jsonl"], "folder/a.jsonl: contains no rows"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("names, message", BAD_FOLDERS, ids=[message[:70] for _, message in BAD_FOLDERS])

@@ -173,15 +173,25 @@ def test_what_vllm_makes_of_our_settings_on_an_h100(models):
     variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0"}
     variables |= {"VLLM_PLUGINS": "", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     done = subprocess.run(
-        [sys.executable, "-c", FAKED_H100, models["tied"]], capture_output=True, text=True, env=os.environ | variables,
+        [sys.executable, "-c", FAKED_H100, models["tied"]],
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
-        "V2 runner": True, "async": True, "graphs": "FULL_AND_PIECEWISE", "cumem": True, "head": "torch.float32",
-        "memory": 0.4, "executor": "ExecutorWithExternalLauncher", "logprobs": "processed_logprobs", "prefixes": True,
+        "V2 runner": True,
+        "async": True,
+        "graphs": "FULL_AND_PIECEWISE",
+        "cumem": True,
+        "head": "torch.float32",
+        "memory": 0.4,
+        "executor": "ExecutorWithExternalLauncher",
+        "logprobs": "processed_logprobs",
+        "prefixes": True,
         "transfer": "in_process",
-    }  # fmt: skip
+    }
 
 
 class NamedCUDA:
@@ -251,9 +261,13 @@ def test_the_activations_of_a_token_are_as_estimated(monkeypatch):
     AttentionInterface.register("counted", on_cuda.packed_attention)
     for hidden, wide, heads, keys in ((896, 4864, 14, 2), (3584, 18944, 28, 4)):
         config = Qwen2Config(
-            vocab_size=1000, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=3, num_attention_heads=heads,
+            vocab_size=1000,
+            hidden_size=hidden,
+            intermediate_size=wide,
+            num_hidden_layers=3,
+            num_attention_heads=heads,
             num_key_value_heads=keys,
-        )  # fmt: skip
+        )
         config._attn_implementation = "counted"
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -415,11 +429,14 @@ def test_vllms_sender_over_nccl_and_its_receiver_agree_with_our_control(streams,
                 about, info = bodies["update_info"], self.infos[0]
                 sizes = [(shape, getattr(torch, dtype)) for shape, dtype in zip(about["shapes"], about["dtype_names"])]
                 nccl.packed_nccl_broadcast_consumer(
-                    iter(zip(about["names"], sizes)), Group(False), 0,
+                    iter(zip(about["names"], sizes)),
+                    Group(False),
+                    0,
                     lambda pairs: received.update({name: tensor.clone() for name, tensor in pairs}),
-                    buffer_size_bytes=info["packed_buffer_size_bytes"], num_buffers=info["packed_num_buffers"],
+                    buffer_size_bytes=info["packed_buffer_size_bytes"],
+                    num_buffers=info["packed_num_buffers"],
                     device="cpu",
-                )  # fmt: skip
+                )
             return [{}] * 2
 
     control = TwoServers(["http://127.0.0.1:1", "http://127.0.0.1:2"])
@@ -460,9 +477,15 @@ def test_an_engine_without_enough_memory_says_which_flag_to_change(said, models,
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(vllm_engine, "VLLMEngine", fail)
     start = lambda: engines.start(
-        "vllm", models["tied"], [1], an_engine().world, torch.bfloat16, max_model_len=64, sequences=8,
+        "vllm",
+        models["tied"],
+        [1],
+        an_engine().world,
+        torch.bfloat16,
+        max_model_len=64,
+        sequences=8,
         layout=Layout(rollout_memory=0.3),
-    )  # fmt: skip
+    )
     if "memory" not in said:
         with pytest.raises(ValueError, match=said):
             start()
@@ -573,14 +596,18 @@ def test_gpu_check_lists_its_checks_and_runs_those_that_this_machine_can(tmp_pat
 def test_gpu_check_ends_with_1_and_names_what_failed(tmp_path, monkeypatch, capsys):
     """A check that does not hold, one that crashes, and one that never ends."""
     check = load("scripts/gpu_check.py")
-    broken = (ROOT / "scripts/gpu_check.py").read_text().replace(
-        "CHECKS = {",
-        'def wrong(models):\n    yield "too much", False\n\n\n'
-        'def crash(models):\n    raise OSError("gone")\n    yield\n\n\n'
-        "def hang(models):\n    yield time.sleep(60), True\n\n\nCHECKS = {\n"
-        '    "wrong": Check(wrong, "", 60), "crash": Check(crash, "", 60), "hang": Check(hang, "", 0.5),\n',
-        1,
-    )  # fmt: skip
+    broken = (
+        (ROOT / "scripts/gpu_check.py")
+        .read_text()
+        .replace(
+            "CHECKS = {",
+            'def wrong(models):\n    yield "too much", False\n\n\n'
+            'def crash(models):\n    raise OSError("gone")\n    yield\n\n\n'
+            "def hang(models):\n    yield time.sleep(60), True\n\n\nCHECKS = {\n"
+            '    "wrong": Check(wrong, "", 60), "crash": Check(crash, "", 60), "hang": Check(hang, "", 0.5),\n',
+            1,
+        )
+    )
     script = tmp_path / "gpu_check.py"
     script.write_text(broken)
     for name, limit in (("wrong", 60), ("crash", 60), ("hang", 0.5)):
@@ -640,10 +667,11 @@ def test_gpu_check_compares_an_engine_with_the_plan_of_memory(
     held = memory.count_parameters(models["tied"]) * check.DTYPE.itemsize + tokens * cache
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
-        model_config=SimpleNamespace(head_dtype=torch.float32), use_v2_model_runner=runner,
+        model_config=SimpleNamespace(head_dtype=torch.float32),
+        use_v2_model_runner=runner,
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(num_gpu_blocks=tokens, block_size=1),
-    )  # fmt: skip
+    )
 
     class Engine:
         llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))

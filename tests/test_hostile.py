@@ -71,11 +71,25 @@ class Page(html.parser.HTMLParser):
 def a_row(**changes) -> dict:
     """A row of a rollout file."""
     row = {
-        "index": 0, "id": "a", "prompt": "1+1=", "response": "2", "answer": "2", "prompt_ids": [5, 6],
-        "response_ids": [7, 1], "rollout_logprobs": [-1.0, -0.5], "old_logprobs": [-1.0, -0.25], "score": 1.0,
-        "acc": 1.0, "extracted": None, "info": {}, "advantage": 0.5, "dropped": False, "finish_reason": "stop",
-        "weight_versions": [0, 0], "values": [0.5, 0.25],
-    }  # fmt: skip
+        "index": 0,
+        "id": "a",
+        "prompt": "1+1=",
+        "response": "2",
+        "answer": "2",
+        "prompt_ids": [5, 6],
+        "response_ids": [7, 1],
+        "rollout_logprobs": [-1.0, -0.5],
+        "old_logprobs": [-1.0, -0.25],
+        "score": 1.0,
+        "acc": 1.0,
+        "extracted": None,
+        "info": {},
+        "advantage": 0.5,
+        "dropped": False,
+        "finish_reason": "stop",
+        "weight_versions": [0, 0],
+        "values": [0.5, 0.25],
+    }
     return row | changes
 
 
@@ -138,12 +152,27 @@ def test_a_replay_runs_the_files_of_algos_alone(tmp_path, argv):
 
 
 STATES = [
-    b'{"step": "../../x"}', b'{"step": -1}', b'{"step": true}', b'{"step": NaN}', b'{"step": 1e400}', b'{"step": null}',
-    b'{"step": ' + b"9" * 5000 + b"}", b"{}", b"[2]", b"", b"[" * 100_000, b"\xff", b'{"step": "\\u001b[2J"}',
-    b'{"step": 2, "fresh": "policy"}', b'{"step": 2, "ranks": "1"}', b'{"step": 2, "position": -3}',
-    b'{"step": 2, "reward": {"weights": {"gsm8k": "x"}, "first_step": 1}}', b'{"step": 2, "eval/accuracy": "best"}',
-    b'{"step": 2, "weight_version": [1]}', b'{"step": 2, "data": 5}',
-]  # fmt: skip
+    b'{"step": "../../x"}',
+    b'{"step": -1}',
+    b'{"step": true}',
+    b'{"step": NaN}',
+    b'{"step": 1e400}',
+    b'{"step": null}',
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b"{}",
+    b"[2]",
+    b"",
+    b"[" * 100_000,
+    b"\xff",
+    b'{"step": "\\u001b[2J"}',
+    b'{"step": 2, "fresh": "policy"}',
+    b'{"step": 2, "ranks": "1"}',
+    b'{"step": 2, "position": -3}',
+    b'{"step": 2, "reward": {"weights": {"gsm8k": "x"}, "first_step": 1}}',
+    b'{"step": 2, "eval/accuracy": "best"}',
+    b'{"step": 2, "weight_version": [1]}',
+    b'{"step": 2, "data": 5}',
+]
 
 
 @pytest.mark.parametrize("content", STATES, ids=lambda content: repr(content[:40]))
@@ -157,10 +186,18 @@ def test_a_hostile_state_is_refused(tmp_path, content):
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "checkpoints", "step_000002", "state.json"]
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"[]", b"{}", b'{"args": []}', b"[" * 100_000, b'{"args": {"model": ["x"]}}',
-    b'{"algorithm": "\\u001b[2J", "args": {}}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"args": []}',
+        b"[" * 100_000,
+        b'{"args": {"model": ["x"]}}',
+        b'{"algorithm": "\\u001b[2J", "args": {}}',
+    ],
+)
 def test_a_hostile_run_json_is_refused(tmp_path, content, capsys):
     (tmp_path / "run.json").write_bytes(content)
     args = dataclasses.make_dataclass("Args", [("steps", int), ("run_dir", str)])(3, str(tmp_path))
@@ -203,8 +240,9 @@ def test_a_hostile_line_is_refused_by_name_and_number(tmp_path, name, kind):
 
 
 VALUES = {  # column -> values that are refused there
-    "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"], "question": ["", "\ud800", {"a": 1}, 3, None],
-}  # fmt: skip
+    "answer": ["x\ud800", [1], {}, None, True, "\x1b[J"],
+    "question": ["", "\ud800", {"a": 1}, 3, None],
+}
 
 
 @pytest.mark.parametrize("column, value", [(c, value) for c, values in VALUES.items() for value in values])

@@ -288,7 +288,7 @@ def test_images_of_the_hub_stay_files(llava, monkeypatch):
     for column in ("images", "one"):
         (prompt,) = load(
             ("someone/images",), TrainSource((f"images={column}",)), "train", load_tokenizer(llava)[0], 400
-        )  # fmt: skip
+        )
         assert prompt.ids.images == [jpeg] and column not in prompt.meta
 
 

@@ -94,9 +94,11 @@ def test_responses_that_are_kept_as_data_keep_their_images(tmp_path):
 def test_ranks_leave_together_when_an_engine_expands_images_otherwise(monkeypatch):
     """A rank that raised by itself in the engine's loop would let the others wait in their next collective."""
     finished = lambda row, ids: SimpleNamespace(
-        request_id=str(row), finished=True, prompt_token_ids=ids,
+        request_id=str(row),
+        finished=True,
+        prompt_token_ids=ids,
         outputs=[SimpleNamespace(token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="stop")],
-    )  # fmt: skip
+    )
     steps = [[finished(0, [4, 5])], [finished(1, [4, 4, 5])]]
     llm_engine = SimpleNamespace(has_unfinished_requests=lambda: bool(steps), step=lambda: steps.pop(0))
     engine = object.__new__(vllm_engine.VLLMEngine)

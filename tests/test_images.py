@@ -98,9 +98,13 @@ def rollout_of(prompts: list):
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(30, 100, (n,), generator=generator).tolist()
     return collate(
-        [prompt.ids for prompt in prompts for _ in range(2)], [draw(n) for n in (5, 7, 3, 4, 6, 2)], None, [False] * 6,
-        0, torch.device("cpu"),
-    )  # fmt: skip
+        [prompt.ids for prompt in prompts for _ in range(2)],
+        [draw(n) for n in (5, 7, 3, 4, 6, 2)],
+        None,
+        [False] * 6,
+        0,
+        torch.device("cpu"),
+    )
 
 
 def expected_logprobs(path: str, rollout) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -299,10 +303,12 @@ def images_config(name: str, top: bool = False, decoder: bool = False, **tower):
     """A configuration of the family, whose head is tied at the top and for its decoder as these say."""
     text = image_models.TEXT | {"tie_word_embeddings": decoder}
     return CONFIG_MAPPING[name](
-        text_config=text | {"model_type": "qwen2" if name == "llava" else "llama"}, tie_word_embeddings=top,
-        vision_config=image_models.VISION | {"image_size": 32, "patch_size": 8} | tower, image_token_id=4,
+        text_config=text | {"model_type": "qwen2" if name == "llava" else "llama"},
+        tie_word_embeddings=top,
+        vision_config=image_models.VISION | {"image_size": 32, "patch_size": 8} | tower,
+        image_token_id=4,
         pad_token_id=0,
-    )  # fmt: skip
+    )
 
 
 def test_towers_whose_images_have_several_sizes_are_refused():
@@ -359,10 +365,19 @@ def test_a_gap_is_explained_with_the_images_in_place(saved, world, tmp_path):
 def test_a_replayed_rank_gets_the_responses_to_its_own_prompts(size):
     """All prompts have the same tokens, and each another answer or another image."""
     each = [
-        {"index": i, "id": f"{i}", "prompt_ids": [5, 6], "response_ids": [10 * i + j], "rollout_logprobs": [0.0],
-         "finish_reason": "stop", "weight_versions": [0], "baseline_response_ids": [100 + i]}
-        for i in range(8) for j in range(2)
-    ]  # fmt: skip
+        {
+            "index": i,
+            "id": f"{i}",
+            "prompt_ids": [5, 6],
+            "response_ids": [10 * i + j],
+            "rollout_logprobs": [0.0],
+            "finish_reason": "stop",
+            "weight_versions": [0],
+            "baseline_response_ids": [100 + i],
+        }
+        for i in range(8)
+        for j in range(2)
+    ]
     prompts = [Prompt(f"{i}", "", images.ImageIds([5, 6], [5], "", [b"%d" % i], ""), "") for i in range(8)]
     for rank in range(size):
         world = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))

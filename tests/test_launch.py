@@ -95,12 +95,16 @@ def test_two_agents_give_what_one_agent_with_two_ranks_gives(models, tmp_path):
     with FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock"):
         running = [
             subprocess.Popen(
-                list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                list(map(str, command)),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
                 env=environment(NPROC_PER_NODE="1", NNODES="2", NODE_RANK=str(node), LOCAL_ADDR="127.0.0.1", **address),
                 preexec_fn=partial(os.sched_setaffinity, 0, cores[node : node + 1] or cores),
             )
             for node in range(2)
-        ]  # fmt: skip
+        ]
         output = [process.communicate(timeout=300)[0] for process in running]
         assert [process.returncode for process in running] == [0, 0], output
     hardware = [json.loads((tmp_path / name / "run.json").read_text())["hardware"] for name in ("one", "two")]
@@ -163,9 +167,13 @@ def slurm(tmp_path):
         "for pid in ${pids[@]}; do wait $pid || exit 1; done\n",
     )
     return {
-        "SLURM_JOB_ID": "4242", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[7-8]",
-        "SLURM_CPUS_PER_TASK": "5", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tools}:{os.environ['PATH']}",
-    }  # fmt: skip
+        "SLURM_JOB_ID": "4242",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "gpu[7-8]",
+        "SLURM_CPUS_PER_TASK": "5",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+    }
 
 
 def test_slurm(slurm, recorder, tmp_path):
@@ -176,11 +184,15 @@ def test_slurm(slurm, recorder, tmp_path):
         flags, script, env = recorded(tmp_path, node)
         assert script == ["algos/dapo.py", "--run-dir", "with space"]
         assert flags == {
-            "--nnodes": "2", "--nproc-per-node": "3", "--rdzv-backend": "c10d", "--rdzv-id": "4242",
-            "--rdzv-endpoint": "gpu7:29742", "--local-addr": f"gpu{7 + node}",
+            "--nnodes": "2",
+            "--nproc-per-node": "3",
+            "--rdzv-backend": "c10d",
+            "--rdzv-id": "4242",
+            "--rdzv-endpoint": "gpu7:29742",
+            "--local-addr": f"gpu{7 + node}",
             "--rdzv-conf": f"is_host={1 - node},read_timeout=900,join_timeout=900",
             "--shutdown-timeout": "300",
-        }  # fmt: skip
+        }
         assert set(env.values()) == {"ib0"}
     directives = re.findall(r"^#SBATCH --(\S+?)=", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE)
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"} <= set(directives)

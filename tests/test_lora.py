@@ -155,11 +155,16 @@ def test_the_planned_memory_is_that_of_adapters(models, capsys):
     assert adapters < 0.1 * whole
     large, small = (
         MemoryPlan(
-            model=models["tied"], dtype=torch.bfloat16, size=1, compute=batching.Compute(lora_rank=rank),
-            models=("policy", "reference"), memory=80e9, gpu=True,
+            model=models["tied"],
+            dtype=torch.bfloat16,
+            size=1,
+            compute=batching.Compute(lora_rank=rank),
+            models=("policy", "reference"),
+            memory=80e9,
+            gpu=True,
         )
         for rank in (0, 4)
-    )  # fmt: skip
+    )
     assert large.states == 16 * whole and small.states == 12 * adapters + 2 * whole
     assert small.update(0) < large.update(0)
     policy, reference = table = roles.model_roles(small)

@@ -37,9 +37,14 @@ def test_the_expected_gradient_of_a_sampled_token_is_that_of_the_reverse_kl():
         one = torch.ones(1, 1, dtype=torch.bool)
         advantages = compute_advantages(log_p[v].detach().view(1, 1), log_q[v].view(1, 1), one)
         loss = policy_loss(
-            log_p[v].view(1, 1), log_p[v].detach().view(1, 1), advantages, one,
-            clip_low=0.2, clip_high=0.2, denominator=1,
-        )  # fmt: skip
+            log_p[v].view(1, 1),
+            log_p[v].detach().view(1, 1),
+            advantages,
+            one,
+            clip_low=0.2,
+            clip_high=0.2,
+            denominator=1,
+        )
         (gradient,) = torch.autograd.grad(loss, z, retain_graph=True)
         found += log_p[v].exp().detach() * gradient
     assert torch.allclose(found, expected)

@@ -111,11 +111,13 @@ VARIANTS = {  # settings of the trainer, arguments of load(), and values to patc
     "one row a micro-batch": (Compute(1), {}, ()),
     "several rows": (Compute(40), {}, ()),
     "checkpointing, 7 tokens a chunk of logits": (
-        Compute(10_000, activation_checkpointing=True), {}, (logits, "LOGITS_PER_CHUNK", 7 * 50),
+        Compute(10_000, activation_checkpointing=True),
+        {},
+        (logits, "LOGITS_PER_CHUNK", 7 * 50),
     ),
     "offload": (Compute(100), {"offload": True}, ()),
     "no room for whole gradients": (Compute(60), {}, (model, "rank_memory", lambda: 1e6)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -186,9 +188,15 @@ def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monke
 
     monkeypatch.setattr(model, "skeleton", unchecked)
     config = Lfm2Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=50, layer_types=["conv", "full_attention"], initializer_range=0.5,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=50,
+        layer_types=["conv", "full_attention"],
+        initializer_range=0.5,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="lfm2 models are not supported.* see each other"):
         model.load(str(tmp_path), world, torch.float32)

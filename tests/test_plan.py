@@ -19,21 +19,41 @@ from common.trainer.batching import Compute
 
 plan = load("scripts/plan.py")
 SMOLLM = LlamaConfig(
-    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-    vocab_size=49152, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
 HALF_B = Qwen2Config(
-    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-    vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
 SEVEN_B = Qwen2Config(
-    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-    vocab_size=152064, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
 FOURTEEN_B = Qwen2Config(
-    hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
-    vocab_size=152064, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
 PARAMETERS = 7_615_616_512  # of SEVEN_B
 
 
@@ -200,9 +220,15 @@ def test_a_run_is_accepted_where_it_fits(models, sizes):
         if ranks % tp:
             continue
         run = MemoryPlan(
-            model=sizes[size], dtype=torch.bfloat16, size=ranks, models=("policy", *models), backend="vllm",
-            rollout_tp=tp, memory=has, gpu=True,
-        )  # fmt: skip
+            model=sizes[size],
+            dtype=torch.bfloat16,
+            size=ranks,
+            models=("policy", *models),
+            backend="vllm",
+            rollout_tp=tp,
+            memory=has,
+            gpu=True,
+        )
         try:
             budget = run.fitted_compute(1500).token_budget
             share = run.fitted_layout(1500, 256).rollout_memory

@@ -72,8 +72,10 @@ def test_a_file_names_the_result_of_its_baseline():
     baselines = load("scripts/baselines.py")
     files = [path for path in sorted(ROOT.glob("algos/*.py")) if path.stem not in ("__init__", "sft")]
     for path in files:
-        known = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in
-                 baselines.curves("arithmetic")[path.stem]]  # fmt: skip
+        known = [
+            [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+            for rows in baselines.curves("arithmetic")[path.stem]
+        ]
         before, after = (statistics.mean(values[end] for values in known) for end in (0, -1))
         assert f"mean of three seeds: {100 * after:.1f} % from {100 * before:.1f} %." in path.read_text(), path
         assert len(known) == 3

@@ -161,9 +161,23 @@ def test_metadata_survives_json():
 
 
 # Numbers, text, lists, grids, moves; metadata with tuples or with numbers as keys; no reference answer; partial scores.
-TASKS = ["chain_sum", "spell_backward", "number_sorting", "group_anagrams", "rotate_matrix", "mini_sudoku",
-         "tower_of_hanoi", "rearc", "graph_color", "advanced_geometry", "countdown",
-         "polynomial_equations", "prime_factorization", "knights_knaves", "course_schedule"]  # fmt: skip
+TASKS = [
+    "chain_sum",
+    "spell_backward",
+    "number_sorting",
+    "group_anagrams",
+    "rotate_matrix",
+    "mini_sudoku",
+    "tower_of_hanoi",
+    "rearc",
+    "graph_color",
+    "advanced_geometry",
+    "countdown",
+    "polynomial_equations",
+    "prime_factorization",
+    "knights_knaves",
+    "course_schedule",
+]
 
 
 def answers_to(problem: dict) -> list[str]:
@@ -200,8 +214,10 @@ def test_scores_are_those_of_the_library(task):
 def test_the_workers_survive_verifiers_that_raise_hang_or_die(capsys):
     grade = rewards.load_one("reasoning-gym")
     assert grade.waits and split_weight("reasoning-gym=0.5") == ("reasoning-gym", 0.5)
-    rows = {name: reasoning_gym.make_row(name, reasoning_gym.create(name), 0) for name in
-            ("chain_sum", "prime_factorization", "binary_matrix")}  # fmt: skip
+    rows = {
+        name: reasoning_gym.make_row(name, reasoning_gym.create(name), 0)
+        for name in ("chain_sum", "prime_factorization", "binary_matrix")
+    }
     item = lambda name, answer: Item("p", f"<answer>{answer}</answer>", None, rows[name])
     right = [item(name, row["answer"]) for name, row in rows.items()]
     assert [result.acc for result in grade.try_out(right, [1] * 3, [False] * 3)] == [1.0, 1.0, 1.0]
@@ -209,8 +225,13 @@ def test_the_workers_survive_verifiers_that_raise_hang_or_die(capsys):
         grade([Item("1+1=", "2", "2", {"question": "1+1=", "answer": "2"})], [1], [False])
 
     grade.pool.item_seconds = 2.0
-    batch = [right[0], item("prime_factorization", "two"), item("binary_matrix", "sum(iter(int, 1))"),
-             item("binary_matrix", "__import__('os')._exit(3)"), right[1]]  # fmt: skip
+    batch = [
+        right[0],
+        item("prime_factorization", "two"),
+        item("binary_matrix", "sum(iter(int, 1))"),
+        item("binary_matrix", "__import__('os')._exit(3)"),
+        right[1],
+    ]
     results = grade(batch, [1] * 5, [False] * 5)
     assert [result.acc for result in results] == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0, 1.0]

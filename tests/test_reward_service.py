@@ -370,10 +370,19 @@ def test_one_refusal_ends_the_call_at_once(fake):
     assert len(server.posts) <= 9  # the next one may have had its turn already
 
 
-@pytest.mark.parametrize("url", [
-    "http://user:s3cret@127.0.0.1:8001", "http://s3cret@127.0.0.1:8001", "http://user:s3cret@127.0.0.1:port",
-    "http://127.0.0.1:port", "http://", "ftp://127.0.0.1", "http://127.0.0.1:8001/?key=s3cret", "http://h:1/#s3cret",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:s3cret@127.0.0.1:8001",
+        "http://s3cret@127.0.0.1:8001",
+        "http://user:s3cret@127.0.0.1:port",
+        "http://127.0.0.1:port",
+        "http://",
+        "ftp://127.0.0.1",
+        "http://127.0.0.1:8001/?key=s3cret",
+        "http://h:1/#s3cret",
+    ],
+)
 def test_bad_url(url):
     with pytest.raises(BadInput, match="--reward .*: expected http://HOST:PORT .* REWARD_TOKEN") as caught:
         RewardService(url)
@@ -387,8 +396,16 @@ def test_health(fake):
     server = fake()
     RewardService(server.url).check()
     assert not server.posts
-    for status, body in [(404, {}), (302, {}), (500, {"status": "ok"}), (200, {"status": "loading"}), (200, [1]),
-                         (200, b"<html>"), (200, b"\xff"), (200, {})]:  # fmt: skip
+    for status, body in [
+        (404, {}),
+        (302, {}),
+        (500, {"status": "ok"}),
+        (200, {"status": "loading"}),
+        (200, [1]),
+        (200, b"<html>"),
+        (200, b"\xff"),
+        (200, {}),
+    ]:
         server.health = (status, body)
         with pytest.raises(BadInput, match=f"--reward {server.url}: GET /health: .*status {status}"):
             RewardService(server.url).check()
@@ -439,8 +456,16 @@ def serve():
         thread.join()
 
 
-GSM8K = [("#### 18.", "18"), ("about 70,000", "70000"), ("", "5"), (r"\boxed{3}", "4"), ("\ud800 #### 7", "7"),
-         ("#### 5\0", "5"), ("五 9", "9"), ("#### " + "9" * 5000, "9")]  # fmt: skip
+GSM8K = [
+    ("#### 18.", "18"),
+    ("about 70,000", "70000"),
+    ("", "5"),
+    (r"\boxed{3}", "4"),
+    ("\ud800 #### 7", "7"),
+    ("#### 5\0", "5"),
+    ("五 9", "9"),
+    ("#### " + "9" * 5000, "9"),
+]
 
 
 def test_served_gsm8k_is_gsm8k(serve):
@@ -469,8 +494,11 @@ def test_a_result_without_a_score_is_that_rows_alone(serve):
     results = ask(RewardService(serve(lambda *_: [*failed, Result(1, 1)])), 4)
     assert scores(results) == [None, None, None, 1]
     assert [result.info.get("error") for result in results] == [
-        "no gold", "the grader's score is nan: {}", "the grader's score is None: {'timeout': 1}", None
-    ]  # fmt: skip
+        "no gold",
+        "the grader's score is nan: {}",
+        "the grader's score is None: {'timeout': 1}",
+        None,
+    ]
 
 
 def test_a_grader_that_raises_once_is_asked_again(serve):
@@ -538,9 +566,20 @@ def test_bodies_the_server_refuses(serve):
     body = lambda **changes: json.dumps({"version": 1, "request_id": "a", "items": [row], **changes})
     assert post(body()).json()["results"][0]["score"] == 1
     assert post(body(request_id="b", items=[])).json()["results"] == []
-    for refused in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", body(version=2), body(request_id=3), body(items=None),
-                    body(items=[row] * (64 + 1)), body(items=[{**row, "response": None}]),
-                    body(items=[{**row, "id": 0}]), body(items=[{**row, "meta": []}])):  # fmt: skip
+    for refused in (
+        b"",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        body(version=2),
+        body(request_id=3),
+        body(items=None),
+        body(items=[row] * (64 + 1)),
+        body(items=[{**row, "response": None}]),
+        body(items=[{**row, "id": 0}]),
+        body(items=[{**row, "meta": []}]),
+    ):
         assert post(refused).status_code == 422
     large = body(items=[{**row, "response": "1" * 64 * MIB}])
     assert post(large).status_code == 413
@@ -548,10 +587,16 @@ def test_bodies_the_server_refuses(serve):
     assert post(body(request_id="c")).status_code == 200
 
 
-@pytest.mark.parametrize("flags, says", [
-    ({"reward": "gsm9k"}, "gsm8k"), ({"threads": 0}, "--threads 0"), ({"reward": "repetition"}, "token ids"),
-    ({"reward": "environment"}, "plays with the policy"), ({"reward": "model-sharded:x"}, "needs all ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ({"reward": "gsm9k"}, "gsm8k"),
+        ({"threads": 0}, "--threads 0"),
+        ({"reward": "repetition"}, "token ids"),
+        ({"reward": "environment"}, "plays with the policy"),
+        ({"reward": "model-sharded:x"}, "needs all ranks"),
+    ],
+)
 def test_bad_flags_of_the_server(flags, says):
     with pytest.raises(BadInput, match=says):
         serve_reward.main(serve_reward.Args(**flags))

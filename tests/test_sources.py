@@ -31,18 +31,24 @@ BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py h
     (b"{}", 'missing key "prompt" (found: nothing); --columns prompt=COLUMN if another column holds it'),
     (b'{"prompt": 7, "answer": "2"}', '"prompt" must be a non-empty string, got 7'),
     (b'{"prompt": [], "answer": 2}', '"prompt" must be messages with role and content, got []'),
-    (b'{"prompt": [{"text": "x"}], "answer": 2}',
-     '"prompt" must be messages with role and content, got [{"text": "x"}]'),
+    (
+        b'{"prompt": [{"text": "x"}], "answer": 2}',
+        '"prompt" must be messages with role and content, got [{"text": "x"}]',
+    ),
     (b'{"question": "x", "answer": true}', '"answer" must be a string or a number, got true'),
     (b'{"question": "x", "answer": NaN}', '"answer" must be a string or a number, got NaN'),
     (b'{"question": "x", "answer": -1e999}', '"answer" must be a string or a number, got -Infinity'),
     (b'{"question": "x", "solution": 2}', '"solution" must be a string, or turns, got 2'),
-    (b'{"question": "\\ud800", "answer": "2"}',
-     r"'utf-8' codec can't encode character '\ud800' in position 14: surrogates not allowed"),
-    (b'{"question": "x", "answer": ' + b"9" * 5000 + b"}",
-     "invalid JSON: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
-     "digits; use sys.set_int_max_str_digits() to increase the limit"),
-]  # fmt: skip
+    (
+        b'{"question": "\\ud800", "answer": "2"}',
+        r"'utf-8' codec can't encode character '\ud800' in position 14: surrogates not allowed",
+    ),
+    (
+        b'{"question": "x", "answer": ' + b"9" * 5000 + b"}",
+        "invalid JSON: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
+        "digits; use sys.set_int_max_str_digits() to increase the limit",
+    ),
+]
 
 
 @pytest.mark.parametrize("content, message", BAD)
@@ -168,14 +174,20 @@ ON_HUB = {
         {"problem": "1+3?", "level": "Level 1", "solution": "4", "type": "Algebra"},
     ],
     ("HuggingFaceH4/MATH-500", None, "test"): [
-        {"problem": "1+1?", "solution": "No box.", "answer": "2", "subject": "Algebra", "level": 1,
-         "unique_id": "test/algebra/1.json"},
+        {
+            "problem": "1+1?",
+            "solution": "No box.",
+            "answer": "2",
+            "subject": "Algebra",
+            "level": 1,
+            "unique_id": "test/algebra/1.json",
+        },
     ],
-    ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train"):
-        [DAPO, DAPO | {"prompt": [QUESTION[0] | {"content": "1+2?"}]}] * 100,
+    ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train"): [DAPO, DAPO | {"prompt": [QUESTION[0] | {"content": "1+2?"}]}]
+    * 100,
     ("someone/sums", "small", "train[:1]"): [{"prompt": "1+1?", "answer": 2}],
     ("someone/nothing", None, "train"): [],
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -346,9 +346,18 @@ def test_responses_of_other_weights_end_the_run(ask_one):
 
 
 NO_REPLIES = [
-    b"", b"<html>", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{}]}',
-    b'{"choices": [{"index": 0, "token_ids": 5, "logprobs": null}]}', b'{"choices": [], "choices": []}',
-]  # fmt: skip
+    b"",
+    b"<html>",
+    b"\xff",
+    b"[]",
+    b"{}",
+    b"[" * 100_000,
+    b'{"choices": 1}',
+    b'{"choices": [1]}',
+    b'{"choices": [{}]}',
+    b'{"choices": [{"index": 0, "token_ids": 5, "logprobs": null}]}',
+    b'{"choices": [], "choices": []}',
+]
 
 
 @pytest.mark.parametrize("reply", NO_REPLIES, ids=lambda reply: repr(reply[:40]))

@@ -26,9 +26,19 @@ LAYERS = [
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 LINES_IN = {  # see scripts/sibling_diffs.py
-    "dr_grpo": 8, "max_rl": 8, "gspo": 15, "cispo": 15, "rloo": 15, "reinforce_pp": 30, "dpo": 80,
-    "dapo": 75, "remax": 40, "ppo": 115, "prime": 150, "opd": 50,
-}  # fmt: skip
+    "dr_grpo": 8,
+    "max_rl": 8,
+    "gspo": 15,
+    "cispo": 15,
+    "rloo": 15,
+    "reinforce_pp": 30,
+    "dpo": 80,
+    "dapo": 75,
+    "remax": 40,
+    "ppo": 115,
+    "prime": 150,
+    "opd": 50,
+}
 
 
 def module_of(path: Path) -> str:

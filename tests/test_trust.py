@@ -82,11 +82,19 @@ def test_a_hostile_checkpoint_runs_nothing(world, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("damage", [
-    lambda whole: b"", lambda whole: whole[: len(whole) // 2], lambda whole: b"\xff" * 100, lambda whole: b"(" * 10**6,
-    lambda whole: pickle.dumps(3), lambda whole: whole.replace(b"saved_offsets", b"other_offsets"),
-    lambda whole: whole.replace(b"[6]", b"[7]"),
-], ids=range(7))  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"\xff" * 100,
+        lambda whole: b"(" * 10**6,
+        lambda whole: pickle.dumps(3),
+        lambda whole: whole.replace(b"saved_offsets", b"other_offsets"),
+        lambda whole: whole.replace(b"[6]", b"[7]"),
+    ],
+    ids=range(7),
+)
 def test_a_damaged_checkpoint_is_one_line(world, tmp_path, damage):
     folder = save(tmp_path / "trainer")
     (file,) = folder.iterdir()
@@ -235,18 +243,22 @@ def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets
     run_directory.check_configuration(args, "grpo")  # the same flags are still the same
 
 
-@pytest.mark.parametrize("refuse", [
-    lambda: rewards.load((URL,)),
-    lambda: rewards.load((URL, URL)),
-    lambda: rewards.load((URL.replace("http", "htp"),)),
-    lambda: rewards.load((f"http://127.0.0.1:9/?key={SECRET}",)),
-    lambda: rewards.load((f"http://127.0.0.1:9#{SECRET}",)),
-    lambda: machine.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
-    lambda: machine.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
-    lambda: load_tokenizer(URL),
-    lambda: data.load(URL, data.Source(), "train", None, 64),
-    lambda: run_directory.check_directory("", URL),
-], ids=range(10))  # fmt: skip
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda: rewards.load((URL,)),
+        lambda: rewards.load((URL, URL)),
+        lambda: rewards.load((URL.replace("http", "htp"),)),
+        lambda: rewards.load((f"http://127.0.0.1:9/?key={SECRET}",)),
+        lambda: rewards.load((f"http://127.0.0.1:9#{SECRET}",)),
+        lambda: machine.check_layout(placement.Layout("split", rollout_urls=(URL,)), 1, "vllm"),
+        lambda: machine.check_layout(placement.Layout("split", rollout_urls=(f"http://h:1?key={SECRET}",)), 1, "vllm"),
+        lambda: load_tokenizer(URL),
+        lambda: data.load(URL, data.Source(), "train", None, 64),
+        lambda: run_directory.check_directory("", URL),
+    ],
+    ids=range(10),
+)
 def test_no_password_of_a_url_is_in_a_message(refuse):
     with pytest.raises(BadInput) as error:
         refuse()

@@ -19,9 +19,24 @@ from common.preflight import folders
 
 # Every row has these. Rows of a critic, of environments and of ReMax's greedy baseline have a few more.
 KEYS = (
-    "index", "id", "prompt", "response", "answer", "prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs",
-    "score", "acc", "extracted", "info", "advantage", "dropped", "finish_reason", "weight_versions",
-)  # fmt: skip
+    "index",
+    "id",
+    "prompt",
+    "response",
+    "answer",
+    "prompt_ids",
+    "response_ids",
+    "rollout_logprobs",
+    "old_logprobs",
+    "score",
+    "acc",
+    "extracted",
+    "info",
+    "advantage",
+    "dropped",
+    "finish_reason",
+    "weight_versions",
+)
 
 
 def write(

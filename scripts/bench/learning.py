@@ -27,9 +27,14 @@ from algos import grpo
 from common.run import sampling
 
 SWITCHES = (
-    "", "--token-budget 400", "--activation-checkpointing", "--offload all", "--kernels compile",
-    "--dtype bfloat16", "--rollout-backend hf",
-)  # fmt: skip
+    "",
+    "--token-budget 400",
+    "--activation-checkpointing",
+    "--offload all",
+    "--kernels compile",
+    "--dtype bfloat16",
+    "--rollout-backend hf",
+)
 RUNS = {  # name -> rows of the table: what it is called -> (steps behind, flags)
     "switches": {f"`{flags}`" if flags else "as by default": (0, flags) for flags in SWITCHES},
     "behind": {

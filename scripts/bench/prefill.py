@@ -50,10 +50,14 @@ def start(args: Args, changes: dict) -> None:
     tokenizer, stops = load_tokenizer(args.model)
     prompts = data.load((args.dataset,), data.TrainSource(), "train", tokenizer, 512)
     engine = engines.start(
-        "vllm", args.model, stops, placement.init(0), getattr(torch, args.dtype),
+        "vllm",
+        args.model,
+        stops,
+        placement.init(0),
+        getattr(torch, args.dtype),
         max_model_len=checks.total_tokens(args.model, prompts, args.max_response_tokens, trains=False),
         sequences=args.prompts * args.group_size,
-    )  # fmt: skip
+    )
 
 
 def measure(args: Args, turn: int) -> tuple[float, float, float]:

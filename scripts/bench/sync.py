@@ -33,9 +33,15 @@ def figures_of(name: str) -> dict[str, float]:
     width, layers, vocabulary = SIZES[name]
     heads = width // 64
     config = Qwen2Config(
-        hidden_size=width, intermediate_size=8 * width // 3 // 64 * 64, num_hidden_layers=layers, vocab_size=vocabulary,
-        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=2048,
-    )  # fmt: skip
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+    )
     world = placement.init(seed=0)
     return_memory()  # otherwise memory that a push frees would still be resident before the next one
     with tempfile.TemporaryDirectory() as folder:

@@ -44,16 +44,31 @@ class Args:
 
 def jobs(args: Args, warm_start: str, scratch: str) -> dict[str, dict]:
     gsm8k = {
-        "model": args.model, "dataset": args.gsm8k, "prompts": 8, "group": 8, "prompt_tokens": 256,
-        "response_tokens": 192, "micro_batch": 8, "steps": args.steps + args.warmup,
-    }  # fmt: skip
+        "model": args.model,
+        "dataset": args.gsm8k,
+        "prompts": 8,
+        "group": 8,
+        "prompt_tokens": 256,
+        "response_tokens": 192,
+        "micro_batch": 8,
+        "steps": args.steps + args.warmup,
+    }
     arithmetic = gsm8k | {
-        "model": warm_start, "dataset": "arithmetic",
-        "prompts": 64, "prompt_tokens": 64, "response_tokens": 48, "micro_batch": 128,
-    }  # fmt: skip
+        "model": warm_start,
+        "dataset": "arithmetic",
+        "prompts": 64,
+        "prompt_tokens": 64,
+        "response_tokens": 48,
+        "micro_batch": 128,
+    }
     sums = gsm8k | {
-        "dataset": "sums", "prompts": 16, "group": 16, "prompt_tokens": 64, "response_tokens": 24, "micro_batch": 32,
-    }  # fmt: skip
+        "dataset": "sums",
+        "prompts": 16,
+        "group": 16,
+        "prompt_tokens": 64,
+        "response_tokens": 24,
+        "micro_batch": 32,
+    }
     every = {
         "arithmetic": arithmetic | {"reward": "spread"},
         "gsm8k": gsm8k | {"reward": "spread"},

@@ -28,12 +28,23 @@ from common.run import checkpoint, traces, tracking
 from common.run import guards as trends
 from common.trainer import model
 
-SMALL = grpo.Args(**{
-    **grpo.EMBEDDED, "dtype": "float32", "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "temperature": 1.3,
-    "max_response_tokens": 40, "steps": 4, "rollouts_every": 1, "rollout_backend": "hf", "max_logprob_gap": 1e-3,
-    "schedule": "constant",
-    "source": data.TrainSource(eval_prompts=0),
-})  # fmt: skip
+SMALL = grpo.Args(
+    **{
+        **grpo.EMBEDDED,
+        "dtype": "float32",
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "mini_batches": 2,
+        "temperature": 1.3,
+        "max_response_tokens": 40,
+        "steps": 4,
+        "rollouts_every": 1,
+        "rollout_backend": "hf",
+        "max_logprob_gap": 1e-3,
+        "schedule": "constant",
+        "source": data.TrainSource(eval_prompts=0),
+    }
+)
 UNEVEN = (f"{Path(__file__).with_name('rewards.py')}:uneven",)  # every step trains on all rows
 REWARD = "def score(items, lengths, truncated):\n    {}\n"
 

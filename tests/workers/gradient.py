@@ -107,10 +107,14 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     out["ppo critic"] = gradients(
         critic,
         lambda micro: ppo.value_loss(
-            model.response_values(critic, micro), old_values[micro.rows], returns[micro.rows], micro.response_mask,
-            clip=0.2, denominator=tokens,
+            model.response_values(critic, micro),
+            old_values[micro.rows],
+            returns[micro.rows],
+            micro.response_mask,
+            clip=0.2,
+            denominator=tokens,
         ),
-    )  # fmt: skip
+    )
 
     process = prime.normalize(prime.implicit_rewards(old, ref, mask, 0.05), mask, world.max)
     advantages = prime.compute_advantages(process, correct, mask, G)

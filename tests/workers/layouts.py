@@ -16,11 +16,23 @@ from common.run import checkpoint, report
 from common.trainer import model
 from common.trainer.batching import Compute
 
-ARGS = grpo.Args(**{
-    **grpo.EMBEDDED, "rollout_backend": "hf", "dtype": "float32", "steps": 2, "prompts_per_step": 8, "group_size": 4,
-    "mini_batches": 2, "epochs": 2, "temperature": 1.3, "warmup_steps": 1, "kl_coef": 0.1, "eval_every": 1,
-    "source": data.TrainSource(eval_prompts=16),
-})  # fmt: skip
+ARGS = grpo.Args(
+    **{
+        **grpo.EMBEDDED,
+        "rollout_backend": "hf",
+        "dtype": "float32",
+        "steps": 2,
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "mini_batches": 2,
+        "epochs": 2,
+        "temperature": 1.3,
+        "warmup_steps": 1,
+        "kl_coef": 0.1,
+        "eval_every": 1,
+        "source": data.TrainSource(eval_prompts=16),
+    }
+)
 LAYOUTS = {
     "plain": Compute(120),
     "slices": Compute(120, sequence_parallel=2),

@@ -36,15 +36,30 @@ implicit_rewards = prime.implicit_rewards
 PROBLEMS = [(12, 34), (56, 7), (8, 91), (23, 45)]
 # A micro-batch has 200 tokens and a mini-batch of each of two ranks some 210, so that it takes two backwards.
 FLAGS = {
-    "prompts_per_step": 8, "group_size": 4, "mini_batches": 2, "source": data.TrainSource(eval_prompts=0),
-    "schedule": "constant", "learning_rate": 1e-4, "compute": Compute(200), "max_logprob_gap": 1e9, "rollouts_every": 1,
-}  # fmt: skip
+    "prompts_per_step": 8,
+    "group_size": 4,
+    "mini_batches": 2,
+    "source": data.TrainSource(eval_prompts=0),
+    "schedule": "constant",
+    "learning_rate": 1e-4,
+    "compute": Compute(200),
+    "max_logprob_gap": 1e9,
+    "rollouts_every": 1,
+}
 OWN = {
-    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {},
-    "rloo": {"kl_coef": 0.1}, "remax": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
-    "ppo": {"kl_coef": 0.1, "lam": 0.95}, "dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8},
+    "grpo": {"kl_coef": 0.1},
+    "dr_grpo": {"kl_coef": 0.1},
+    "max_rl": {},
+    "gspo": {},
+    "cispo": {},
+    "rloo": {"kl_coef": 0.1},
+    "remax": {"kl_coef": 0.1},
+    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
+    "ppo": {"kl_coef": 0.1, "lam": 0.95},
+    "dapo": {"gen_prompts": 8},
+    "prime": {"gen_prompts": 8},
     "opd": {"full_vocabulary": True},
-}  # fmt: skip
+}
 
 
 started: list["StubEngine"] = []  # the engines of all runs

@@ -22,21 +22,36 @@ from common.data.prompts import TrainSource
 from common.run import checkpoint, report, tracking
 
 FLAGS = {
-    "rollout_backend": "hf", "dtype": "float32", "steps": 4, "rollouts_every": 1, "prompts_per_step": 4,
-    "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3, "warmup_steps": 1,
-}  # fmt: skip
+    "rollout_backend": "hf",
+    "dtype": "float32",
+    "steps": 4,
+    "rollouts_every": 1,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "mini_batches": 2,
+    "max_response_tokens": 24,
+    "temperature": 1.3,
+    "warmup_steps": 1,
+}
 OWN = {  # for each algorithm, something that a checkpoint must not lose
     "grpo": {"kl_coef": 0.1, "eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")},
-    "dr_grpo": {"schedule": "constant"}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
+    "dr_grpo": {"schedule": "constant"},
+    "max_rl": {},
+    "gspo": {},
+    "cispo": {},
+    "remax": {},
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)},
-    "ppo": {"lam": 0.95, "critic_warmup_steps": 3}, "dapo": {"gen_prompts": 8, "overlong_cache": 4},
-    "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True},
-}  # fmt: skip
+    "ppo": {"lam": 0.95, "critic_warmup_steps": 3},
+    "dapo": {"gen_prompts": 8, "overlong_cache": 4},
+    "prime": {"gen_prompts": 8},
+    "opd": {"full_vocabulary": True},
+}
 EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for its baseline, too
-    "ppo": {"environment": "guess", "lam": 0.95}, "remax": {"environment": "calculator", "kl_coef": 0.1},
+    "ppo": {"environment": "guess", "lam": 0.95},
+    "remax": {"environment": "calculator", "kl_coef": 0.1},
     "dapo": {"environment": "guess", "gen_prompts": 8, "max_gen_batches": 40, "overlong_cache": 4},
-}  # fmt: skip
+}
 SIGNALLED = ("grpo", "remax", "ppo-guess")
 
 

@@ -11,9 +11,15 @@ from common.data import prompts as data
 from common.run import checkpoint, report
 
 FLAGS = {
-    "rollout_backend": "hf", "steps": 3, "rollouts_every": 1, "source": data.TrainSource(eval_prompts=0),
-    "schedule": "constant", "learning_rate": 2e-4, "warmup_steps": 1, "prompts_per_step": 16,
-}  # fmt: skip
+    "rollout_backend": "hf",
+    "steps": 3,
+    "rollouts_every": 1,
+    "source": data.TrainSource(eval_prompts=0),
+    "schedule": "constant",
+    "learning_rate": 2e-4,
+    "warmup_steps": 1,
+    "prompts_per_step": 16,
+}
 OWN = {  # DAPO and PRIME draw more prompts than they keep.
     "rloo": {"kl_coef": 0.01},
     "reinforce_pp": {"kl_coef": 0.01},

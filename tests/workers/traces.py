@@ -23,20 +23,38 @@ from common.trainer.batching import Compute
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
-    "rollout_backend": "hf", "dtype": "float32", "steps": 2, "rollouts_every": 1,
-    "prompts_per_step": 4, "group_size": 4, "mini_batches": 2, "max_response_tokens": 24, "temperature": 1.3,
-    "warmup_steps": 1, "source": data.TrainSource(eval_prompts=0), "saving": checkpoint.Saving(save_every=1),
-}  # fmt: skip
+    "rollout_backend": "hf",
+    "dtype": "float32",
+    "steps": 2,
+    "rollouts_every": 1,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "mini_batches": 2,
+    "max_response_tokens": 24,
+    "temperature": 1.3,
+    "warmup_steps": 1,
+    "source": data.TrainSource(eval_prompts=0),
+    "saving": checkpoint.Saving(save_every=1),
+}
 OWN = {
-    "grpo": {"kl_coef": 0.1}, "dr_grpo": {"kl_coef": 0.1}, "max_rl": {}, "gspo": {}, "cispo": {}, "remax": {},
+    "grpo": {"kl_coef": 0.1},
+    "dr_grpo": {"kl_coef": 0.1},
+    "max_rl": {},
+    "gspo": {},
+    "cispo": {},
+    "remax": {},
     "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
     "rloo": {"kl_coef": 0.1},
-    "ppo": {"lam": 0.95}, "dapo": {"gen_prompts": 8, "overlong_cache": 4}, "prime": {"gen_prompts": 8},
-    "opd": {}, "opd-full": {"full_vocabulary": True}, "fork": {},
+    "ppo": {"lam": 0.95},
+    "dapo": {"gen_prompts": 8, "overlong_cache": 4},
+    "prime": {"gen_prompts": 8},
+    "opd": {},
+    "opd-full": {"full_vocabulary": True},
+    "fork": {},
     "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": 0.95},
     "remax-calculator": {"environment": "calculator", "dataset": ("calculator",), "max_response_tokens": 48},
     "grpo-squares": {"model": str(embedded.IMAGES_START), "max_response_tokens": 4},
-}  # fmt: skip
+}
 
 
 def fork(runs: Path) -> Path:
