@@ -1,11 +1,14 @@
-"""The frame around training: the loop, and the books it keeps.
+"""The training loop and its bookkeeping. The training itself is in the algorithm file, such as algos/grpo.py.
 
     settings = prepare(args, models)                 common/preflight/prepare.py: refuses bad input, loads no model
-    run = start(settings, world, engine, trained)    resumes, pushes weights to the engine, opens the run directory
-    for step, batch in run.steps(sample):            samples and grades; the algorithm file trains
+    run = start(settings, world, engine, trained)    resumes, gives the engine the weights if it lacks them, opens the
+                                                     run directory, evaluates a fresh run
+    for step, batch in run.steps(sample):            samples and grades; then the algorithm file trains, and pushes the
+                                                     new weights to the engine
         run.end_step(step, batch, ...)               writes metrics and rollouts/, evaluates, checks, saves
     run.close()
 
+If a step fails on all ranks together, the run saves what it has and writes its report before it ends.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
@@ -30,7 +33,10 @@ from common.run.tracking import Tracker
 
 
 def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
-    """True with --dry-run, and if the checkpoint of --resume auto is that of the last step: then the run is done."""
+    """True for --dry-run, or if the resumed checkpoint has reached --steps already.
+
+    In the second case the run is done: this says so, and writes a missing report.
+    """
     args = settings.args
     if args.saving.dry_run:
         return True
@@ -42,8 +48,8 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
 
         report.write(run_dir)
     errors.say(
-        f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is {settings.resume}/model; "
-        "a larger --steps goes on"
+        f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is in "
+        f"{settings.resume}/model; to continue, raise --steps"
     )
     return True
 
@@ -52,7 +58,10 @@ class Run:
     """The loop around training: sampling, metrics, evaluation, checks, checkpoints. Every rank calls every method."""
 
     def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained):
-        """Load the checkpoint to resume, give the engine the policy's weights, evaluate them. Raises RunFailed."""
+        """Load the checkpoint to resume, give the engine its weights if it lacks them, evaluate a fresh run.
+
+        Raises RunFailed.
+        """
         args = settings.args
         policy, _ = trained["policy"]
         self.settings = settings
@@ -71,7 +80,7 @@ class Run:
             world,
         )
         steps_done = self.saver.load(settings.resume)
-        # A fresh colocated engine has read the same weights from disk. All others need them from the trainer.
+        # In a fresh run, a colocated engine has loaded these weights from disk. Any other engine gets them here.
         if settings.resume or args.layout.split:
             weight_sync.push(policy, engine)
         self.probe = diagnosis.GapProbe(
@@ -99,9 +108,9 @@ class Run:
             steps_done,
             args.steps,
         )
-        self.saver.signals.doing = self.tracker.doing
+        self.saver.signals.doing = self.tracker.doing  # what the run tells someone who asks it to stop
         self.rollouts: sampling.Prefetcher | None = None
-        self.weight_version = 0  # number of pushes to the engine before this step's update
+        self.weight_version = 0  # the engine's when this step's update starts; set in steps()
         if settings.held_out and not settings.resume:
             self.tracker.first(self.accuracy())
 
@@ -110,7 +119,7 @@ class Run:
         return self.evaluator.greedy_accuracy(self.settings.held_out, metrics=self.tracker)
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
-        """Yields (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
+        """Yield (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
         tracker = self.tracker
         self.rollouts = sampling.Prefetcher(
             sample,
@@ -123,10 +132,12 @@ class Run:
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
-            # If this step fails, the state after the last one is saved, and these prompts come again.
+            # If this step fails, the run saves as of the previous step, so a resumed run repeats these prompts. The
+            # with-block covers sampling. The caller's update is covered by before_failing, which guards call.
             position = self.loader.resume_at
             tracker.before_failing = partial(self.rescue, step - 1, position)
             with self.rescued(step - 1, position):
+                # In a step that ends with a checkpoint nothing is sampled ahead: see Prefetcher.get.
                 batch = self.rollouts.get(step, last=self.saver.due(step))
             self.weight_version = self.engine.weight_version
             yield step, batch
@@ -141,12 +152,14 @@ class Run:
         rows: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Write metrics. Write rollouts, evaluate and save a checkpoint in steps in which they are due.
+        """Write metrics, check them and refresh the report. Write rollouts, evaluate and save when they are due.
 
-        advantages: (N,) or (N, T). old_logprobs: (N, T), valid in `rows` (N,) bool; None: in all rows. values: (N, T),
-        the critic's values. Raises RunFailed if the metrics show that the run cannot be right.
+        advantages: (N,) or (N, T), for N responses of up to T tokens. old_logprobs: (N, T). rows: (N,) bool, the rows
+        that had a forward and so have old_logprobs; None: all. values: (N, T), of a critic. Raises RunFailed if the
+        metrics show that something is broken.
         """
         tracker = self.tracker
+        # The training of this step is complete. A run that fails from here on resumes with the next prompts.
         with self.rescued(step, self.loader.resume_at):
             tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
             tracker.max("advantage/abs_max", advantages.abs().max())
@@ -154,13 +167,13 @@ class Run:
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.evaluates(step):
                 with tracker.time("eval"):
-                    self.rollouts.wait()  # the engine may be sampling the next step
+                    self.rollouts.wait()  # the engine may still be sampling the next step
                     tracker.mean("eval/accuracy", self.accuracy())
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
-        # This step's metrics are written already, so the seconds count in the next step.
+        # This step's metrics are written already, so these seconds are reported with the next step.
         with tracker.time("save"):
             self.saver.step_done(step, metrics)
 
@@ -177,7 +190,10 @@ class Run:
 
     @contextlib.contextmanager
     def rescued(self, step: int, position: int) -> Iterator[None]:
-        """Call rescue() if the run fails inside. An errors.OneLine is raised by all ranks together."""
+        """If the block raises an errors.OneLine, such as RunFailed, rescue and raise it again.
+
+        All ranks raise it together, so rescue() can be a collective.
+        """
         try:
             yield
         except errors.OneLine:
@@ -185,16 +201,16 @@ class Run:
             raise
 
     def rescue(self, step: int, position: int) -> None:
-        """Save the state after `step`, from which the prompts at `position` come next, and write the report.
+        """Save a checkpoint labelled `step` that resumes with the prompts at `position`, and write the report.
 
-        Updates that the failing step has made before are in it. Collective: every rank calls it.
+        It includes any updates that the failing step has already made. Collective: every rank calls it.
         """
         self.saver.rescue(step, position)
         self.tracker.close()
-        dist.barrier()  # rank 0 writes the report, and a rank that ended now would end rank 0 as well
+        dist.barrier()  # wait for rank 0's report: if another rank exited first, rank 0 would be killed
 
     def close(self) -> None:
-        """Write the report and end the run on all ranks together."""
+        """Close the tracker, which writes the report, and shut down all ranks together."""
         self.rollouts.wait()  # A run that was stopped early may have a batch in flight.
         self.tracker.close()
         placement.finish(self.world, self.engine)
