@@ -501,13 +501,12 @@ def test_a_dry_run_says_the_plan_and_loads_nothing(models, tmp_path, monkeypatch
     said = capsys.readouterr().out
     responses = args.prompts_per_step * args.group_size
     for part in (
-        "qwen2, 0.8 M parameters",
+        ": 0.8 M parameters, torch.float32",
         "7,844 to train on, 256 held out; up to 6 tokens",
-        "every 5 steps, each 12.",
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses of up to 48 tokens",
         f"4 of {responses // 4} responses",
         f"steps          {args.steps}: ",
-        "starts         anew",
+        "starts         at step 1",
         "1 on CPU",
     ):
         assert part in said, said
