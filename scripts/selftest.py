@@ -292,6 +292,8 @@ def main(args: Args) -> None:
     if args.file:
         raise errors.BadInput(f"{args.file}: an algorithm's file comes before all flags, which are then its own")
     began = time.perf_counter()
+
+    # The same checks as before a run.
     ranges.check(args)
     size = machine.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
@@ -312,11 +314,12 @@ def main(args: Args) -> None:
         layout=args.layout,
     )
     compute = plan.fitted_compute(max_model_len)
+
+    # The same models, engine and saver as in a run. The reward is never asked.
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
-    sequences = PROMPTS_PER_RANK * RESPONSES_PER_PROMPT * size
-    sequences //= placement.engine_count(size, args.rollout_tp, args.layout)
+    sequences = PROMPTS_PER_RANK * RESPONSES_PER_PROMPT * size  # of all engines
     engine = engines.start(
         args.rollout_backend,
         path,
@@ -324,7 +327,7 @@ def main(args: Args) -> None:
         world,
         dtype,
         max_model_len=max_model_len,
-        sequences=sequences,
+        sequences=sequences // placement.engine_count(size, args.rollout_tp, args.layout),
         layout=args.layout,
         rollout_tp=args.rollout_tp,
     )
@@ -334,6 +337,7 @@ def main(args: Args) -> None:
     saver = Saver(Saving(), trained, loader, reward, engine, tokenizer, dtype, world)
     if args.layout.split:  # servers have read the model's files; a fresh colocated engine has its weights already
         weight_sync.push(policy, engine)
+
     probe = GapProbe(policy, engine, asked, args.temperature, args.max_response_tokens, compute, world)
     bound = Bound("mean", args.max_logprob_gap)
     if dtype == torch.float32:
@@ -347,10 +351,14 @@ def main(args: Args) -> None:
         rows += checkpoint_rows(saver, Path(shared[0]))
         dist.barrier()  # rank 0 removes the folder when every rank has read it
     placement.finish(world, engine)
+    report(rows, time.perf_counter() - began)
+
+
+def report(rows: list[Row], seconds: float) -> None:
+    """Print the table. Raises RunFailed if a row does not hold."""
     for row in rows:
         errors.say(f"{row.name:<20}  {row.measured:<80}  {'holds' if row.holds else 'FAILS'}")
     failed = [f"{row.name} ({row.measured})" for row in rows if not row.holds]
-    seconds = time.perf_counter() - began
     errors.say(f"selftest: {len(rows) - len(failed)} of {len(rows)} hold, {seconds:.1f} s")
     if failed:
         raise errors.RunFailed(f"these rows fail: {'; '.join(failed)}", code="selftest-failed")
