@@ -488,7 +488,7 @@ def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
 def test_the_command_line_takes_a_file_from_anywhere(fork, problems, tmp_path):
     """It imports a neighbour, and is started from its own folder. Its flags are those of the file."""
     (tmp_path / "neighbour.py").write_text("def local(rows):\n    return len(rows)\n")
-    imported = ("import torch\n\n", "import torch\nfrom neighbour import local\n\n")
+    imported = ("import torch\n", "import torch\nfrom neighbour import local\n")
     fork("grpo", imported, (DENOMINATOR, DENOMINATOR.replace("=denominator", "=local(micro.rows)")))
     flags = ["--dataset", problems, "--max-response-tokens", 10, "--mini-batches", 2, "--clip-low", 0.1]
     result = launch(ROOT / "scripts/selftest.py", "mine.py", *flags, cwd=tmp_path, check=False)
