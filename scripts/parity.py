@@ -1,11 +1,14 @@
-"""Our advantages, losses and gradients beside those of verl 0.9.1 and TRL 1.16, on the same random batch.
+"""Our advantages, losses and gradients next to those of verl 0.9.1 and TRL 1.16, on the same random batch.
 
-python scripts/parity.py             # the table from what was recorded (tests/parity.json), written into docs/parity.md
-python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
+    python scripts/parity.py             # writes the table into docs/parity.md, from what was recorded
+    python scripts/parity.py --record    # fetches both wheels, runs their own code, and records what it returns
 
-Their packages are imported from wheels without dependencies. Called are verl's trainer/ppo/core_algos.py, and the
-methods of TRL's GRPOTrainer, RLOOTrainer and DPOTrainer on a stand-in that hands them the batch's log-probs. Packages
-that they import and never call here (ray, tensordict, ...) are replaced by stand-ins as well. Neither has PRIME.
+ours() and our_variants() map a line of the table to our result. verl_lines() and trl_lines() map "line|what the peer
+calls it" to theirs; tests/parity.json holds those. Every line must be equal to 1e-6, except those in DIFFERENT.
+
+The peers' packages come from wheels, without their dependencies. The script calls verl's trainer/ppo/core_algos.py, and
+methods of TRL's GRPOTrainer, RLOOTrainer and DPOTrainer on a stand-in that hands them the batch's log-probs. They also
+import packages that are never called here (ray, tensordict ...); stand-ins replace those. Neither peer has PRIME.
 """
 
 import ast
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import textwrap
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -37,143 +41,15 @@ ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
 PEERS = ("verl==0.9.1", "trl==1.16.0")
 BEGIN, END = "<!-- parity -->", "<!-- /parity -->"  # the table between them is generated
-G, LOW, HIGH, BETA, LONGEST = 4, 0.2, 0.28, 0.04, 16
+G = 4  # responses to each prompt
+LOW = 0.2  # the ratio is clipped at 1 - LOW
+HIGH = 0.28  # the ratio is clipped at 1 + HIGH
+BETA = 0.04  # weight of the KL term
+LONGEST = 16  # the length by which Dr. GRPO divides
 Tensors = dict[str, torch.Tensor]
 
-
-@dataclasses.dataclass
-class Args:
-    record: bool = False  # run the peers' code again
-
-
-def batch() -> Tensors:
-    """12 responses of 3 to 9 tokens to 3 prompts, float64. Ratios reach past both clips, and past 3."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    lengths = torch.randint(3, 10, (12,), generator=generator)
-    mask = torch.arange(9)[None] < lengths[:, None]
-    old = -draw(12, 9).abs() - 0.1
-    change = 0.4 * draw(12, 9)
-    change[:, 1] = 1.5  # a ratio of 4.5 in each response
-    return {
-        "mask": mask,
-        "old": old * mask,
-        "logprobs": (old + change) * mask,
-        "ref": (old + 0.2 * draw(12, 9)) * mask,
-        "scores": draw(12).round(decimals=1),
-        "greedy": draw(3).round(decimals=1).repeat_interleave(G),
-        "values": draw(12, 9) * mask,
-        "old_values": draw(12, 9) * mask,
-        "logits": draw(12, 9, 7),
-        "teacher_logits": draw(12, 9, 7),
-    }
-
-
-def with_gradient(of: str, function) -> torch.Tensor:
-    """Value of function(tensor of the batch) and its gradient with respect to that tensor, as one vector."""
-    leaf = batch()[of].clone().requires_grad_()
-    loss = function(leaf)
-    loss.backward()
-    return torch.cat([loss.detach()[None].double(), leaf.grad.flatten().double()])
-
-
-def ours() -> Tensors:
-    """Each line of the table, by our functions."""
-    b = batch()
-    mask, old, ref, scores = b["mask"], b["old"], b["ref"], b["scores"]
-    tokens, clip = float(mask.sum()), {"clip_low": LOW, "clip_high": HIGH}
-    z = grpo.compute_advantages(scores, G)
-    token_rewards = remax.reward_tokens(scores, old, ref, mask, BETA)
-    advantages, returns = ppo.compute_advantages(token_rewards, b["values"], mask, 1.0, 0.95)
-
-    def divergence(logits: torch.Tensor) -> torch.Tensor:
-        """The heads are identities: hidden states are logits."""
-        student, teacher, head = logits[mask].float(), b["teacher_logits"][mask].float(), torch.eye(7)
-        targets, shape = torch.zeros(len(student), dtype=torch.long), LogitShape(0.9)
-        found, *_ = ChunkedKL.apply(student, head, targets, shape, teacher, head, shape)
-        return opd.vocabulary_loss(found, torch.ones_like(found, dtype=torch.bool), denominator=tokens)
-
-    whitened = lambda rewards, baseline: reinforce_pp.whiten(
-        reinforce_pp.compute_advantages(rewards, scores, mask, G, baseline), mask
-    )
-    loss = lambda algorithm, *given, **keywords: with_gradient(
-        "logprobs", lambda logprobs: algorithm.policy_loss(logprobs, old, *given, mask, **clip, **keywords)
-    )
-    return {
-        "grpo advantages": z,
-        "grpo advantages, eps 1e-4": grpo.compute_advantages(scores, G, eps=1e-4),
-        "grpo advantages, 16 x 0.7 in float32": grpo.compute_advantages(torch.full((16,), 0.7), 16),
-        "dr_grpo advantages": dr_grpo.compute_advantages(scores, G),
-        "rloo advantages": rloo.compute_advantages(scores, G),
-        "rloo advantages with KL": rloo.compute_advantages(scores - BETA * rloo.sequence_kl(old, ref, mask), G),
-        "remax token rewards": token_rewards,
-        "remax advantages": remax.compute_advantages(token_rewards, b["greedy"], mask),
-        "reinforce_pp advantages with KL": whitened(token_rewards, "none"),
-        "reinforce_pp advantages, group": whitened(remax.reward_tokens(scores, old, None, mask, 0.0), "group"),
-        "ppo returns": returns,
-        "ppo advantages, whitened": ppo.whiten(advantages, mask),
-        "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
-        "grpo loss with KL": loss(grpo, ref, z, kl_coef=BETA, denominator=12),
-        "gspo loss": loss(gspo, None, z, kl_coef=0.0, denominator=12),
-        "cispo loss": loss(cispo, None, z, kl_coef=0.0, denominator=tokens),
-        "cispo loss, weights up to 1.28": with_gradient(
-            "logprobs",
-            lambda logprobs: cispo.policy_loss(
-                logprobs, old, None, z, mask, clip_low=1.0, clip_high=HIGH, kl_coef=0.0, denominator=tokens
-            ),
-        ),
-        "dr_grpo loss": loss(dr_grpo, None, z, kl_coef=0.0, denominator=12 * LONGEST),
-        "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
-        "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
-        "rloo loss": loss(rloo, z, denominator=tokens),
-        "dpo loss": with_gradient(
-            "logprobs",
-            lambda logprobs: dpo.dpo_loss(
-                dpo.implicit_rewards(logprobs, (ref * mask).sum(1).view(-1, 2), mask, 0.1), 0.0
-            ).mean(),
-        ),
-        "opd loss over the vocabulary": with_gradient("logits", divergence),
-        "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
-        "ppo value loss": with_gradient(
-            "values",
-            lambda values: ppo.value_loss(values, b["old_values"], returns, mask, clip=0.2, denominator=tokens),
-        ),
-    }
-
-
-def our_variants() -> Tensors:
-    """Lines of the table for docs/variants.md. The engine's log-probs are those of the reference."""
-    b = batch()
-    mask, old, sampled, scores = b["mask"], b["old"], b["ref"], b["scores"]
-    z, now = grpo.compute_advantages(scores, G), b["logprobs"]
-    icepop, sequence, geometric = map(variants.load, ("icepop", "sequence-weights", "geometric-mask"))
-    clip_cov, kl_cov = variants.load("clip-cov"), variants.load("kl-cov")
-    kept = clip_cov.keep_tokens(clip_cov.covariance(now, z, mask), mask, share=1.0)
-    paying = kl_cov.highest(kl_cov.covariance(now, z, mask), mask, share=0.2)
-    assert 0 < (kept == 0).sum() < mask.sum() and paying.sum() == int(0.2 * mask.sum())
-
-    def loss(algorithm, **keywords) -> torch.Tensor:
-        settings = {"clip_low": LOW, "clip_high": HIGH, "kl_coef": 0.0, "denominator": 12, **keywords}
-        function = lambda logprobs: algorithm.policy_loss(logprobs, old, None, z, mask, **settings)
-        return with_gradient("logprobs", function)
-
-    return {
-        "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(
-            scores, torch.ones(12, dtype=torch.bool), G, eps=1e-4
-        ),
-        "variant opo advantages": variants.load("opo").compute_advantages(scores, mask.sum(1), G),
-        "variant gmpo loss": loss(variants.load("gmpo")),
-        "variant sapo loss": loss(variants.load("sapo")),
-        "variant dppo loss": loss(variants.load("dppo"), denominator=float(mask.sum())),
-        "variant clip-cov gradient": loss(clip_cov, token_weights=kept)[1:],
-        "variant kl-cov loss": loss(kl_cov, paying=paying),
-        "variant icepop weights": icepop.rollout_weights(old, sampled, mask, 1.2) * mask,
-        "variant sequence weights": sequence.rollout_weights(old, sampled, mask, 1.1) * mask,
-        "variant geometric mask": geometric.rollout_weights(old, sampled, mask, 1.05) * mask,
-    }
-
-
-DIFFERENT = {  # "our line|what the peer calls it" -> why it differs; every other line is equal to 1e-6
+# "our line|what the peer calls it" -> why it differs. Every other line is equal to 1e-6.
+DIFFERENT = {
     "grpo advantages, 16 x 0.7 in float32|grpo": "equal rewards: exactly 0 here, rounding over eps there",
     "grpo loss|vanilla, its defaults": "defaults there: token mean, dual clip at 3",
     "dr_grpo loss|vanilla, seq-mean-token-sum-norm": "no factor given: the padded width of the batch there",
@@ -182,71 +58,296 @@ DIFFERENT = {  # "our line|what the peer calls it" -> why it differs; every othe
 }
 
 
+@dataclasses.dataclass
+class Args:
+    record: bool = False  # Run the peers' code again.
+
+
+@dataclasses.dataclass
+class Batch:
+    """12 responses to 3 prompts, of up to 9 tokens. Numbers are float64, and 0 outside the mask."""
+
+    mask: torch.Tensor  # (12, 9) bool
+    old: torch.Tensor  # (12, 9) log-probs before the update
+    logprobs: torch.Tensor  # (12, 9) log-probs after it
+    ref: torch.Tensor  # (12, 9) log-probs of the reference; the variants take them for the engine's
+    scores: torch.Tensor  # (12,)
+    greedy: torch.Tensor  # (12,) score of the greedy response to the same prompt
+    values: torch.Tensor  # (12, 9)
+    old_values: torch.Tensor  # (12, 9)
+    logits: torch.Tensor  # (12, 9, 7) of a vocabulary of 7 tokens
+    teacher_logits: torch.Tensor  # (12, 9, 7)
+
+
+def batch() -> Batch:
+    """The random batch, the same in every call. Its ratios reach past both clips, and past DAPO's third one at 3."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    lengths = torch.randint(3, 10, (12,), generator=generator)
+    mask = torch.arange(9)[None] < lengths[:, None]
+    old = -draw(12, 9).abs() - 0.1
+    change = 0.4 * draw(12, 9)
+    change[:, 1] = 1.5  # a ratio of 4.5 in each response
+    return Batch(
+        mask=mask,
+        old=old * mask,
+        logprobs=(old + change) * mask,
+        ref=(old + 0.2 * draw(12, 9)) * mask,
+        scores=draw(12).round(decimals=1),
+        greedy=draw(3).round(decimals=1).repeat_interleave(G),
+        values=draw(12, 9) * mask,
+        old_values=draw(12, 9) * mask,
+        logits=draw(12, 9, 7),
+        teacher_logits=draw(12, 9, 7),
+    )
+
+
+def with_gradient(field: str, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """function(this field of the batch), and its gradient with respect to that field, as one vector."""
+    leaf = getattr(batch(), field).clone().requires_grad_()
+    loss = function(leaf)
+    loss.backward()
+    return torch.cat([loss.detach()[None].double(), leaf.grad.flatten().double()])
+
+
+def ours() -> Tensors:
+    """Each line of the table, by our functions."""
+    b = batch()
+    tokens = float(b.mask.sum())
+    z = grpo.compute_advantages(b.scores, G)
+    token_rewards = remax.reward_tokens(b.scores, b.old, b.ref, b.mask, BETA)
+    token_rewards_without_kl = remax.reward_tokens(b.scores, b.old, None, b.mask, 0.0)
+    advantages, returns = ppo.compute_advantages(token_rewards, b.values, b.mask, 1.0, 0.95)
+
+    def whitened(rewards: torch.Tensor, baseline: str) -> torch.Tensor:
+        """REINFORCE++'s advantages."""
+        return reinforce_pp.whiten(reinforce_pp.compute_advantages(rewards, b.scores, b.mask, G, baseline), b.mask)
+
+    def loss(algorithm, *arguments, clip_low: float = LOW, **keywords) -> torch.Tensor:
+        """An algorithm's policy_loss. arguments: those between the old log-probs and the mask."""
+
+        def function(logprobs: torch.Tensor) -> torch.Tensor:
+            return algorithm.policy_loss(
+                logprobs,
+                b.old,
+                *arguments,
+                b.mask,
+                clip_low=clip_low,
+                clip_high=HIGH,
+                **keywords,
+            )
+
+        return with_gradient("logprobs", function)
+
+    def value_loss(values: torch.Tensor) -> torch.Tensor:
+        return ppo.value_loss(values, b.old_values, returns, b.mask, clip=0.2, denominator=tokens)
+
+    def preference_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        """DPO's loss of the six pairs of neighbours."""
+        ref_sums = (b.ref * b.mask).sum(1).view(-1, 2)
+        return dpo.dpo_loss(dpo.implicit_rewards(logprobs, ref_sums, b.mask, 0.1), 0.0).mean()
+
+    def divergence(logits: torch.Tensor) -> torch.Tensor:
+        """OPD's loss at temperature 0.9. The heads are identities, so hidden states are logits."""
+        student = logits[b.mask].float()
+        teacher = b.teacher_logits[b.mask].float()
+        head = torch.eye(7)
+        targets = torch.zeros(len(student), dtype=torch.long)
+        shape = LogitShape(0.9)
+        divergences, *_ = ChunkedKL.apply(student, head, targets, shape, teacher, head, shape)
+        every_token = torch.ones_like(divergences, dtype=torch.bool)
+        return opd.vocabulary_loss(divergences, every_token, denominator=tokens)
+
+    return {
+        "grpo advantages": z,
+        "grpo advantages, eps 1e-4": grpo.compute_advantages(b.scores, G, eps=1e-4),
+        "grpo advantages, 16 x 0.7 in float32": grpo.compute_advantages(torch.full((16,), 0.7), 16),
+        "dr_grpo advantages": dr_grpo.compute_advantages(b.scores, G),
+        "rloo advantages": rloo.compute_advantages(b.scores, G),
+        "rloo advantages with KL": rloo.compute_advantages(
+            b.scores - BETA * rloo.sequence_kl(b.old, b.ref, b.mask),
+            G,
+        ),
+        "remax token rewards": token_rewards,
+        "remax advantages": remax.compute_advantages(token_rewards, b.greedy, b.mask),
+        "reinforce_pp advantages with KL": whitened(token_rewards, "none"),
+        "reinforce_pp advantages, group": whitened(token_rewards_without_kl, "group"),
+        "ppo returns": returns,
+        "ppo advantages, whitened": ppo.whiten(advantages, b.mask),
+        "grpo loss": loss(grpo, None, z, kl_coef=0.0, denominator=12),
+        "grpo loss with KL": loss(grpo, b.ref, z, kl_coef=BETA, denominator=12),
+        "gspo loss": loss(gspo, None, z, kl_coef=0.0, denominator=12),
+        "cispo loss": loss(cispo, None, z, kl_coef=0.0, denominator=tokens),
+        "cispo loss, weights up to 1.28": loss(cispo, None, z, clip_low=1.0, kl_coef=0.0, denominator=tokens),
+        "dr_grpo loss": loss(dr_grpo, None, z, kl_coef=0.0, denominator=12 * LONGEST),
+        "dapo loss": loss(dapo, z, clip_dual=3.0, denominator=tokens),
+        "dapo loss, no dual clip": loss(dapo, z, clip_dual=1e9, denominator=tokens),
+        "rloo loss": loss(rloo, z, denominator=tokens),
+        "dpo loss": with_gradient("logprobs", preference_loss),
+        "opd loss over the vocabulary": with_gradient("logits", divergence),
+        "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
+        "ppo value loss": with_gradient("values", value_loss),
+    }
+
+
+def our_variants() -> Tensors:
+    """Lines of the table for docs/variants.md. The engine's log-probs are those of the reference."""
+    b = batch()
+    tokens = float(b.mask.sum())
+    z = grpo.compute_advantages(b.scores, G)
+    icepop = variants.load("icepop")
+    sequence = variants.load("sequence-weights")
+    geometric = variants.load("geometric-mask")
+
+    # Without randomness: every token of the band loses its gradient. At least one token is in it, and not all are.
+    clip_cov = variants.load("clip-cov")
+    keep = clip_cov.keep_tokens(clip_cov.covariance(b.logprobs, z, b.mask), b.mask, share=1.0)
+    assert 0 < (keep == 0).sum() < tokens
+
+    kl_cov = variants.load("kl-cov")
+    penalized = kl_cov.penalized_tokens(kl_cov.covariance(b.logprobs, z, b.mask), b.mask, share=0.2)
+    assert penalized.sum() == int(0.2 * tokens)
+
+    def loss(algorithm, denominator: float = 12, **keywords) -> torch.Tensor:
+        def function(logprobs: torch.Tensor) -> torch.Tensor:
+            return algorithm.policy_loss(
+                logprobs,
+                b.old,
+                None,
+                z,
+                b.mask,
+                clip_low=LOW,
+                clip_high=HIGH,
+                kl_coef=0.0,
+                denominator=denominator,
+                **keywords,
+            )
+
+        return with_gradient("logprobs", function)
+
+    all_graded = torch.ones(12, dtype=torch.bool)
+    return {
+        "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(b.scores, all_graded, G, eps=1e-4),
+        "variant opo advantages": variants.load("opo").compute_advantages(b.scores, b.mask.sum(1), G),
+        "variant gmpo loss": loss(variants.load("gmpo")),
+        "variant sapo loss": loss(variants.load("sapo")),
+        "variant dppo loss": loss(variants.load("dppo"), denominator=tokens),
+        "variant clip-cov gradient": loss(clip_cov, token_weights=keep)[1:],
+        "variant kl-cov loss": loss(kl_cov, penalized=penalized),
+        "variant icepop weights": icepop.rollout_weights(b.old, b.ref, b.mask, 1.2) * b.mask,
+        "variant sequence weights": sequence.rollout_weights(b.old, b.ref, b.mask, 1.1) * b.mask,
+        "variant geometric mask": geometric.rollout_weights(b.old, b.ref, b.mask, 1.05) * b.mask,
+    }
+
+
 def verl_lines() -> Tensors:
     """The verl lines by verl's own functions."""
     import numpy as np
 
     core = import_with_stand_ins("verl.trainer.ppo.core_algos")
     corrections = import_with_stand_ins("verl.trainer.ppo.rollout_corr_helper")
-    weights = corrections.compute_rollout_correction_weights
     core.ActorConfig = Settings  # gspo's loss asks for the class of its config
     b = batch()
-    mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
-    index, z = np.arange(12) // G, grpo.compute_advantages(b["scores"], G)[:, None] * mask
+    mask = b.mask.double()
+    index = np.arange(12) // G  # the prompt of each response
+    z = grpo.compute_advantages(b.scores, G)[:, None] * mask
 
-    def place(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # on the last token, as verl does
-        return torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, scores[:, None])
+    def on_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Token rewards as verl makes them."""
+        last = mask.sum(1, keepdim=True).long() - 1
+        return torch.zeros_like(mask).scatter(1, last, scores[:, None])
+
+    def one_a_response(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """(N, T) -> (N,): the advantage, which is the same on all tokens of a response."""
+        return (advantages * mask).sum(1) / mask.sum(1)
+
+    def outcome(function, **keywords) -> torch.Tensor:
+        """Advantages of one of verl's estimators for outcome rewards."""
+        advantages, _ = function(on_last_token(b.scores, mask), mask, index, **keywords)
+        return one_a_response(advantages, mask)
 
     def loss(
-        mode: str, c: float, scale=None, kl: bool = False, policy_loss=core.compute_policy_loss_vanilla
+        mode: str,
+        dual_clip: float,
+        scale: float | None = None,
+        kl: bool = False,
+        policy_loss=core.compute_policy_loss_vanilla,
     ) -> torch.Tensor:
-        info = {"loss_scale_factor": scale} if scale else {}
         config = Settings(
-            clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c, global_batch_info=info,
-            tau_pos=1.0, tau_neg=1.05, policy_loss=Settings(
-                clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.2, ppo_kl_coef=1.0
+            clip_ratio=LOW,
+            clip_ratio_low=LOW,
+            clip_ratio_high=HIGH,
+            clip_ratio_c=dual_clip,
+            global_batch_info={"loss_scale_factor": scale} if scale else {},
+            tau_pos=1.0,
+            tau_neg=1.05,
+            policy_loss=Settings(
+                clip_cov_ratio=1.0,
+                clip_cov_lb=1.0,
+                clip_cov_ub=5.0,
+                kl_cov_ratio=0.2,
+                ppo_kl_coef=1.0,
             ),
-        )  # fmt: skip
+        )
 
-        def function(logprobs):
-            out = policy_loss(old, logprobs, z, mask, mode, config)[0]
-            return out + BETA * core.agg_loss(core.kl_penalty(logprobs, ref, "low_var_kl"), mask, mode) if kl else out
+        def function(logprobs: torch.Tensor) -> torch.Tensor:
+            value, *_ = policy_loss(b.old, logprobs, z, mask, mode, config)
+            if kl:
+                value = value + BETA * core.agg_loss(core.kl_penalty(logprobs, b.ref, "low_var_kl"), mask, mode)
+            return value
 
         return with_gradient("logprobs", function)
 
-    token_rewards = core.compute_rewards(place(scores, mask), old, ref, BETA)
-    white, returns = core.compute_gae_advantage_return(token_rewards, b["values"], mask, 1.0, 0.95)
-    same = torch.full((16,), 0.7)
-    first = lambda pair, mask=mask: (pair[0] * mask).sum(1) / mask.sum(1)  # constant along the row
-    sevens = core.compute_grpo_outcome_advantage(place(same, torch.ones(16, 2)), torch.ones(16, 2), np.zeros(16))
-    outcome = lambda function, **keywords: first(function(place(scores, mask), mask, index, **keywords))
+    def value_loss(values: torch.Tensor) -> torch.Tensor:
+        return core.compute_value_loss(values, returns, b.old_values, mask, 0.2)[0]
+
+    def weights(level: str, threshold) -> torch.Tensor:
+        """Importance weights of the engine's log-probs."""
+        return corrections.compute_rollout_correction_weights(b.old - b.ref, mask, level, threshold)[0]
+
+    token_rewards = core.compute_rewards(on_last_token(b.scores, mask), b.old, b.ref, BETA)
+    white, returns = core.compute_gae_advantage_return(token_rewards, b.values, mask, 1.0, 0.95)
+    two_tokens = torch.ones(16, 2)
+    sevens = on_last_token(torch.full((16,), 0.7), two_tokens)
+    of_sevens, _ = core.compute_grpo_outcome_advantage(sevens, two_tokens, np.zeros(16))
     return {
         "grpo advantages|grpo": outcome(core.compute_grpo_outcome_advantage),
-        "grpo advantages, 16 x 0.7 in float32|grpo": first(sevens, torch.ones(16, 2)),
+        "grpo advantages, 16 x 0.7 in float32|grpo": one_a_response(of_sevens, two_tokens),
         "dr_grpo advantages|grpo, norm_adv_by_std_in_grpo=False": outcome(
-            core.compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False
+            core.compute_grpo_outcome_advantage,
+            norm_adv_by_std_in_grpo=False,
         ),
         "rloo advantages|rloo": outcome(core.compute_rloo_outcome_advantage),
         "remax token rewards|compute_rewards": token_rewards * mask,
-        "remax advantages|remax": core.compute_remax_outcome_advantage(token_rewards, b["greedy"], mask)[0],
+        "remax advantages|remax": core.compute_remax_outcome_advantage(token_rewards, b.greedy, mask)[0],
         "reinforce_pp advantages with KL|reinforce_plus_plus": core.compute_reinforce_plus_plus_outcome_advantage(
-            token_rewards, mask, Settings(gamma=1.0)
+            token_rewards,
+            mask,
+            Settings(gamma=1.0),
         )[0],
         "reinforce_pp advantages, group|reinforce_plus_plus_baseline": (
-            core.compute_reinforce_plus_plus_baseline_outcome_advantage(place(scores, mask), mask, index)[0]
+            core.compute_reinforce_plus_plus_baseline_outcome_advantage(on_last_token(b.scores, mask), mask, index)[0]
         ),
         "variant opo advantages|opo": outcome(core.compute_opo_outcome_advantage),
         "variant gmpo loss|geo_mean": loss("token-mean", 3.0, policy_loss=core.compute_policy_loss_geo_mean),
         "variant sapo loss|sapo": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_sapo),
         "variant dppo loss|dppo_tv": loss("token-mean", 20.0, policy_loss=core.compute_policy_loss_dppo_tv),
         "variant clip-cov gradient|clip_cov, all of the band": loss(
-            "seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_clip_cov
+            "seq-mean-token-mean",
+            3.0,
+            policy_loss=core.compute_policy_loss_clip_cov,
         )[1:],
         "variant kl-cov loss|kl_cov": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_kl_cov),
-        "variant icepop weights|rollout_is token, 0.5_1.2": weights(old - ref, mask, "token", "0.5_1.2")[0],
-        "variant sequence weights|rollout_is sequence": weights(old - ref, mask, "sequence", 1.1)[0] * mask,
+        "variant icepop weights|rollout_is token, 0.5_1.2": weights("token", "0.5_1.2"),
+        "variant sequence weights|rollout_is sequence": weights("sequence", 1.1) * mask,
         "variant geometric mask|rollout_rs seq_mean_k1": corrections.compute_rollout_rejection_mask(
-            old - ref, mask, "seq_mean_k1", f"{1 / 1.05}_1.05"
+            b.old - b.ref,
+            mask,
+            "seq_mean_k1",
+            f"{1 / 1.05}_1.05",
         )[0],
         "ppo returns|gae": returns * mask,
         "ppo advantages, whitened|gae": white * mask,
@@ -260,9 +361,7 @@ def verl_lines() -> Tensors:
         "dapo loss|vanilla, token-mean, c = 3": loss("token-mean", 3.0),
         "rloo loss|vanilla, token-mean, c = 1e9": loss("token-mean", 1e9),
         "ppo loss|vanilla, token-mean, c = 1e9": loss("token-mean", 1e9),
-        "ppo value loss|compute_value_loss": with_gradient(
-            "values", lambda values: core.compute_value_loss(values, returns, b["old_values"], mask, 0.2)[0]
-        ),
+        "ppo value loss|compute_value_loss": with_gradient("values", value_loss),
     }
 
 
@@ -274,6 +373,7 @@ class Settings(dict):
 
 def import_with_stand_ins(name: str):
     """Import a module. Packages that it imports and that are not installed are replaced: they are never called."""
+    package = name.partition(".")[0]
     absent: list[str] = []
     while True:
         try:
@@ -282,18 +382,22 @@ def import_with_stand_ins(name: str):
             if error.name in absent or error.name == name:
                 raise
             absent.append(error.name)
-            stand_in = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec(error.name, None))
-            sys.modules[error.name] = stand_in
-            for loaded in [module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]]:
-                del sys.modules[loaded]
+            sys.modules[error.name] = MagicMock(
+                __path__=[],
+                __spec__=importlib.machinery.ModuleSpec(error.name, None),
+            )
+            # The next try starts from nothing, because some of the package's modules are half imported.
+            for module in list(sys.modules):
+                if module.partition(".")[0] == package:
+                    del sys.modules[module]
 
 
 def statements(method, first: str, last: str) -> list[ast.stmt]:
     """The statements of a method from the one that starts with `first` to the one that starts with `last`."""
     body = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0].body
-    starts = [ast.unparse(statement) for statement in body]
-    begin = next(i for i, text in enumerate(starts) if text.startswith(first))
-    end = max(i for i, text in enumerate(starts) if text.startswith(last))
+    texts = [ast.unparse(statement) for statement in body]
+    begin = next(i for i, text in enumerate(texts) if text.startswith(first))
+    end = max(i for i, text in enumerate(texts) if text.startswith(last))
     return body[begin : end + 1]
 
 
@@ -304,130 +408,239 @@ def run(code: list[ast.stmt], method, **names) -> torch.Tensor:
     return names["advantages"]
 
 
+def identity(tensor: torch.Tensor, *_, **__) -> torch.Tensor:
+    """What gather() and reduce() return on one rank."""
+    return tensor
+
+
 def trl_lines() -> Tensors:
     """The TRL lines by the trainers' own methods."""
     from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
-    distill = import_with_stand_ins("trl.experimental.gold.gold_trainer").GOLDTrainer.generalized_jsd_loss
+    gold = import_with_stand_ins("trl.experimental.gold.gold_trainer")
     b = batch()
-    mask, old, ref, scores = b["mask"].double(), b["old"], b["ref"], b["scores"]
-    z = grpo.compute_advantages(scores, G)
-    make = GRPOTrainer._generate_and_score_completions
-    grouped = statements(make, "if self.multi_objective_aggregation", "if self.multi_objective_aggregation")
-    rloo_make = RLOOTrainer._generate_and_score_completions
-    leave_one_out = statements(rloo_make, "if self.beta != 0.0:\n    per_token_kl", "advantages = torch.nan_to_num")
-
-    def trainer(**settings) -> SimpleNamespace:
-        args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
-        accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-        settings = {
-            "beta": 0.0, "epsilon_low": LOW, "epsilon_high": HIGH, "importance_sampling_level": "token",
-            "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False, "args": args,
-            "_entropy_bonus_enabled": False, "aux_loss_enabled": False, "current_gradient_accumulation_steps": 1,
-            "model": SimpleNamespace(training=True), "max_completion_length": LONGEST, "accelerator": accelerator,
-            "_metrics": defaultdict(lambda: defaultdict(list)), **settings,
-        }  # fmt: skip
-        return SimpleNamespace(**settings)
+    mask = b.mask.double()
+    z = grpo.compute_advantages(b.scores, G)
 
     def advantages(scale: str) -> torch.Tensor:
-        settings = {"multi_objective_aggregation": "sum_then_normalize", "reward_weights": torch.ones(1)}
-        names = {"rewards_per_func": scores[:, None], "unscorable_mask": torch.zeros(12, dtype=torch.bool)}
-        self = SimpleNamespace(**settings, scale_rewards=scale)
-        return run(grouped, make, self=self, num_generations=G, device="cpu", **names)
+        """GRPOTrainer's. They are computed in the middle of a long method, so only these statements are run."""
+        method = GRPOTrainer._generate_and_score_completions
+        code = statements(method, "if self.multi_objective_aggregation", "if self.multi_objective_aggregation")
+        trainer = SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize",
+            reward_weights=torch.ones(1),
+            scale_rewards=scale,
+        )
+        return run(
+            code,
+            method,
+            self=trainer,
+            num_generations=G,
+            device="cpu",
+            rewards_per_func=b.scores[:, None],
+            unscorable_mask=torch.zeros(12, dtype=torch.bool),
+        )
+
+    def leave_one_out() -> torch.Tensor:
+        """RLOOTrainer's advantages, with the KL in the rewards."""
+        method = RLOOTrainer._generate_and_score_completions
+        code = statements(method, "if self.beta != 0.0:\n    per_token_kl", "advantages = torch.nan_to_num")
+        return run(
+            code,
+            method,
+            self=SimpleNamespace(beta=BETA, normalize_advantages=False),
+            rewards=b.scores,
+            old_per_token_logps=b.old,
+            ref_per_token_logps=b.ref,
+            completion_mask=mask,
+            gather=identity,
+            num_generations=G,
+        )
 
     def loss(method, **settings) -> torch.Tensor:
-        def function(logprobs):
-            self = trainer(**settings)
-            self._get_per_token_logps_and_entropies = lambda *given, **keywords: (logprobs, torch.zeros(12, 9), None)
+        """A trainer's _compute_loss of the batch. settings: attributes of the trainer."""
+
+        def function(logprobs: torch.Tensor) -> torch.Tensor:
+            trainer = grpo_trainer(logprobs, settings)
             prompt = torch.zeros(12, 1, dtype=torch.long)
             inputs = {
-                "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask.long(), "completion_mask": mask,
-                "advantages": z, "old_per_token_logps": old, "old_logps": (old * mask).sum(1),
-                "ref_per_token_logps": ref, "num_items_in_batch": mask.sum(),
-            }  # fmt: skip
-            return method(self, None, inputs)
+                "prompt_ids": prompt,
+                "prompt_mask": prompt,
+                "completion_ids": mask.long(),
+                "completion_mask": mask,
+                "advantages": z,
+                "old_per_token_logps": b.old,
+                "old_logps": (b.old * mask).sum(1),
+                "ref_per_token_logps": b.ref,
+                "num_items_in_batch": mask.sum(),
+            }
+            return method(trainer, None, inputs)
 
         return with_gradient("logprobs", function)
 
-    def preferences(logprobs: torch.Tensor) -> torch.Tensor:
-        """DPOTrainer's loss of the six pairs of neighbours: chosen ones first, and a prompt of one token."""
-        halves = lambda rows: torch.cat([rows[0::2], rows[1::2]])
-        chosen, rejected = halves((ref * mask).sum(1)).chunk(2)
-        local = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
-        outputs = MagicMock(log_probs=halves(logprobs * mask), entropy=torch.zeros(12, 9))
-        self = SimpleNamespace(
-            model=MagicMock(training=True), accelerator=local, aux_loss_enabled=False, ld_alpha=None, beta=0.1,
-            precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=["sigmoid"], loss_weights=[1.0],
-            use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
-        )  # fmt: skip
-        outputs.mean_logits, outputs.is_top1 = torch.zeros(12, 9), torch.zeros(12, 9, dtype=torch.bool)
-        completion = torch.cat([torch.zeros(12, 1), halves(mask)], 1).long()
-        inputs = {"input_ids": completion, "completion_mask": completion, "attention_mask": completion}
-        inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        return DPOTrainer._compute_loss(self, lambda **given: outputs, inputs, False)
+    def preference_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        """DPOTrainer's loss of the six pairs of neighbours, with a prompt of one token."""
 
-    rloo_self = SimpleNamespace(beta=BETA, normalize_advantages=False)
-    names = {"rewards": scores, "old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": mask}
-    names |= {"gather": lambda x: x, "num_generations": G}
-    compute = GRPOTrainer._compute_loss
+        def chosen_first(rows: torch.Tensor) -> torch.Tensor:
+            """In the order that DPOTrainer wants: all chosen responses, then all rejected ones."""
+            return torch.cat([rows[0::2], rows[1::2]])
+
+        chosen, rejected = chosen_first((b.ref * mask).sum(1)).chunk(2)
+        completion = torch.cat([torch.zeros(12, 1), chosen_first(mask)], 1).long()
+        inputs = {
+            "input_ids": completion,
+            "completion_mask": completion,
+            "attention_mask": completion,
+            "ref_chosen_logps": chosen,
+            "ref_rejected_logps": rejected,
+        }
+        outputs = MagicMock(
+            log_probs=chosen_first(logprobs * mask),
+            entropy=torch.zeros(12, 9),
+            mean_logits=torch.zeros(12, 9),
+            is_top1=torch.zeros(12, 9, dtype=torch.bool),
+        )
+
+        def forward(**_) -> MagicMock:
+            return outputs
+
+        return DPOTrainer._compute_loss(dpo_trainer(), forward, inputs, False)
+
+    def divergence(logits: torch.Tensor) -> torch.Tensor:
+        labels = torch.where(b.mask, 0, -100)  # -100: not a response token
+        return gold.GOLDTrainer.generalized_jsd_loss(
+            logits,
+            b.teacher_logits,
+            labels,
+            1,
+            0.9,
+            reduction="batchmean",
+        )
+
+    grpo_loss = GRPOTrainer._compute_loss
     return {
         "grpo advantages|scale_rewards group": advantages("group"),
         "grpo advantages, eps 1e-4|scale_rewards group": advantages("group"),
         "dr_grpo advantages|scale_rewards none": advantages("none"),
         "variant lite-ppo advantages|scale_rewards batch": advantages("batch"),
-        "rloo advantages with KL|RLOOTrainer": run(leave_one_out, rloo_make, self=rloo_self, **names),
-        "grpo loss|grpo": loss(compute, loss_type="grpo"),
-        "grpo loss with KL|grpo, beta": loss(compute, loss_type="grpo", beta=BETA),
+        "rloo advantages with KL|RLOOTrainer": leave_one_out(),
+        "grpo loss|grpo": loss(grpo_loss, loss_type="grpo"),
+        "grpo loss with KL|grpo, beta": loss(grpo_loss, loss_type="grpo", beta=BETA),
         "gspo loss|grpo, importance_sampling_level=sequence": loss(
-            compute, loss_type="grpo", importance_sampling_level="sequence"
+            grpo_loss,
+            loss_type="grpo",
+            importance_sampling_level="sequence",
         ),
         "cispo loss, weights up to 1.28|cispo, epsilon_high 1.28": loss(
-            compute, loss_type="cispo", epsilon_high=1 + HIGH
+            grpo_loss,
+            loss_type="cispo",
+            epsilon_high=1 + HIGH,
         ),
-        "dr_grpo loss|dr_grpo": loss(compute, loss_type="dr_grpo"),
-        "dapo loss, no dual clip|dapo": loss(compute, loss_type="dapo"),
+        "dr_grpo loss|dr_grpo": loss(grpo_loss, loss_type="dr_grpo"),
+        "dapo loss, no dual clip|dapo": loss(grpo_loss, loss_type="dapo"),
         "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
-        "dpo loss|DPOTrainer, sigmoid": with_gradient("logprobs", preferences),
-        "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient(
-            "logits",
-            lambda logits: distill(
-                logits, b["teacher_logits"], torch.where(b["mask"], 0, -100), 1, 0.9, reduction="batchmean"
-            ),
-        ),
+        "dpo loss|DPOTrainer, sigmoid": with_gradient("logprobs", preference_loss),
+        "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient("logits", divergence),
     }
+
+
+def recorded_metrics() -> defaultdict:
+    """What a trainer's _metrics is: mode -> name -> values."""
+    return defaultdict(lambda: defaultdict(list))
+
+
+def grpo_trainer(logprobs: torch.Tensor, settings: dict) -> SimpleNamespace:
+    """A stand-in for GRPOTrainer or RLOOTrainer. It hands out these log-probs. settings: other attributes."""
+
+    def logprobs_and_entropies(*_, **__) -> tuple:
+        return logprobs, torch.zeros(12, 9), None
+
+    attributes = {
+        "beta": 0.0,
+        "epsilon_low": LOW,
+        "epsilon_high": HIGH,
+        "importance_sampling_level": "token",
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        "_entropy_bonus_enabled": False,
+        "aux_loss_enabled": False,
+        "current_gradient_accumulation_steps": 1,
+        "model": SimpleNamespace(training=True),
+        "max_completion_length": LONGEST,
+        "accelerator": SimpleNamespace(num_processes=1, gather=identity, reduce=identity),
+        "_metrics": recorded_metrics(),
+        "_get_per_token_logps_and_entropies": logprobs_and_entropies,
+    }
+    return SimpleNamespace(**attributes | settings)
+
+
+def dpo_trainer() -> SimpleNamespace:
+    """A stand-in for DPOTrainer, with beta 0.1 and the reference's log-probs in its inputs."""
+    return SimpleNamespace(
+        model=MagicMock(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=identity, gather_for_metrics=identity),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        beta=0.1,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        use_weighting=False,
+        _metrics=recorded_metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
 
 
 def record() -> None:
     """Fetch the peers, run them, and write what they return."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PEERS], check=True
-        )
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PEERS]
+        subprocess.run(install, check=True)
         sys.path.insert(0, folder)
-        theirs = {
-            peer: {name: tensor.flatten().tolist() for name, tensor in lines.items()}
-            for peer, lines in (("verl", verl_lines()), ("TRL", trl_lines()))
-        }
+        theirs = {"verl": as_lists(verl_lines()), "TRL": as_lists(trl_lines())}
     RECORDED.write_text(json.dumps({"peers": PEERS, **theirs}) + "\n")
 
 
-def differences() -> list[tuple[str, str, str, float, str]]:
-    """(line, peer, what the peer calls it, largest |ours - theirs|, why) for each line."""
-    recorded, mine = json.loads(RECORDED.read_text()), ours() | our_variants()
+def as_lists(lines: Tensors) -> dict[str, list[float]]:
+    return {name: tensor.flatten().tolist() for name, tensor in lines.items()}
+
+
+@dataclasses.dataclass
+class Row:
+    """A line of the table."""
+
+    line: str
+    peer: str
+    called: str  # what the peer calls it
+    difference: float  # the largest |ours - theirs|
+    why: str  # why they differ; "" if they must be equal
+
+
+def differences() -> list[Row]:
+    """All lines of the table, from what was recorded."""
+    recorded = json.loads(RECORDED.read_text())
+    mine = ours() | our_variants()
     rows = []
     for peer in ("verl", "TRL"):
         for name, theirs in recorded[peer].items():
             line, called = name.split("|")
-            difference = (mine[line].flatten().double() - torch.tensor(theirs, dtype=torch.float64)).abs().max().item()
-            rows.append((line, peer, called, difference, DIFFERENT.get(name, "")))
+            difference = mine[line].flatten().double() - torch.tensor(theirs, dtype=torch.float64)
+            rows.append(Row(line, peer, called, difference.abs().max().item(), DIFFERENT.get(name, "")))
     return rows
 
 
 def table() -> str:
+    """The table of docs/parity.md. A difference that should not be there is bold."""
     lines = ["| ours | peer | theirs | largest difference | |", "|---|---|---|---|---|"]
-    for line, peer, called, difference, why in differences():
-        figure = f"{difference:.1e}" if why else "< 1e-6" if difference < 1e-6 else f"**{difference:.1e}**"
-        lines.append(f"| {line} | {peer} | {called} | {figure} | {why or 'equal'} |")
+    for row in differences():
+        figure = f"{row.difference:.1e}"
+        if not row.why:
+            figure = "< 1e-6" if row.difference < 1e-6 else f"**{figure}**"
+        lines.append(f"| {row.line} | {row.peer} | {row.called} | {figure} | {row.why or 'equal'} |")
     return "\n".join(lines)
 
 
@@ -436,7 +649,8 @@ def main(args: Args) -> None:
         record()
     page = ROOT / "docs/parity.md"
     before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
     print(table())
 
 

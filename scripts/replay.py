@@ -3,13 +3,19 @@
     python scripts/replay.py runs/grpo --step 2                 (the run had --save-every 1 --rollouts-every 1)
     python scripts/replay.py runs/mine --step 2 --file mine.py       (the run of a file that is not in algos/)
 
-The algorithm's own main runs, with an engine that answers from the file. Rewards are graded again, so their code and
-the services and weights files that they use must be as they were. A response that could not be graded stays ungraded.
-Start it in the directory where the run was started, on any number of ranks. Another number of ranks packs other
-micro-batches: in float32 the figures still agree to 1e-6, in bfloat16 they do not.
+The algorithm's own main() runs one step. run_step() replaces a few functions of common/ meanwhile:
 
-Exits with 1 if losses, gradient norms, scores, advantages, values or log-probs differ by more than --tolerance,
-relative to numbers above 1.
+    engines.start            an engine that answers with the recorded responses, see ReplayEngine
+    prompts.PromptLoader     hands out the recorded prompts, see ReplayLoader
+    Rewards.score            grades again; a response that could not be graded in the run stays ungraded
+    Tracker.write            returns the metrics, and ends main() after the step
+
+The rewards' code, and the services and weights files that they use, must be as they were. Start the replay in the
+directory where the run was started, on any number of ranks. Another number of ranks packs other micro-batches. In
+float32 the numbers still agree to 1e-6, in bfloat16 they don't.
+
+Exits with 1 if losses, gradient norms, scores, advantages, values or log-probs differ by more than --tolerance. The
+difference is relative for numbers above 1.
 """
 
 import dataclasses
@@ -43,8 +49,8 @@ ALGORITHMS = Path(__file__).parents[1] / "algos"
 @dataclasses.dataclass
 class Args:
     run_dir: tyro.conf.Positional[Path]
-    step: int
-    tolerance: float = 1e-6
+    step: int  # The step to compute again. Steps count from 1.
+    tolerance: float = 1e-6  # The largest difference that still counts as equal.
     file: Path | None = None  # The algorithm's file, if it is not in algos/. Its code runs: name one that you trust.
 
 
@@ -62,41 +68,51 @@ class Recorded(rollout.Rollout):
 class ReplayEngine:
     """Answers each prompt with its responses in the file, in order.
 
-    It has those of this rank's prompts alone, which sampling.Draw deals: prompts whose tokens are the same may have
-    other images, or another answer.
+    It only holds this rank's prompts, as PromptSampler deals them: two prompts with the same tokens may differ in their
+    images or in their answer.
     """
 
     def __init__(self, rows: list[dict], world: placement.World):
-        self.device, self.wire_dtype, self.saved_names = world.device, torch.float32, False
-        self.weight_version = max(version for row in rows for version in row["weight_versions"])
+        self.device = world.device
+        self.wire_dtype = torch.float32
+        self.saved_names = False
+        self.weight_version = latest_version(rows)
         self.sampled: dict[tuple, list] = {}  # prompt ids -> groups of rows
         self.greedy: dict[tuple, list] = {}  # the same for ReMax's baselines
         groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row["index"])]
         for group in groups[world.rank :: world.size]:
-            key = tuple(group[0]["prompt_ids"])
+            first = group[0]
+            key = tuple(first["prompt_ids"])
             self.sampled.setdefault(key, []).append(group)
-            if "baseline_response_ids" in group[0]:
-                names = ("response_ids", "finish_reason", "sampled")
-                greedy = {name: group[0].get(f"baseline_{name}") for name in names}
-                self.greedy.setdefault(key, []).append([{**group[0], **greedy, "rollout_logprobs": []}])
+            if "baseline_response_ids" in first:
+                self.greedy.setdefault(key, []).append([baseline_row(first)])
 
     def generate(
         self, prompt_ids, n: int, temperature: float, max_tokens: int, seed: int, done=None, reply=None
     ) -> Recorded:
+        """The recorded responses. Raises BadInput if the file does not hold n responses to a prompt."""
         waiting = self.sampled if temperature > 0 else self.greedy
-        groups = [waiting[tuple(ids)].pop(0) if waiting.get(tuple(ids)) else [] for ids in prompt_ids]
-        missing = next((ids for ids, group in zip(prompt_ids, groups) if len(group) != n), None)
-        if missing is not None:
-            raise errors.BadInput(f"the file does not hold {n} responses to the prompt {missing}")
+        groups = []
+        for ids in prompt_ids:
+            groups_of_prompt = waiting.get(tuple(ids))
+            group = groups_of_prompt.pop(0) if groups_of_prompt else []
+            if len(group) != n:
+                raise errors.BadInput(f"the file does not hold {n} responses to the prompt {ids}")
+            groups.append(group)
         rows = [row for group in groups for row in group]
+
         if reply is not None:
             episodes = [play_again(row, partial(reply, i)) for i, group in enumerate(groups) for row in group]
-            versions = max(version for row in rows for version in row["weight_versions"])
-            return Recorded(**vars(turns.collate_turns(episodes, versions, self.device)), rows=rows)
+            batch = turns.collate_turns(episodes, latest_version(rows), self.device)
+            return Recorded(**vars(batch), rows=rows)
+
+        logprobs = None
+        if temperature > 0:
+            logprobs = [row["rollout_logprobs"] for row in rows]
         batch = rollout.collate(
             [ids for ids in prompt_ids for _ in range(n)],  # with their images, which the file does not have
             [row["response_ids"] for row in rows],
-            [row["rollout_logprobs"] for row in rows] if temperature > 0 else None,
+            logprobs,
             [row["finish_reason"] == "length" for row in rows],
             [max(row["weight_versions"], default=0) for row in rows],
             self.device,
@@ -110,31 +126,47 @@ class ReplayEngine:
         """It holds nothing."""
 
 
+def latest_version(rows: list[dict]) -> int:
+    """The newest version of the weights that sampled a token of these rows."""
+    return max(version for row in rows for version in row["weight_versions"])
+
+
+def baseline_row(row: dict) -> dict:
+    """The row of ReMax's greedy response to the same prompt."""
+    greedy = dict(row)
+    for name in ("response_ids", "finish_reason", "sampled"):
+        greedy[name] = row.get(f"baseline_{name}")
+    greedy["rollout_logprobs"] = []
+    return greedy
+
+
 def play_again(row: dict, reply) -> turns.Turns:
     """The recorded turns of an episode, answered by the environment again. Raises RunFailed if an answer differs."""
-    ids, logprobs = row["response_ids"], row["rollout_logprobs"]
+    ids = row["response_ids"]
+    logprobs = row["rollout_logprobs"]
     episode = turns.Turns(row["prompt_ids"], len(ids) + 1)
-    for sampled, places in itertools.groupby(range(len(ids)), lambda t: row["sampled"][t]):
+    suffix = []  # what the environment adds to the policy's turn
+    for is_sampled, places in itertools.groupby(range(len(ids)), lambda place: row["sampled"][place]):
         places = list(places)
-        part = slice(places[0], places[-1] + 1)
-        if sampled:
-            ends = part.stop == len(ids)
-            given = (logprobs[part] or [0.0] * len(places), ends and row["finish_reason"] == "length")
-            episode.add(ids[part], *given)
+        turn = slice(places[0], places[-1] + 1)
+        if is_sampled:
+            is_last = turn.stop == len(ids)
+            cut_off = is_last and row["finish_reason"] == "length"
+            episode.add(ids[turn], logprobs[turn] or [0.0] * len(places), cut_off)
             suffix = reply(episode)
         else:
-            if suffix != ids[part]:
-                said = f"{row['id']}: the environment answers otherwise than in the run"
-                raise errors.RunFailed(said, code="environment-failed")
+            if suffix != ids[turn]:
+                message = f"{row['id']}: the environment's answer is not the one it gave in the run"
+                raise errors.RunFailed(message, code="environment-failed")
             episode.observe(suffix)
     return episode
 
 
 class ReplayLoader(data.PromptLoader):
-    """Gives out the prompts of the file, in its order. Prompts that a filter dropped in the run are never drawn."""
+    """Hands out the prompts of the file, in its order. Prompts that a filter dropped in the run are not in the file."""
 
-    def __init__(self, rows: list[dict], prompts: list[data.Prompt], *given):
-        super().__init__(prompts, *given)
+    def __init__(self, rows: list[dict], prompts: list[data.Prompt], *arguments):
+        super().__init__(prompts, *arguments)
         by_id = {prompt.id: prompt for prompt in prompts}
         self.waiting = []
         for _, group in itertools.groupby(rows, lambda row: row["index"]):
@@ -145,16 +177,20 @@ class ReplayLoader(data.PromptLoader):
             self.waiting.append(prompt)
 
     def take(self, count: int) -> list[data.Prompt]:
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        if not taken:
+        prompts = self.waiting[:count]
+        self.waiting = self.waiting[count:]
+        if not prompts:
             raise errors.RunFailed(
-                "a filter dropped prompts that the run kept: the reward grades them otherwise now", code="reward-failed"
+                "a filter drops prompts that it kept in the run: their rewards have changed", code="reward-failed"
             )
-        return taken
+        return prompts
 
 
 def as_recorded(results: list, batch: Recorded) -> list:
-    """Give rows that could not be graded in the run their recorded results. Raises RunFailed if another row fails."""
+    """The new results, or the recorded ones of rows that could not be graded in the run.
+
+    Rows that the run dropped leave the response mask. Raises RunFailed if a row that was graded then can't be now.
+    """
     for i, (row, result) in enumerate(zip(batch.rows, results)):
         if row["dropped"]:
             batch.response_mask[i] = False
@@ -167,18 +203,23 @@ def as_recorded(results: list, batch: Recorded) -> list:
     return results
 
 
-def zero_ungraded(rewards, results: list, *given) -> list:
+def zero_ungraded(rewards, results: list, *arguments) -> list:
     """In place of Rewards.drop_ungraded: as_recorded() decides what becomes of rows that could not be graded."""
-    return [dataclasses.replace(r, score=0.0, acc=0.0) if r.score is None else r for r in results]
+    graded = []
+    for result in results:
+        if result.score is None:
+            result = dataclasses.replace(result, score=0.0, acc=0.0)
+        graded.append(result)
+    return graded
 
 
 def rebuild(kind, value) -> Any:
-    """Turn a value of run.json into the field's type: JSON has neither dataclasses nor tuples. Raises BadInput."""
+    """Turn a value of run.json into the type of its flag: JSON has neither dataclasses nor tuples. Raises BadInput."""
     if dataclasses.is_dataclass(kind):
         types = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(types))
         if unknown:
-            raise errors.BadInput(f"run.json: {unknown} are no flags of this version: check out the run's commit")
+            raise errors.BadInput(f"run.json: {unknown} are not flags of this version: check out the run's commit")
         return kind(**{name: rebuild(types[name], part) for name, part in value.items()})
     if isinstance(value, list) and typing.get_origin(kind) is not list:
         return tuple(rebuild(None, part) for part in value)
@@ -188,18 +229,16 @@ def rebuild(kind, value) -> Any:
 def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, dict, dict]:
     """The algorithm's module, its flags as a dict, and the metrics of the step. Raises BadInput.
 
-    file: the algorithm's file. None: the one in algos/ that run.json names. A path that only run.json says is not run.
+    file: the algorithm's file. None: the one in algos/ that run.json names. Another path in run.json is never run,
+    because somebody else may have written it.
     """
     for name in ("run.json", "metrics.jsonl"):
         if not (run_dir / name).is_file():
             raise errors.BadInput(f"{run_dir}: no {name}; is this the directory of a run?")
     described = run_directory.described(run_dir / "run.json")
-    argv = described.get("argv")
-    script = str(argv[0]) if isinstance(argv, list) and argv else "an unknown script"
-    known = ALGORITHMS / f"{Path(script).stem}.py"  # in runs of older versions, which have no "file"
-    if "file" in described:
-        script, known = str(described["file"]), ALGORITHMS.parent / str(described["file"])
-    if file is None and not (known.is_file() and known.parent == ALGORITHMS):
+    script = str(described.get("file", "FILE"))  # older versions did not record it
+    recorded_file = ALGORITHMS.parent / script
+    if file is None and not (recorded_file.is_file() and recorded_file.parent == ALGORITHMS):
         raise errors.BadInput(
             f"{run_dir / 'run.json'}: the run was made by {script}, not in algos/; --file {script} runs that file, if "
             "you trust it"
@@ -207,7 +246,7 @@ def load_run(run_dir: Path, step: int, file: Path | None = None) -> tuple[Any, d
     metrics = next((row for row in run_directory.read_metrics(run_dir) if row["step"] == step), None)
     if metrics is None:
         raise errors.BadInput(f"--step {step}: not in {run_dir / 'metrics.jsonl'}")
-    algorithm = import_algorithm(file) if file else importlib.import_module(f"algos.{known.stem}")
+    algorithm = import_algorithm(file) if file else importlib.import_module(f"algos.{recorded_file.stem}")
     return algorithm, described["args"], metrics
 
 
@@ -226,8 +265,18 @@ def checkpoint_before(run_dir: Path, step: int, resumed: str) -> str:
     )
 
 
-def replay(run_dir: Path, step: int, file: Path | None = None) -> list[tuple[str, float, float, float]]:
-    """(name, recorded, recomputed, difference) of each figure, on rank 0. Collective. Raises BadInput, RunFailed."""
+@dataclasses.dataclass
+class Comparison:
+    """A number of the step, in the run and in the replay."""
+
+    name: str
+    recorded: float
+    recomputed: float
+    difference: float  # the largest one, if the numbers are means
+
+
+def replay(run_dir: Path, step: int, file: Path | None = None) -> list[Comparison]:
+    """All comparisons, on rank 0; other ranks get none. Collective. Raises BadInput, RunFailed."""
     algorithm, flags, metrics = load_run(run_dir, step, file)
     rows = traces.read(traces.find(run_dir, step))
     with tempfile.TemporaryDirectory() as scratch:
@@ -236,36 +285,55 @@ def replay(run_dir: Path, step: int, file: Path | None = None) -> list[tuple[str
             "run_dir": scratch,
             "saving": {"resume": checkpoint_before(run_dir, step, flags["saving"]["resume"])},
             "source": {**flags["source"], "eval_prompts": 0},
+            # This run may have another number of ranks.
             "rollout_tp": 1,
             "layout": dataclasses.asdict(placement.Layout()),
-            "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},  # other ranks than the run's
+            "compute": {**flags["compute"], "sequence_parallel": 1, "shard_size": 0},
             "rollouts_every": 1,
             "track": "none",
         }
-        now = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
+        new_metrics = run_step(algorithm, rebuild(algorithm.Args, flags), rows, step)
         if int(os.environ["RANK"]):
             return []
-        again = traces.read(traces.find(Path(scratch), step))
-    names = [name for name in metrics if name.startswith("loss/") or name.endswith("grad_norm")]
-    table = [(name, metrics[name], now.get(name, math.nan)) for name in names]
-    table = [(*row, gap(*row[1:])) for row in table]
+        new_rows = traces.read(traces.find(Path(scratch), step))
+    return compare_metrics(metrics, new_metrics) + compare_rows(rows, new_rows)
+
+
+def compare_metrics(recorded: dict[str, float], recomputed: dict[str, float]) -> list[Comparison]:
+    """Losses and gradient norms."""
+    comparisons = []
+    for name, before in recorded.items():
+        if name.startswith("loss/") or name.endswith("grad_norm"):
+            now = recomputed.get(name, math.nan)
+            comparisons.append(Comparison(name, before, now, gap(before, now)))
+    return comparisons
+
+
+def compare_rows(recorded: list[dict], recomputed: list[dict]) -> list[Comparison]:
+    """Means of the numbers in the rollout files, and their largest difference."""
+    comparisons = []
     for name in ("score", "advantage", "old_logprobs", "values"):
-        before, after = flatten([row.get(name) for row in rows]), flatten([row.get(name) for row in again])
-        largest = max(map(gap, before, after), default=0.0) if len(before) == len(after) else math.inf
-        if before or after:
-            table.append((f"{name}, mean of {len(before)}", mean(before), mean(after), largest))
-    return table
+        before = flatten([row.get(name) for row in recorded])
+        now = flatten([row.get(name) for row in recomputed])
+        if not before and not now:
+            continue  # only an algorithm with a critic has values
+        largest = math.inf
+        if len(before) == len(now):
+            largest = max(map(gap, before, now), default=0.0)
+        comparisons.append(Comparison(f"{name}, mean of {len(before)}", mean(before), mean(now), largest))
+    return comparisons
 
 
 def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
     """The metrics of the algorithm's main after this one step."""
-    write, grade = tracking.Tracker.write, reward_mixture.Rewards.score
+    write = tracking.Tracker.write
+    grade = reward_mixture.Rewards.score
 
-    def start(backend, model_path, stop_token_ids, world, *given, **sizes):
+    def start(backend, model_path, stop_token_ids, world, *arguments, **sizes):
         return ReplayEngine(rows, world)
 
-    def score(rewards, prompts, responses, batch, *given):
-        return as_recorded(grade(rewards, prompts, responses, batch, *given), batch)
+    def score(rewards, prompts, responses, batch, *arguments):
+        return as_recorded(grade(rewards, prompts, responses, batch, *arguments), batch)
 
     def write_and_leave(tracker, written: int):
         metrics = write(tracker, written)
@@ -292,7 +360,7 @@ def run_step(algorithm, args, rows: list[dict], step: int) -> dict[str, float]:
 
 
 def gap(before: float, now: float) -> float:
-    """Absolute difference, relative for numbers above 1; infinite if only one of the two is NaN."""
+    """The absolute difference, relative for numbers above 1; infinite if only one of the two is NaN."""
     if before == now or (math.isnan(before) and math.isnan(now)):
         return 0.0
     difference = abs(before - now) / max(1.0, abs(before))
@@ -301,8 +369,13 @@ def gap(before: float, now: float) -> float:
 
 def flatten(values: list) -> list[float]:
     """Numbers, lists of numbers and None, as one list."""
-    lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
-    return [number for part in lists for number in part]
+    numbers = []
+    for value in values:
+        if isinstance(value, list):
+            numbers.extend(value)
+        elif value is not None:
+            numbers.append(value)
+    return numbers
 
 
 def mean(values: list[float]) -> float:
@@ -312,12 +385,13 @@ def mean(values: list[float]) -> float:
 def main(args: Args) -> None:
     if args.step < 1:
         raise errors.BadInput(f"--step {args.step}: steps count from 1")
-    table = replay(args.run_dir, args.step, args.file)
-    errors.say(f"{f'step {args.step}':<32}{'run':>16}{'now':>16}{'difference':>14}")
-    for name, before, now, difference in table:
-        mark = "  differs" if difference > args.tolerance else ""
-        errors.say(f"{name:<32}{before:>16.9g}{now:>16.9g}{difference:>14.1e}{mark}")
-    if any(row[-1] > args.tolerance for row in table):
+    comparisons = replay(args.run_dir, args.step, args.file)
+    title = f"step {args.step}"
+    errors.say(f"{title:<32}{'run':>16}{'now':>16}{'difference':>14}")
+    for row in comparisons:
+        mark = "  differs" if row.difference > args.tolerance else ""
+        errors.say(f"{row.name:<32}{row.recorded:>16.9g}{row.recomputed:>16.9g}{row.difference:>14.1e}{mark}")
+    if any(row.difference > args.tolerance for row in comparisons):
         sys.exit(1)
 
 

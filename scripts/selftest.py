@@ -1,25 +1,37 @@
-"""Try what a run relies on before a long one: model, engine, weight sync, gradients and checkpoints, in a table.
+"""Try what a long run relies on: model, engine, weight sync, gradients and checkpoints. Prints a table.
 
     python scripts/selftest.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --max-prompt-tokens 512
     torchrun --nproc-per-node 8 scripts/selftest.py --model MODEL --rollout-tp 2
 
-Each row says what was measured and whether it holds. Nothing is trained, and nothing is left behind: checkpoints are
-tried in a temporary folder in --folder. Exits with 3 and one line that names the rows that fail.
+Each row says what was measured and whether it holds:
 
-After you have changed an algorithm, put this script before its file, which may be anywhere, and the file's own flags:
+    rollout                the engine samples complete responses with finite log-probs
+    log-probs, as loaded   the trainer computes the log-probs that the engine reports
+    gradient               it does not depend on how responses are cut into forwards
+    weight sync            after changed weights were pushed, the engine samples with them
+    weights restored       the same, after the first weights were pushed again
+    checkpoint             weights and optimizer are the same after a save and a load
+    Hugging Face export    the exported weights are those of the trainer
 
-    python scripts/selftest.py algos/grpo.py             (or with flags, as in: my_fork.py --kl-coef 0.1)
+Nothing is trained, and nothing is left behind: checkpoints go to a temporary folder in --folder. If rows fail, the
+script exits with 3, and its last line names them.
 
-This tries the file alone: are its gradients the same in one and in several micro-batches (scripts/selftest_file.py)?
+After you have changed an algorithm, try its file alone. It may be anywhere, and takes its own flags:
+
+    python scripts/selftest.py algos/grpo.py             (or with flags: my_fork.py --kl-coef 0.1)
+
+Are its gradients the same in one and in several micro-batches? See scripts/selftest_file.py.
 """
 
 import dataclasses
 import io
+import math
 import sys
 import tempfile
 import time
 import zlib
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,10 +59,26 @@ from common.trainer import batching, lora, model
 
 GAP_NATS = 1e-4  # bound of the largest |trainer - engine| of a token's log-prob in float32
 GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # bound of the relative difference of a gradient cut in two ways
-Bound = tuple[str, float]  # (field of a Gap, the largest value in nats that it may have)
-Row = tuple[str, str, bool]  # (name, what was measured, whether it holds: the same on all ranks)
-NOISE = 0.05  # share of a parameter's root mean square; doubled until an engine with the old weights would be noticed
-NOTICED = 4  # an engine with the old weights is noticed when its gap is this many times the bound
+NOISE = 0.05  # noise on changed weights, as a share of a parameter's root mean square
+NOTICED = 4  # an engine with the old weights is noticed if its gap is this many times the bound
+MOST_DOUBLINGS = 6  # of the noise, until an engine with the old weights is noticed
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the table."""
+
+    name: str
+    measured: str
+    holds: bool  # the same on all ranks
+
+
+@dataclasses.dataclass
+class Bound:
+    """The largest gap between the log-probs of trainer and engine that a row may have."""
+
+    figure: str  # the field of diagnosis.Gap that is bounded
+    nats: float
 
 
 @dataclasses.dataclass
@@ -80,136 +108,192 @@ def rows_without_disk(probe: GapProbe, dtype: torch.dtype, bound: Bound) -> list
     seconds = probe.world.max(time.perf_counter() - began)
     lengths = batch.response_mask.sum(1)
     complete = len(batch) == PROMPTS_PER_RANK * RESPONSES_PER_PROMPT
-    complete = complete and bool(lengths.all() and batch.rollout_logprobs.isfinite().all())
-    count, tokens = (int(probe.world.sum(value)) for value in (len(batch), lengths.sum()))
+    usable = lengths.all() and batch.rollout_logprobs.isfinite().all()
+    all_ranks_complete = probe.world.min(complete and bool(usable)) == 1
+    count = int(probe.world.sum(len(batch)))
+    tokens = int(probe.world.sum(lengths.sum()))
     gap, measured = gap_of(probe, batch, bound)
     probe.engine.sleep()  # as in a step; the next weights wake it
     return [
-        ("rollout", f"{count} responses, {tokens / seconds:.0f} tokens/s", probe.world.min(complete) == 1),
-        ("log-probs, as loaded", measured, gap <= bound[1]),
+        Row("rollout", f"{count} responses, {tokens / seconds:.0f} tokens/s", all_ranks_complete),
+        Row("log-probs, as loaded", measured, gap <= bound.nats),
         gradient_row(probe, batch, GRADIENT[dtype]),
         *sync_rows(probe, batch, bound),
     ]
 
 
 def gap_of(probe: GapProbe, batch: Rollout, bound: Bound) -> tuple[float, str]:
-    """(the figure of the gap that has a bound, the same in words)."""
-    gap = getattr(probe.gap(batch), bound[0])
-    return gap, f"{bound[0]} {gap:.1e} (<= {bound[1]:g})"
+    """(the gap in nats, the same in words)."""
+    gap = getattr(probe.gap(batch), bound.figure)
+    return gap, f"{bound.figure} {gap:.1e} (<= {bound.nats:g})"
 
 
 def gradient_row(probe: GapProbe, batch: Rollout, bound: float) -> Row:
     """Is the gradient of the mean log-prob the same in the run's micro-batches and in forwards of one response each?"""
-    alone = dataclasses.replace(probe.compute, token_budget=1, shared_prompts=False)
-    tokens, gradients, forwards = probe.world.sum(batch.response_mask.sum()), [], []
-    for compute in (probe.compute, alone):
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, probe.world)
-        for micro in micro_batches:
-            logprobs, _ = model.response_logprobs(probe.policy, micro, probe.temperature)
-            ((logprobs * micro.response_mask).sum() / tokens).backward()
-        gradients.append([shard(p.grad).to("cpu", copy=True) for p in probe.policy.parameters() if p.grad is not None])
-        forwards.append(len(micro_batches))
-        probe.policy.zero_grad()
-    length = squares(gradients[0], probe.world)
-    difference = (squares([a - b for a, b in zip(*gradients)], probe.world) / max(length, 1e-300)) ** 0.5
-    measured = f"{difference:.1e} (<= {bound:g}) between {forwards[0]} and {forwards[1]} forwards"
-    return ("gradient", measured, difference <= bound and length > 0)
+    one_by_one = dataclasses.replace(probe.compute, token_budget=1, shared_prompts=False)
+    gradients, forwards = gradient_of_mean(probe, batch, probe.compute)
+    gradients_alone, forwards_alone = gradient_of_mean(probe, batch, one_by_one)
+    length = squares(gradients, probe.world) ** 0.5
+    difference = math.inf
+    if len(gradients) == len(gradients_alone):
+        distance = squares([a - b for a, b in zip(gradients, gradients_alone)], probe.world) ** 0.5
+        difference = distance / max(length, 1e-150)
+    measured = f"{difference:.1e} (<= {bound:g}) between {forwards} and {forwards_alone} forwards"
+    return Row("gradient", measured, difference <= bound and length > 0)
+
+
+def gradient_of_mean(probe: GapProbe, batch: Rollout, compute: batching.Compute) -> tuple[list[torch.Tensor], int]:
+    """(this rank's shards of the gradient of the mean log-prob, the number of forwards). Collective."""
+    tokens = probe.world.sum(batch.response_mask.sum())
+    micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, probe.world)
+    for micro in micro_batches:
+        logprobs, _ = model.response_logprobs(probe.policy, micro, probe.temperature)
+        loss = (logprobs * micro.response_mask).sum() / tokens
+        loss.backward()
+    gradients = []
+    for parameter in probe.policy.parameters():
+        if parameter.grad is not None:
+            gradients.append(shard(parameter.grad).to("cpu", copy=True))
+    probe.policy.zero_grad()
+    return gradients, len(micro_batches)
 
 
 def sync_rows(probe: GapProbe, old: Rollout, bound: Bound) -> list[Row]:
     """Push changed weights, then the first ones again. Does the engine follow? old: responses of the first weights."""
-    policy, rows, unsynced, tries = probe.policy, [], 0.0, 0
-    before = checksums(policy, {})
-    kept = [shard(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
-    while tries < 6 and unsynced < NOTICED * bound[1]:
-        perturb(policy, probe.world, NOISE * 2**tries)
-        unsynced, tries = gap_of(probe, old, bound)[0], tries + 1
-    for name in ("weight sync", "weights restored"):
-        restored = name == "weights restored"
-        for parameter, values in zip(policy.parameters(), kept if restored else []):
-            shard(parameter).copy_(values)
+    policy = probe.policy
+    first_checksums = checksums(policy, {})
+    first_weights = [shard(parameter).to("cpu", copy=True) for parameter in policy.parameters()]
+
+    # Change the weights until an engine that had kept the old ones would have far too large a gap.
+    unsynced_gap = 0.0
+    for doublings in range(MOST_DOUBLINGS):
+        perturb(policy, probe.world, NOISE * 2**doublings)
+        unsynced_gap, _ = gap_of(probe, old, bound)
+        if unsynced_gap >= NOTICED * bound.nats:
+            break
+    noticeable = unsynced_gap > bound.nats
+
+    def push_and_measure(name: str, seed: int, *, restored: bool) -> Row:
+        """restored: whether the policy has its first weights again."""
         began = time.perf_counter()
         weight_sync.push(policy, probe.engine)
         seconds = probe.world.max(time.perf_counter() - began)
-        batch = probe.sample(probe.some_prompts(), seed=2 + len(rows))
+        batch = probe.sample(probe.some_prompts(), seed)
         gap, measured = gap_of(probe, batch, bound)
-        stale = probe.world.sum(((batch.weight_versions != probe.engine.weight_version) & batch.response_mask).sum())
-        differ = count_different(before, checksums(policy, {}), probe.world)
-        measured += f", {unsynced:.1g} without; {seconds:.2f} s; {differ} of {len(before)} checksums differ"
-        rows.append((name, measured, gap <= bound[1] < unsynced and not stale and (differ == 0) == restored))
-    return rows
+        has_old_version = (batch.weight_versions != probe.engine.weight_version) & batch.response_mask
+        stale_tokens = probe.world.sum(has_old_version.sum())
+        different = count_different(first_checksums, checksums(policy, {}), probe.world)
+        measured += f", {unsynced_gap:.1g} without; {seconds:.2f} s"
+        measured += f"; {different} of {len(first_checksums)} checksums differ"
+        holds = gap <= bound.nats and noticeable and not stale_tokens and (different == 0) == restored
+        return Row(name, measured, holds)
+
+    changed = push_and_measure("weight sync", seed=2, restored=False)
+    for parameter, values in zip(policy.parameters(), first_weights):
+        shard(parameter).copy_(values)
+    return [changed, push_and_measure("weights restored", seed=3, restored=True)]
 
 
 def checkpoint_rows(saver: Saver, folder: Path) -> list[Row]:
     """Save after an optimizer step, change everything, load. Is everything back, and is the export the same model?"""
-    (policy, optimizer), saved = saver.trained["policy"], folder / "checkpoints/step_000001"
+    policy, optimizer = saver.trained["policy"]
+    world = saver.world
+    saved = folder / "checkpoints/step_000001"
     saver.run_dir = folder
-    saver.engine.sleep()  # there is no room for gradients beside it
-    for parameter in filter(lambda parameter: parameter.requires_grad, policy.parameters()):
-        parameter.grad = parameter.detach().clone()  # any gradient will do: the optimizer needs a state
+    saver.engine.sleep()  # its memory is needed for gradients
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.grad = parameter.detach().clone()  # any gradient will do: the optimizer needs a state
     optimizer.step()
     optimizer.zero_grad()
-    before, began = checksums(policy, optimizer.state), time.perf_counter()
+
+    before = checksums(policy, optimizer.state)
+    began = time.perf_counter()
     saver.save(1, {})
     saver.finish_writing()
-    seconds = saver.world.max(time.perf_counter() - began)
-    perturb(policy, saver.world, NOISE)
-    optimizer.state.clear()  # as it is where a run resumes
-    lost = count_different(before, checksums(policy, optimizer.state), saver.world)
+    seconds = world.max(time.perf_counter() - began)
+
+    perturb(policy, world, NOISE)
+    optimizer.state.clear()  # a run that resumes has no state, either
+    lost = count_different(before, checksums(policy, optimizer.state), world)
     with redirect_stdout(io.StringIO()):  # without the line "resumed after step 1"
         saver.load(saved)
-    differ = count_different(before, checksums(policy, optimizer.state), saver.world)
-    exported, wrong, layers = {}, 0, lora.adapted(policy)
-    for file in sorted((saved / "model").glob("*.safetensors")) if saver.world.is_main else []:
-        exported |= load_file(file)
-    whole = weight_sync.FullParameters(policy, saver.dtype, saved_names=True)
-    if layers:
-        names = ((f"{name}.{kind}", getattr(layer, kind)) for name, layer in layers for kind in weight_sync.ADAPTERS)
-        whole = ((lora.peft_name(name), weight_sync.gather(tensor, tensor.dtype)) for name, tensor in names)
-    for name, tensor in whole:
+    different = count_different(before, checksums(policy, optimizer.state), world)
+
+    wrong = count_wrong_exports(saver, saved / "model")
+    return [
+        Row(
+            "checkpoint",
+            f"{different} of {len(before)} checksums differ; {seconds:.2f} s to save",
+            lost > 0 and different == 0,
+        ),
+        Row("Hugging Face export", f"{wrong} parameters differ", wrong == 0),
+    ]
+
+
+def count_wrong_exports(saver: Saver, folder: Path) -> int:
+    """Number of parameters that the exported model lacks, has too many, or has with other values. Collective."""
+    policy, _ = saver.trained["policy"]
+    exported = {}
+    if saver.world.is_main:
+        for file in sorted(folder.glob("*.safetensors")):
+            exported |= load_file(file)
+    wrong = 0
+    for name, tensor in exportable(saver, policy):  # on all ranks: it gathers shards
         if saver.world.is_main:
             wrong += name not in exported or not torch.equal(exported.pop(name), tensor.cpu())
-    wrong = int(saver.world.sum(wrong + len(exported)))
-    measured = f"{differ} of {len(before)} checksums differ; {seconds:.2f} s to save"
-    return [
-        ("checkpoint", measured, lost > 0 and differ == 0),
-        ("Hugging Face export", f"{wrong} parameters differ", wrong == 0),
-    ]
+    return int(saver.world.sum(wrong + len(exported)))
+
+
+def exportable(saver: Saver, policy: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and whole tensors that an export holds: all weights, or with LoRA the adapters. Collective."""
+    layers = lora.adapted(policy)
+    if not layers:
+        yield from weight_sync.FullParameters(policy, saver.dtype, saved_names=True)
+    for name, layer in layers:
+        for kind in weight_sync.ADAPTERS:
+            tensor = getattr(layer, kind)
+            yield lora.peft_name(f"{name}.{kind}"), weight_sync.gather(tensor, tensor.dtype)
 
 
 @torch.no_grad()
 def perturb(trained: torch.nn.Module, world: World, share: float) -> None:
-    """Add noise of this share of its root mean square to what is trained. All copies of a shard get the same noise."""
+    """Add noise to what is trained: this share of its root mean square. All copies of a shard get the same noise."""
     model.reshard(trained)
     generator = torch.Generator().manual_seed(world.mesh.get_local_rank(world.mesh.ndim - 1))
-    for parameter in filter(lambda parameter: parameter.requires_grad, trained.parameters()):
+    for parameter in trained.parameters():
+        if not parameter.requires_grad:
+            continue
         values = shard(parameter)
         size = values.square().mean().sqrt().item() if values.numel() else 0.0
-        values.add_(torch.randn(values.shape, generator=generator).to(values.device) * share * (size or 1.0))
+        noise = torch.randn(values.shape, generator=generator).to(values.device)
+        values.add_(noise * share * (size or 1.0))
 
 
 def checksums(policy: torch.nn.Module, states: dict) -> dict[str, int]:
     """Checksums of this rank's shards of the weights and of the optimizer's states."""
     model.reshard(policy)
-    held = {}
-    for name, parameter in policy.named_parameters():
-        held |= {f"{name} {kind}": value for kind, value in {"weight": parameter, **states.get(parameter, {})}.items()}
     sums = {}
-    for name, value in held.items():
-        data = shard(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        sums[name] = zlib.crc32(data.numpy())
+    for name, parameter in policy.named_parameters():
+        tensors = {"weight": parameter, **states.get(parameter, {})}
+        for kind, tensor in tensors.items():
+            whole_bytes = shard(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            sums[f"{name} {kind}"] = zlib.crc32(whole_bytes.numpy())
     return sums
 
 
 def count_different(one: dict[str, int], other: dict[str, int], world: World) -> int:
     """Number of the first's checksums that the second does not have, on the rank with most of them. Collective."""
-    return int(world.max(sum(other.get(name) != value for name, value in one.items())))
+    different = sum(other.get(name) != value for name, value in one.items())
+    return int(world.max(different))
 
 
 def main(args: Args) -> None:
     if args.file:
         raise errors.BadInput(f"{args.file}: an algorithm's file comes before all flags, which are then its own")
     began = time.perf_counter()
+
+    # The same checks as before a run.
     ranges.check(args)
     size = machine.check_world(args.rollout_tp, args.layout, args.rollout_backend, args.compute)
     path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
@@ -230,36 +314,58 @@ def main(args: Args) -> None:
         layout=args.layout,
     )
     compute = plan.fitted_compute(max_model_len)
+
+    # The same models, engine and saver as in a run. The reward is never asked.
     world = placement.init(0, args.rollout_tp, args.layout, compute)
     policy = model.load(path, world, dtype, compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
-    sequences = PROMPTS_PER_RANK * RESPONSES_PER_PROMPT * size
-    sequences //= placement.engine_count(size, args.rollout_tp, args.layout)
+    sequences = PROMPTS_PER_RANK * RESPONSES_PER_PROMPT * size  # of all engines
     engine = engines.start(
-        args.rollout_backend, path, stop_token_ids, world, dtype, max_model_len=max_model_len, sequences=sequences,
-        layout=args.layout, rollout_tp=args.rollout_tp,
-    )  # fmt: skip
-    trained, loader, reward = {"policy": (policy, optimizer)}, prompts.PromptLoader(asked, 0), rewards.load(("gsm8k",))
+        args.rollout_backend,
+        path,
+        stop_token_ids,
+        world,
+        dtype,
+        max_model_len=max_model_len,
+        sequences=sequences // placement.engine_count(size, args.rollout_tp, args.layout),
+        layout=args.layout,
+        rollout_tp=args.rollout_tp,
+    )
+    trained = {"policy": (policy, optimizer)}
+    loader = prompts.PromptLoader(asked, 0)
+    reward = rewards.load(("gsm8k",))
     saver = Saver(Saving(), trained, loader, reward, engine, tokenizer, dtype, world)
     if args.layout.split:  # servers have read the model's files; a fresh colocated engine has its weights already
         weight_sync.push(policy, engine)
+
     probe = GapProbe(policy, engine, asked, args.temperature, args.max_response_tokens, compute, world)
-    bound = ("largest", GAP_NATS) if dtype == torch.float32 else ("mean", args.max_logprob_gap)
+    bound = Bound("mean", args.max_logprob_gap)
+    if dtype == torch.float32:
+        bound = Bound("largest", GAP_NATS)
     rows = rows_without_disk(probe, dtype, bound)
-    with tempfile.TemporaryDirectory(prefix="selftest-", dir=args.folder) if world.is_main else nullcontext("") as made:
-        dist.broadcast_object_list(shared := [made], src=0)
+    with ExitStack() as stack:
+        shared = [""]
+        if world.is_main:
+            shared = [stack.enter_context(tempfile.TemporaryDirectory(prefix="selftest-", dir=args.folder))]
+        dist.broadcast_object_list(shared, src=0)
         rows += checkpoint_rows(saver, Path(shared[0]))
         dist.barrier()  # rank 0 removes the folder when every rank has read it
     placement.finish(world, engine)
-    for name, measured, holds in rows:
-        errors.say(f"{name:<20}  {measured:<80}  {'holds' if holds else 'FAILS'}")
-    failed = [f"{name} ({measured})" for name, measured, holds in rows if not holds]
-    errors.say(f"selftest: {len(rows) - len(failed)} of {len(rows)} hold, {time.perf_counter() - began:.1f} s")
+    report(rows, time.perf_counter() - began)
+
+
+def report(rows: list[Row], seconds: float) -> None:
+    """Print the table. Raises RunFailed if a row does not hold."""
+    for row in rows:
+        errors.say(f"{row.name:<20}  {row.measured:<80}  {'holds' if row.holds else 'FAILS'}")
+    failed = [f"{row.name} ({row.measured})" for row in rows if not row.holds]
+    errors.say(f"selftest: {len(rows) - len(failed)} of {len(rows)} hold, {seconds:.1f} s")
     if failed:
         raise errors.RunFailed(f"these rows fail: {'; '.join(failed)}", code="selftest-failed")
 
 
 if __name__ == "__main__":
+    # An algorithm's file has flags of its own, so its name must come before them.
     if sys.argv[1:] and not sys.argv[1].startswith("-"):
         errors.launch(launch_file, sys.argv.pop(1))
     else:

@@ -1,7 +1,18 @@
-"""Write a variant of an algorithm: the few lines of docs/variants.md, applied to a copy of the file that they change.
+"""Write a variant of an algorithm: a copy of its file, with the few lines of docs/variants.md in place.
 
-python scripts/variants.py                             # the names
-python scripts/variants.py sapo algos/mine.py          # algos/grpo.py with SAPO's lines
+    python scripts/variants.py                             # lists the names
+    python scripts/variants.py sapo algos/mine.py          # writes algos/grpo.py with SAPO's lines
+    python scripts/variants.py icepop algos/mine.py algos/rloo.py       # puts IcePop's lines into another file
+
+A diff on that page has no line numbers, because they would be wrong after every edit of the file:
+
+    --- algos/grpo.py          the file that it changes
+    @@                         starts a hunk
+     unchanged line
+    -old line
+    +new line
+
+The old and unchanged lines of a hunk must stand in the file exactly once. Otherwise nothing is written.
 """
 
 import dataclasses
@@ -26,61 +37,75 @@ class Args:
 
 
 def variants(page: str) -> dict[str, str]:
-    """name -> diff, of all sections of the page that have one."""
+    """name -> diff, for all sections of the page that have one."""
     sections = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    diffs = {title: re.search(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for title, text in sections}
-    return {title.lower().replace(" ", "-"): found[1] for title, found in diffs.items() if found}
+    diffs = {}
+    for title, text in sections:
+        block = re.search(r"^```diff\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        if block:
+            name = title.lower().replace(" ", "-")
+            diffs[name] = block[1]
+    return diffs
 
 
 def base(diff: str) -> str:
     """The file that a diff changes: "algos/grpo.py"."""
-    return diff.splitlines()[0].removeprefix("--- ")
+    first_line = diff.splitlines()[0]
+    return first_line.removeprefix("--- ")
 
 
 def apply(diff: str, source: str) -> str:
-    """The source with a diff applied: its lines without line numbers, hunks after @@. Raises BadInput.
-
-    The removed lines of a hunk, with the unchanged ones between them, must stand in the source exactly once.
-    """
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines()
-        before, after = ("".join(line[1:] + "\n" for line in lines if line[:1] in (" ", mark)) for mark in "-+")
-        if source.count(before) != 1:
-            found = f"{source.count(before)} places in the file to change ({base(diff)} on the page)"
-            raise errors.BadInput(f"docs/variants.md: {found} are like this, expected one:\n{before}")
+    """The source with a diff applied. Raises BadInput for a hunk that does not fit exactly one place."""
+    hunks = re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]
+    for hunk in hunks:
+        before = lines_marked(hunk, " -")
+        after = lines_marked(hunk, " +")
+        places = source.count(before)
+        if places != 1:
+            raise errors.BadInput(
+                f"docs/variants.md: {places} places in the file to change ({base(diff)} on the page) are like this, "
+                f"expected one:\n{before}"
+            )
         source = source.replace(before, after)
     return source
+
+
+def lines_marked(hunk: str, marks: str) -> str:
+    """The lines of a hunk that start with one of these characters, without it."""
+    return "".join(line[1:] + "\n" for line in hunk.splitlines() if line.startswith(tuple(marks)))
 
 
 def source(name: str, file: str = "") -> str:
     """The text of `file`, or of the one that the page names, with a variant's lines. Raises BadInput."""
     diff = variants(PAGE.read_text())[name]
-    return apply(diff, Path(file or ROOT / base(diff)).read_text())
+    path = Path(file or ROOT / base(diff))
+    return apply(diff, path.read_text())
 
 
 def load(name: str, file: str = "") -> ModuleType:
     """A variant as a module, without writing it."""
     module = ModuleType(f"variant {name}")
-    sys.modules[module.__name__] = module  # where dataclasses look
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     exec(compile(source(name, file), module.__name__, "exec"), vars(module))
     return module
 
 
 def main(args: Args) -> None:
-    known = variants(PAGE.read_text())
+    diffs = variants(PAGE.read_text())
     if not args.name:
-        print("\n".join(f"{name:24}{base(diff)}" for name, diff in known.items()))
+        for name, diff in diffs.items():
+            print(f"{name:24}{base(diff)}")
         return
-    if args.name not in known:
-        raise errors.BadInput(f'"{args.name}" is no variant; known: {", ".join(known)}')
+    if args.name not in diffs:
+        raise errors.BadInput(f'"{args.name}" is not a variant; use one of {", ".join(diffs)}')
     if not args.file or Path(args.file).exists():
         raise errors.BadInput(f'"{args.file}": name a file that does not exist yet, for example algos/mine.py')
     if args.base and not Path(args.base).is_file():
         raise errors.BadInput(f"{args.base}: no such file")
-    diff = known[args.name]
+    diff = diffs[args.name]
     Path(args.file).write_text(source(args.name, args.base))
-    lines = sum(line.startswith("+") for line in diff.splitlines())
-    print(f"{args.file}: {args.base or base(diff)} with {lines} other lines")
+    new_lines = sum(line.startswith("+") for line in diff.splitlines())
+    print(f"{args.file}: {args.base or base(diff)} with {new_lines} new lines")
 
 
 if __name__ == "__main__":

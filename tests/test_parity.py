@@ -6,10 +6,12 @@ from test_readme import load
 parity = load("scripts/parity.py")
 
 
-@pytest.mark.parametrize("row", parity.differences(), ids=lambda row: f"{row[1]}: {row[0]} ({row[2]})")
+@pytest.mark.parametrize("row", parity.differences(), ids=lambda row: f"{row.peer}: {row.line} ({row.called})")
 def test_equal_or_a_named_difference(row):
-    *_, difference, why = row
-    assert difference > 1e-4 if why else difference < 1e-6
+    if row.why:
+        assert row.difference > 1e-4
+    else:
+        assert row.difference < 1e-6
 
 
 def test_the_batch_reaches_the_dual_clip():

@@ -1,8 +1,10 @@
 """scripts/selftest.py says what holds, and of each injected bug what fails; a gap that is too wide gets its reason."""
 
+import dataclasses
 import json
 import math
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -102,8 +104,13 @@ def test_what_is_right_holds(tried, monkeypatch, kind, short, compute):
 
 def lose_last_tokens(monkeypatch):
     texts_of = batching.texts_of
-    short = lambda texts: [(prompt, [response[:-1] for response in responses]) for prompt, responses in texts]
-    monkeypatch.setattr(batching, "texts_of", lambda *given: short(texts_of(*given)))
+
+    def shortened(*arguments):
+        texts = texts_of(*arguments)
+        return [(prompt, [response[:-1] for response in responses]) for prompt, responses in texts]
+
+    monkeypatch.setattr(batching, "texts_of", shortened)
+    monkeypatch.setattr(model, "check_packing", lambda *arguments, **named_arguments: None)  # it would see it first
 
 
 def lose_last_micro_batch(monkeypatch):
@@ -328,13 +335,13 @@ def test_importance_weights_fit_every_file(name, variant):
     """Ratios of two responses: e^0, e^1 and e^2; e^0 and e^-1."""
     mask = torch.tensor([[True, True, True], [True, True, False]])
     old, sampled = torch.tensor([[0.0, 1.0, 2.0], [0.0, -1.0, torch.nan]]), torch.zeros(2, 3)
-    found = variants.load(variant, ROOT / f"algos/{name}.py").rollout_weights(old, sampled, mask, 2.0)
+    weights = variants.load(variant, ROOT / f"algos/{name}.py").rollout_weights(old, sampled, mask, 2.0)
     expected = {
         "icepop": [1, 0, 0, 1, 0],
         "sequence-weights": [2, 2, 2, 1 / math.e, 1 / math.e],
         "geometric-mask": [0, 0, 0, 1, 1],  # geometric means of e and 0.61
     }[variant]
-    assert torch.allclose(found[mask], torch.tensor(expected).float())
+    assert torch.allclose(weights[mask], torch.tensor(expected).float())
 
 
 def test_a_diff_that_no_longer_fits_says_where():
@@ -346,53 +353,90 @@ def test_a_diff_that_no_longer_fits_says_where():
 
 
 def test_the_loss_of_a_right_fork_holds(holds, fork):
-    """It takes its rows in another order in each step."""
-    file = fork("grpo", ("torch.arange(len(batch), device=world.device).chunk", "torch.randperm(len(batch)).chunk"))
+    """It takes its mini-batches in another order in each step."""
+    in_turn = "for mini_batch in mini_batches * args.epochs:"
+    shuffled = "for mini_batch in [mini_batches[i] for i in torch.randperm(len(mini_batches))]:"
+    file = fork("grpo", (in_turn, shuffled))
     assert holds(file) == ({"policy": True}, "")
 
 
-MEAN_OF_ROWS = (".sum(1) / lengths.clamp(min=1)).sum() / denominator", ".sum(1) / lengths.clamp(min=1)).mean()")
-ADVANTAGES = "advantages = advantages[:, None]  # (n, 1)\n    per_token"
-CENTRED = "advantages = (advantages - advantages.mean())[:, None]\n    per_token"
-WHITENED = "advantages = ((advantages - advantages.mean()) / advantages.std())[:, None]\n    per_token"
-BEFORE_UPDATE = 16 * " " + "if micro_batches:  # pack() gives all ranks equally many. "
-BEFORE_UPDATE += "With none, no rank has a gradient.\n"
+@dataclasses.dataclass
+class Bug:
+    """A wrong change of an algorithm's file, and what the self-test says of it."""
+
+    file: str  # name of the algorithm
+    changes: list[tuple[str, str]]  # (lines of the file, what stands there instead)
+    message: str  # a regular expression
+
+
 DIFFERS = (
     r"policy: the gradient in \d+ micro-batches differs by [\d.]+ % from that in one: is something divided by a number"
 )
-BUGS = {  # what is wrong -> (file, changes, what is said)
-    "divided by the rows of the micro-batch": (
-        "grpo", [("denominator=denominator, weights", "denominator=len(micro.rows), weights")], DIFFERS,
+DENOMINATOR = "denominator=denominator,\n                        token_weights"
+VALUE_DENOMINATOR = "clip=args.value_clip,\n                        denominator=denominator"
+MEAN_OVER_ROWS = (".sum(1) / lengths.clamp(min=1)).sum() / denominator", ".sum(1) / lengths.clamp(min=1)).mean()")
+ADVANTAGES = "advantages = advantages[:, None]  # (n, 1)\n    per_token"
+CENTRED = "advantages = (advantages - advantages.mean())[:, None]\n    per_token"
+WHITENED = "advantages = ((advantages - advantages.mean()) / advantages.std())[:, None]\n    per_token"
+
+
+def update_of(name: str) -> str:
+    """The lines of an algorithm's file from the gradient norm to zero_grad()."""
+    text = (ROOT / f"algos/{name}.py").read_text()
+    return re.search(r"^ *grad_norm = .*?zero_grad\(\)\n", text, re.DOTALL | re.MULTILINE)[0]
+
+
+BUGS = {
+    "divided by the rows of the micro-batch": Bug(
+        "grpo",
+        [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
+        DIFFERS,
     ),
-    "divided by the tokens of the micro-batch": (
-        "rloo", [("denominator=denominator, weights", "denominator=mask.sum(), weights")], DIFFERS,
+    "divided by the tokens of the micro-batch": Bug(
+        "rloo",
+        [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=micro.response_mask.sum()"))],
+        DIFFERS,
     ),
-    "the mean of means over rows": (
-        "grpo", [MEAN_OF_ROWS, ("(loss * world.size)", "(loss / len(micro_batches))")], DIFFERS,
+    "the mean of means over rows": Bug(
+        "grpo",
+        [MEAN_OVER_ROWS, ("loss.backward()", "(loss / len(mini_batch.micro_batches)).backward()")],
+        DIFFERS,
     ),
-    "divided by the longest response": (
-        "grpo", [("/ lengths.clamp(min=1)", "/ lengths.max()")], DIFFERS,
+    "divided by the longest response": Bug(
+        "grpo",
+        [("/ lengths.clamp(min=1)", "/ lengths.max()")],
+        DIFFERS,
     ),
-    "advantages centred": ("grpo", [(ADVANTAGES, CENTRED)], DIFFERS),
-    "advantages whitened, one row alone": (
-        "grpo", [(ADVANTAGES, WHITENED)], "all models: with its rows in several .* fails: step 1: train/grad_norm is",
+    "advantages centred": Bug(
+        "grpo",
+        [(ADVANTAGES, CENTRED)],
+        DIFFERS,
     ),
-    "an optimizer step for each micro-batch": (
-        "grpo", [(BEFORE_UPDATE, "")], r"policy: 2 optimizer steps with one micro-batch each, and \d+ with several",
+    "advantages whitened, one row alone": Bug(
+        "grpo",
+        [(ADVANTAGES, WHITENED)],
+        "all models: with its rows in several .* fails: step 1: train/grad_norm is",
     ),
-    "the critic's loss": (
-        "ppo", [("value_clip, denominator=denominator", "value_clip, denominator=len(micro.rows)")],
+    "an optimizer step for each micro-batch": Bug(
+        "grpo",
+        [(update_of("grpo"), textwrap.indent(update_of("grpo"), "    "))],
+        r"policy: 2 optimizer steps with one micro-batch each, and \d+ with several",
+    ),
+    "the critic's loss": Bug(
+        "ppo",
+        [(VALUE_DENOMINATOR, VALUE_DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
         DIFFERS.replace("policy", "critic"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_loss_that_depends_on_the_micro_batch_is_found(holds, fork, bug):
-    name, changes, said = BUGS[bug]
-    rows, lines = holds(fork(name, *changes))
-    assert [model for model, right in rows.items() if not right] == [said.partition(":")[0]]
-    assert re.match(f"loss of {said}", lines) and "\n" not in lines, lines
+    bug = BUGS[bug]
+    rows, lines = holds(fork(bug.file, *bug.changes))
+    failing = [model for model, right in rows.items() if not right]
+    assert failing == [bug.message.partition(":")[0]]
+    assert re.match(f"loss of {bug.message}", lines) and "\n" not in lines, lines
 
 
 def test_the_second_run_goes_on_with_the_gradients_of_the_first():
@@ -403,23 +447,27 @@ def test_the_second_run_goes_on_with_the_gradients_of_the_first():
     for trial, gradient in ((first, [1.0, 2.0]), (second, [1.0, 2.1]), (second, [3.0, 4.0])):
         trial.trained, weight.grad = {"policy": (None, optimizer)}, torch.tensor(gradient)
         trial.before_update(optimizer)
-        assert trial.updates["policy"][-1][1][0].tolist() == pytest.approx(gradient)
+        assert trial.gradients["policy"][-1][0].tolist() == pytest.approx(gradient)
         assert weight.grad.tolist() == ([1.0, 2.0] if gradient[1] < 3 else [3.0, 4.0])  # one update more has its own
 
 
 def test_what_cannot_be_compared_fails(world):
-    compare = lambda one, several: selftest_file.compare(one, several, world)[1]
-    gradient, other = [torch.ones(2)], [torch.tensor([1.0, 1.0002])]
-    assert compare([(1, gradient)], [(3, gradient)]) == ""
-    assert "differs by 0.014 % from" in compare([(1, gradient)], [(3, other)])
-    assert "it was not updated in 10 steps" in compare([], [])
-    assert "never cut into micro-batches" in compare([(1, gradient)], [(1, gradient)])
-    for nothing in ([torch.zeros(2)], [torch.full((2,), torch.nan)], []):
-        assert "all its gradients are 0 or NaN" in compare([(1, nothing)], [(3, nothing)])
-    assert "differs by inf %" in compare([(1, gradient)], [(3, [])])
-    assert "differs by inf %" in compare([(1, gradient)], [(3, [torch.full((2,), torch.nan)])])
-    rounding = [(1, [torch.full((2,), 1e-7)]), (1, gradient)], [(3, [torch.full((2,), 2e-7)]), (3, gradient)]
-    assert compare(*rounding) == ""
+    def wrong(one: list, several: list, micro_batches: int = 3) -> str:
+        return selftest_file.compare(one, several, micro_batches, world).wrong
+
+    gradient = [torch.ones(2)]
+    other = [torch.tensor([1.0, 1.0002])]
+    not_a_number = [torch.full((2,), torch.nan)]
+    assert wrong([gradient], [gradient]) == ""
+    assert "differs by 0.014 % from" in wrong([gradient], [other])
+    assert "it was not updated in 10 steps" in wrong([], [])
+    assert "never cut into micro-batches" in wrong([gradient], [gradient], micro_batches=1)
+    for nothing in ([torch.zeros(2)], not_a_number, []):
+        assert "all its gradients are 0 or NaN" in wrong([nothing], [nothing])
+    assert "differs by inf %" in wrong([gradient], [[]])
+    assert "differs by inf %" in wrong([gradient], [not_a_number])
+    # A tiny gradient, next to a large one, is rounding error.
+    assert wrong([[torch.full((2,), 1e-7)], gradient], [[torch.full((2,), 2e-7)], gradient]) == ""
 
 
 @pytest.mark.parametrize(
@@ -440,8 +488,8 @@ def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
 def test_the_command_line_takes_a_file_from_anywhere(fork, problems, tmp_path):
     """It imports a neighbour, and is started from its own folder. Its flags are those of the file."""
     (tmp_path / "neighbour.py").write_text("def local(rows):\n    return len(rows)\n")
-    imported = ("import torch\n\n", "import torch\nfrom neighbour import local\n\n")
-    fork("grpo", imported, ("denominator=denominator, weights", "denominator=local(micro.rows), weights"))
+    imported = ("import torch\n", "import torch\nfrom neighbour import local\n")
+    fork("grpo", imported, (DENOMINATOR, DENOMINATOR.replace("=denominator", "=local(micro.rows)")))
     flags = ["--dataset", problems, "--max-response-tokens", 10, "--mini-batches", 2, "--clip-low", 0.1]
     result = launch(ROOT / "scripts/selftest.py", "mine.py", *flags, cwd=tmp_path, check=False)
     assert result.returncode == 1 and re.search(f"^loss of {DIFFERS}", result.stdout, re.MULTILINE), result.stderr

@@ -205,7 +205,7 @@ class Outer:
 def test_flags_come_back_from_json():
     args = Outer(3, ("b=1", "c=2"), Inner(("x=y",)))
     assert replay.rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(args)))) == args
-    with pytest.raises(errors.BadInput, match=r"\['gone'\] are no flags of this version"):
+    with pytest.raises(errors.BadInput, match=r"run.json: \['gone'\]"):
         replay.rebuild(Outer, {"steps": 1, "gone": 2})
 
 
@@ -289,7 +289,8 @@ def test_what_cannot_be_replayed_is_said(replays, monkeypatch):
     elsewhere = str(run / "checkpoints/step_000002")
     assert replay.checkpoint_before(run.parent / "none", 3, elsewhere) == elsewhere  # the run was resumed from there
     for difference, code in ((1e-7, None), (2e-6, 1)):
-        monkeypatch.setattr(replay, "replay", lambda *given, d=difference: [("loss/policy", 1.0, 1.0 + d, d)])
+        row = replay.Comparison("loss/policy", 1.0, 1.0 + difference, difference)
+        monkeypatch.setattr(replay, "replay", lambda *given, row=row: [row])
         if code:
             with pytest.raises(SystemExit, match="1"):
                 replay.main(replay.Args(run, 2))

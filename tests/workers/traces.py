@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import torch.distributed as dist
@@ -125,19 +126,22 @@ def main(runs: Path) -> None:
     world, finish, destroy = placement.init(0, sharding=compute), placement.finish, dist.destroy_process_group
     placement.init = lambda *given: world  # one process group for all
     placement.finish = dist.destroy_process_group = lambda *given: None
+    tables = {}
     if world.size > 1:
         train(runs / "ranks", ["dapo"], compute)
-        tables = {"2 ranks": replay.replay(runs / "ranks/dapo", 2)}
+        tables["2 ranks"] = replay.replay(runs / "ranks/dapo", 2)
     else:
         train(runs, list(OWN), compute)
-        tables = {name: replay.replay(runs / name, 2, fork(runs) if name == "fork" else None) for name in OWN}
+        for name in OWN:
+            tables[name] = replay.replay(runs / name, 2, fork(runs) if name == "fork" else None)
         tables["another file"] = replay.replay(runs / "fork", 2, ROOT / "algos/grpo.py")
         tables["2 ranks on 1"] = replay.replay(runs / "ranks/dapo", 2)
         for name, change in (("grpo", other_token), ("ppo", other_advantage), ("remax", no_baselines)):
             damage(runs / name, change)
             tables[change.__name__] = replay.replay(runs / name, 2)
     if world.is_main:
-        (runs / f"replays-{world.size}.json").write_text(json.dumps(tables))
+        as_rows = {name: [astuple(row) for row in comparisons] for name, comparisons in tables.items()}
+        (runs / f"replays-{world.size}.json").write_text(json.dumps(as_rows))
     dist.destroy_process_group = destroy
     finish(world)
 
