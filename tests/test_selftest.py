@@ -72,9 +72,14 @@ def tried(models, world, problems, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(engines, "start", lambda backend, *given, **sizes: engine(*given))
         compute, error = batching.Compute(**{"token_budget": 10_000, **compute}), None
         args = selftest.Args(
-            models[kind], (problems,), compute=compute, temperature=temperature, max_response_tokens=24,
-            dtype="float32", folder=str(tmp_path),
-        )  # fmt: skip
+            models[kind],
+            (problems,),
+            compute=compute,
+            temperature=temperature,
+            max_response_tokens=24,
+            dtype="float32",
+            folder=str(tmp_path),
+        )
         try:
             selftest.main(args)
         except RunFailed as failed:
@@ -471,9 +476,13 @@ def test_what_cannot_be_compared_fails(world):
 
 
 @pytest.mark.parametrize(
-    "text, said", [(None, "expected the file of an algorithm"), ("", "has no dataclass Args and no function main"),
-                   ("sft", "its Args does not extend Flags")],
-)  # fmt: skip
+    "text, said",
+    [
+        (None, "expected the file of an algorithm"),
+        ("", "has no dataclass Args and no function main"),
+        ("sft", "its Args does not extend Flags"),
+    ],
+)
 def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
     file = tmp_path / "mine.py"
     if text is not None:
