@@ -214,7 +214,7 @@ def main(args: Args) -> None:
 
         with tracker.time("logprobs"):
             # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is exactly 1.
+            # and packing are the same, so the ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)

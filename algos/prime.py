@@ -317,7 +317,7 @@ def main(args: Args) -> None:
 
         with tracker.time("logprobs"):
             # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is exactly 1.
+            # and packing are the same, so the ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
@@ -365,6 +365,8 @@ def main(args: Args) -> None:
             c_process=args.c_process,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
+        # If all advantages are 0, Adam's momentum would still move the weights.
+        learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
@@ -373,7 +375,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches:  # one optimizer step each
                 # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
-                if not mini_batch.micro_batches:
+                if not mini_batch.micro_batches or not learns:
                     continue
 
                 # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.

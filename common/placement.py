@@ -72,7 +72,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # (ranks,), or (copies, shards): parameters are sharded over the last, gradients averaged over all
+    mesh: DeviceMesh  # (ranks,), or (copies, shards): parameters are sharded over the last, gradients summed over all
     rollout_tp: int  # ranks that share one engine
     tp_group: dist.ProcessGroup | None  # the ranks of this rank's engine; None when each rank has its own engine
     sp_group: dist.ProcessGroup | None = None  # ranks that compute one row together; None when each has its own

@@ -163,7 +163,7 @@ def main(args: Args) -> None:
         for first in range(0, len(own_pairs), args.pairs_per_forward):
             chosen, rejected = scores(own_pairs[first : first + args.pairs_per_forward])
             loss = pair_loss(chosen, rejected, args.batch_size)
-            (loss * world.size).backward()  # FSDP averages gradients over ranks, and the sum is needed
+            loss.backward()  # FSDP sums the gradients over the ranks (model.load)
             total, right = total + loss.item(), right + (chosen > rejected).sum().item()
         torch.nn.utils.clip_grad_norm_(reward_model.parameters(), args.max_grad_norm)
         for group in optimizer.param_groups:

@@ -148,6 +148,19 @@ def test_compiled_layers_change_nothing_and_are_compiled_once_for_all_lengths(tm
     assert 0 < graphs[0] == graphs[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["eager", "compile"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_first_updates_ratio_is_exactly_one(world, dtype, kernels):
+    """Old log-probs come from a forward without gradient. It must round as the training forward does."""
+    policy = model.load(str(arithmetic.WARM_START), world, dtype, Compute(token_budget=4096, kernels=kernels))
+    rollout = random_rollout(8)
+    (micro,) = batching.pack(rollout, torch.arange(8), Compute(token_budget=4096), world)
+    old_logprobs = model.frozen_logprobs(policy, rollout, [micro], TEMPERATURE)
+    logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    assert torch.equal(logprobs.detach(), old_logprobs[micro.rows])
+
+
 def test_compiled_layers_need_a_compiler(models, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's compiler is another one

@@ -1,7 +1,7 @@
 """Loads Hugging Face weights into an FSDP2 model, and computes log-probs or values of tokens in a packed row.
 
 Master weights are float32 and sharded over all ranks. They are gathered layer by layer in the compute dtype, and
-gradients are averaged over the ranks in float32.
+gradients are summed over the ranks in float32.
 """
 
 import inspect
@@ -146,10 +146,11 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*decoder_of(model).layers, model):
         fully_shard(module, mesh=world.mesh, **settings)
-        # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss counts
-        # the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if world.size > 1:
+            # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss
+            # counts the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bool) -> None:
