@@ -160,6 +160,7 @@ class RewardService:
         bounds the body of an error.
         """
         method = "GET" if content is None else "POST"
+        answered = ""  # the last reply that asked for another try, for the message
         while True:
             raw = None
             try:
@@ -175,11 +176,14 @@ class RewardService:
                     raw = reply.raw
                     body = read_body(raw, 2 * read_timeout)
             except (requests.RequestException, HTTPError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                # A server that fails may close the connection after its reply. Its reply says more than the closed
+                # connection that the next try finds.
+                problem = f"{type(error).__name__}: {error}{answered}"
             else:
                 problem = f"status {raw.status}, {body[:500]!r}"
                 if not retries.is_retry(method, raw.status):
                     break
+                answered = f"; before that {problem}"
             # increment() counts the try and raises after the last one. sleep() waits as long as Retry-After says, or
             # twice as long as the time before.
             try:
