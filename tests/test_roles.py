@@ -32,7 +32,8 @@ def table(models):
     def make(names: list[str], rewards=None, **changes) -> list[Role]:
         settings = {"dtype": torch.float32, "size": 2, "backend": "hf", **changes}
         plan = MemoryPlan(model=models["tied"], models=tuple(names), **settings)
-        rows = roles.roles_of(plan, rewards or {})
+        reward_roles = [roles.reward_role(name, reward, plan.size) for name, reward in (rewards or {}).items()]
+        rows = [*roles.model_roles(plan), roles.rollout_role(plan), *reward_roles]
         roles.check_fit(plan, rows)
         roles.show(rows)
         return rows

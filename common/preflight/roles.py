@@ -22,12 +22,6 @@ class Role:
     host: float = 0.0  # bytes of host memory for each rank
 
 
-def roles_of(plan: MemoryPlan, rewards: dict[str, Callable]) -> list[Role]:
-    """All roles of a run, in the order of the table."""
-    models = model_roles(plan)
-    return [*models, rollout_role(plan), *(reward_role(name, reward, plan.size) for name, reward in rewards.items())]
-
-
 def model_roles(plan: MemoryPlan) -> list[Role]:
     """The models that the trainer's ranks share. A trained one also has gradients in an update."""
     computes = str(plan.dtype).removeprefix("torch.")

@@ -122,10 +122,14 @@ class TriedReward:
 
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
-        with refused_as_input():
-            results = self.grade(items, lengths, truncated)
-        if self.pool.first_loss:
-            raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
+        results: list[Result] = []
+        # One prompt after the other: a reward that hangs is known after the first, however few workers there are.
+        rows = zip(items, lengths, truncated)
+        for _, batch in groupby(rows, lambda row: row[0].prompt):
+            with refused_as_input():
+                results += self.grade(*map(list, zip(*batch)))
+            if self.pool.first_loss:
+                raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
         return results
 
 
