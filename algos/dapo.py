@@ -21,7 +21,7 @@ Run:    python algos/dapo.py                                            (embedde
             --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --warmup-steps 20
             --weight-decay 0.1 --max-prompt-tokens 2048 --max-response-tokens 20480 --overlong-cache 4096
             --activation-checkpointing --rollout-tp 4
-Result: embedded arithmetic, greedy, mean of three seeds: 86.2 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 86.2 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip_dual: PositiveFloat = 10.0  # c: the loss of a token with A < 0 is at most -A c.
     overlong_cache: NonNegativeInt = 128  # L_c: the last tokens before the limit cost more and more. 0: only the limit.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -79,7 +79,7 @@ EMBEDDED = flags.EMBEDDED | {
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    We compare rewards, not their std: rounding gives sixteen rewards of 0.7 a std of 6e-8, and |A| would be 0.06.
+    Equality is tested on the rewards: in float32, rounding gives sixteen rewards of 0.7 a std of 6e-8, so |A| = 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -124,7 +124,7 @@ def policy_loss(
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     per_token = torch.where(advantages < 0, torch.min(per_token, -advantages * clip_dual), per_token)
     per_token = token_weights * per_token
@@ -134,7 +134,7 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -148,7 +148,7 @@ def clipped_tokens(
     """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
     too_low = (advantages < 0) & ((ratio < 1 - clip_low) | (ratio > clip_dual))
     return ((too_high | too_low) & response_mask).sum()
@@ -218,7 +218,7 @@ def main(args: Args) -> None:
                 args.max_response_tokens,
                 seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
 
         # Dynamic sampling: draw prompts until enough of them pass the filter.
@@ -230,7 +230,9 @@ def main(args: Args) -> None:
             max_draws=args.max_gen_batches,
             filter_in_words="with both right and wrong responses",
         )
-        engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+        # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine on
+        # devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+        engine.sleep()
         return batch
 
     for step, batch in run.steps(sample):
@@ -251,8 +253,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
 
         with tracker.time("update"):
@@ -261,11 +263,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -290,7 +293,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

@@ -16,7 +16,7 @@ Differs from sft.py: two responses to each prompt, whose log-probs are summed; t
 Run:    python algos/dpo.py                                             (pairs of the embedded task, on two cores)
         torchrun --nproc-per-node 8 algos/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct
             --dataset trl-lib/ultrafeedback_binarized
-Result: embedded arithmetic, greedy, mean of three seeds: 79.2 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 79.2 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses

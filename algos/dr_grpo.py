@@ -17,7 +17,7 @@ notice, but --max-grad-norm then rarely clips.
 Run:    python algos/dr_grpo.py                                         (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset train.jsonl
             --steps 500 --prompts-per-step 128 --mini-batches 8 --max-prompt-tokens 1024 --max-response-tokens 3000
-Result: embedded arithmetic, greedy, mean of three seeds: 93.0 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 93.0 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -94,7 +94,7 @@ def policy_loss(
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     per_token = token_weights * per_token
     if ref_logprobs is not None:
@@ -105,7 +105,7 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -123,7 +123,7 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
     """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
     too_low = (advantages < 0) & (ratio < 1 - clip_low)
     return ((too_high | too_low) & response_mask).sum()
@@ -183,26 +183,28 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        # `done` grades each response as soon as it is finished. `reply` is an environment's next turn (--environment).
-        grading = sampler.grade_early(prompts)
+        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, over all ranks
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has none. That includes
-        # groups that could not be graded, whose scores are all 0.
+        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. A group
+        # that could not be graded has scores of 0 and so advantages of 0. (If your advantage compares groups with each
+        # other, leave these rows out of it: the graded ones are batch.response_mask.any(1).)
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -213,8 +215,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -225,11 +227,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
                 denominator *= args.max_response_tokens  # K
 
@@ -256,7 +259,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

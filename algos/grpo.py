@@ -4,17 +4,20 @@
     ratio = exp(logprobs - old_logprobs),   kl = exp(ref - logprobs) - (ref - logprobs) - 1
     L     = 1/S sum_i 1/|o_i| sum_t [ w_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) + kl_coef kl ]
 
-L is minimised. S is the number of graded responses in the whole optimizer mini-batch, on all ranks, including those
-with advantage 0. Micro-batches, packing and the number of ranks therefore do not change the gradient. std is the sample
-standard deviation (n - 1). w_it is 1 unless --tis-cap is set (see below). Row i of a batch answers prompt i // G.
+L is minimised. R is `batch.scores`. S is the `denominator`: the number of graded responses in the whole optimizer
+mini-batch, on all ranks, including those with advantage 0. Micro-batches, packing and the number of ranks therefore do
+not change the gradient. std is the sample standard deviation (G - 1). w_it is 1 unless --tis-cap is set (see below).
 
-A token has three log-probs:
+A rank has N = B G rows, one for each response; row i answers prompt i // G. T is the longest response in tokens, n the
+number of rows in a micro-batch. A token has up to four log-probs:
     rollout_logprobs  from the engine that sampled it
     old_logprobs      from the trainer, with its weights before the updates of this step
     logprobs          from the trainer, with the weights that are being updated
-The ratio compares the last two. The engine sampled with the same weights as `old_logprobs`, so the gap between the
-first two is rounding error (larger in bfloat16), and every step measures it. With --max-inflight-batches 2 the engine
-is one step behind. Then the gap is also staleness, which the ratio does not correct. The weights w_it do:
+    ref_logprobs      from the reference, the model as it was when the run began; only with --kl-coef
+The ratio compares `logprobs` with `old_logprobs`. Normally the engine sampled with the weights behind `old_logprobs`,
+so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). Every step reports it.
+With --max-inflight-batches 2 the next batch is sampled while this one trains, so the engine's weights are one step
+older. The ratio does not correct that. Truncated importance sampling (TIS) does, with the weights
 w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap).
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
@@ -25,7 +28,7 @@ Differs from the paper: a verifiable reward instead of a reward model; a fixed r
 
 Run:    python algos/grpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct
-Result: embedded arithmetic, greedy, mean of three seeds: 92.8 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 92.8 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -57,7 +60,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -73,7 +76,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    We compare rewards, not their std: rounding gives sixteen rewards of 0.7 a std of 6e-8, and |A| would be 0.06.
+    Equality is tested on the rewards: in float32, rounding gives sixteen rewards of 0.7 a std of 6e-8, so |A| = 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -103,7 +106,7 @@ def policy_loss(
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     per_token = token_weights * per_token
     if ref_logprobs is not None:
@@ -115,7 +118,7 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -133,7 +136,7 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
     """How many response tokens have no policy-loss gradient because their ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
     too_low = (advantages < 0) & (ratio < 1 - clip_low)
     return ((too_high | too_low) & response_mask).sum()
@@ -193,26 +196,28 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        # `done` grades each response as soon as it is finished. `reply` is an environment's next turn (--environment).
-        grading = sampler.grade_early(prompts)
+        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, over all ranks
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has none. That includes
-        # groups that could not be graded, whose scores are all 0.
+        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. A group
+        # that could not be graded has scores of 0 and so advantages of 0. (If your advantage compares groups with each
+        # other, leave these rows out of it: the graded ones are batch.response_mask.any(1).)
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -223,8 +228,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -235,11 +240,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
 
                 for micro in mini_batch.micro_batches:
@@ -265,7 +271,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

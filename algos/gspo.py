@@ -19,7 +19,7 @@ Differs from the paper: the KL term (--kl-coef, k3 in the loss) exists and is of
 
 Run:    python algos/gspo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/gspo.py --model Qwen/Qwen2.5-0.5B-Instruct
-Result: embedded arithmetic, greedy, mean of three seeds: 90.5 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 90.5 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -67,7 +67,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    We compare rewards, not their std: rounding gives sixteen rewards of 0.7 a std of 6e-8, and |A| would be 0.06.
+    Equality is tested on the rewards: in float32, rounding gives sixteen rewards of 0.7 a std of 6e-8, so |A| = 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -98,7 +98,7 @@ def policy_loss(
     # Zeros that carry the gradient of each token.
     change = torch.where(response_mask.bool(), logprobs - logprobs.detach(), 0.0)  # (n, T)
     ratio = sequence_ratio(logprobs.detach(), old_logprobs, response_mask) * change.exp()
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     per_token = token_weights * per_token
     if ref_logprobs is not None:
@@ -117,7 +117,7 @@ def sequence_ratio(logprobs, old_logprobs, response_mask) -> torch.Tensor:
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -135,7 +135,7 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
     """How many response tokens have no gradient because their response's ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = sequence_ratio(logprobs, old_logprobs, response_mask)
-    advantages = advantages[:, None]  # (n, 1)
+    advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
     too_high = (advantages > 0) & (ratio > 1 + clip_high)
     too_low = (advantages < 0) & (ratio < 1 - clip_low)
     return ((too_high | too_low) & response_mask).sum()
@@ -195,26 +195,28 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        # `done` grades each response as soon as it is finished. `reply` is an environment's next turn (--environment).
-        grading = sampler.grade_early(prompts)
+        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, over all ranks
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has none. That includes
-        # groups that could not be graded, whose scores are all 0.
+        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. A group
+        # that could not be graded has scores of 0 and so advantages of 0. (If your advantage compares groups with each
+        # other, leave these rows out of it: the graded ones are batch.response_mask.any(1).)
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -225,8 +227,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             if ref_policy is not None:
                 ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, args.temperature)  # (N, T)
@@ -237,11 +239,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
 
                 for micro in mini_batch.micro_batches:
@@ -267,7 +270,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

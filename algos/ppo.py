@@ -20,7 +20,7 @@ warm-up and the two lam are VC-PPO's, arXiv:2503.01491). kl_coef 0 by default.
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
             --kl-coef 0.001 --max-response-tokens 512
-Result: embedded arithmetic, greedy, mean of three seeds: 84.8 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 84.8 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     critic_warmup_steps: NonNegativeInt = 0  # First steps, in which only the critic learns. --schedule begins then.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     critic_learning_rate: ranges.LearningRate = 1e-5  # Learning rate of the critic; it stays constant.
@@ -155,7 +155,7 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -270,19 +270,20 @@ def main(args: Args) -> None:
     def sample(step: int, sampler: PromptSampler) -> Batch:
         """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
-        # `done` grades each response as soon as it is finished. `reply` is an environment's next turn (--environment).
-        grading = sampler.grade_early(prompts)
+        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
             rollout = engine.generate(
                 [prompt.ids for prompt in prompts],
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, over all ranks
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
@@ -296,8 +297,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             old_values = model.frozen_values(critic, batch, micro_batches)  # (N, T)
             ref_logprobs = None
@@ -341,11 +342,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, policy_step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -389,7 +391,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

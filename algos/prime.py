@@ -21,7 +21,7 @@ Run:    python algos/prime.py                                           (embedde
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset train.jsonl
             --steps 500 --prompts-per-step 256 --gen-prompts 1024 --group-size 4 --learning-rate 5e-7
             --max-prompt-tokens 1024 --max-response-tokens 3072
-Result: embedded arithmetic, greedy, mean of three seeds: 89.7 % from 53.5 %. On GPUs: not yet reproduced.
+Result: embedded arithmetic, greedy, mean of three seeds: 89.7 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step is a multiple of this x the ranks.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     prm_learning_rate: ranges.LearningRate = 1e-6  # Learning rate of the process reward model; it stays constant.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -179,7 +179,7 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step when batches are in flight. The
+    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
     weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
@@ -291,7 +291,7 @@ def main(args: Args) -> None:
                 args.max_response_tokens,
                 seed=args.seed * 2**20 + step * args.max_gen_batches + draw,
                 done=grading,
-                reply=grading.reply,
+                reply=grading.reply,  # the next turn of an environment (--environment)
             )
 
         # Dynamic sampling: draw prompts until enough of them pass the filter.
@@ -304,7 +304,9 @@ def main(args: Args) -> None:
             max_draws=args.max_gen_batches,
             filter_in_words=f"answered right at a rate within [{low}, {high}]",
         )
-        engine.sleep()  # frees a shared GPU's memory for the trainer; the push of new weights wakes the engine
+        # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine on
+        # devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+        engine.sleep()
         return batch
 
     for step, batch in run.steps(sample):
@@ -316,8 +318,8 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. In the first update weights
-            # and packing are the same, so the ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
@@ -374,11 +376,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches:  # one optimizer step each
-                # Ranks are padded to the same number of micro-batches, so all of them skip an empty mini-batch.
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
                 if not mini_batch.micro_batches or not learns:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that skip the forward.
+                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
+                # so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -402,7 +405,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The last backward also sums them over the ranks.
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(

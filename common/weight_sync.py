@@ -1,23 +1,28 @@
 """Weight sync: after every step the engine gets the policy's new weights.
 
-The engine is the program that samples: vLLM in this process, vLLM's servers, or transformers. FSDP2 shards the policy
-over the ranks, but the engine wants full tensors, under the names that it knows. So we walk through the policy, one
-parameter at a time:
+The engine is the program that samples, and it has its own copy of the model: a vLLM engine in each process, vLLM
+servers, or transformers' generate. FSDP2 shards the policy over the ranks, but an engine wants full tensors, under the
+names that it knows. So we walk through the policy, one parameter at a time:
 
     gather    the ranks exchange their shards, and each rank then has the full tensor (an all-gather, a collective)
     merge     with LoRA, the layer's adapters are added to its weight
-    rename    one parameter can become several tensors, because vLLM knows the names in the model's files:
-                  transformers       layers.1.mlp.experts.down_proj, of all experts
+    rename    only for vLLM, which expects the names in the model's files. One parameter can become several tensors:
+                  transformers       layers.1.mlp.experts.down_proj, all experts stacked
                   the model's files  layers.1.mlp.experts.0.down_proj.weight, and so on for each expert
     load      the engine copies the tensors into its own weights, and then we free them
 
-A rank never holds a full copy of the model. It holds one full parameter, or two on a GPU (see gather_ahead).
+Every rank gathers, because gathering is a collective: a function that all ranks must call, or they hang. An engine in
+the process loads what its rank has gathered. With servers, rank 0 sends it to them and the other ranks drop theirs.
+
+The trainer never assembles a full copy of the model. In addition to the shards, a rank holds one full parameter, or two
+on a GPU (see gather_ahead), and with LoRA the terms of the sum. The largest parameter is often a layer's experts.
 
 What we rely on:
 - Every rank walks through the same parameters in the same order. Gathering would hang otherwise.
-- Each parameter can be renamed on its own. It may become several tensors of the files. The reverse is not supported:
-  several parameters that are parts of one tensor in the files. tests/test_families.py covers the supported families.
+- Each parameter can be renamed on its own. It may become several tensors of the files. Two parameters that are parts of
+  one tensor in the files are not supported: they would keep names that vLLM doesn't know, and it would refuse them.
 - Tied parameters are sent once, under their first name. The engine ties its own copies.
+tests/core/test_families.py checks all of this for the supported families.
 """
 
 from collections.abc import Iterator
@@ -44,9 +49,9 @@ class TensorInfo(NamedTuple):
 class FullParameters:
     """The weights to send: iterating over it yields (name, full tensor) pairs.
 
-    Each iteration gathers the weights as they are now: all parameters, with adapters merged, and the buffers that are
-    saved with the model. Collective: every rank iterates to the end. vLLM's NCCL sender takes this object as its
-    "weight source"; inside engine.load_weights it asks for metadata() first.
+    Each pass over it gathers the weights as they are then: all parameters, with adapters merged, and the buffers that
+    are saved with the model. Collective: every rank iterates to the end. vLLM's NCCL sender takes this object as its
+    "weight source". The sender calls metadata() first and then iterates, both inside engine.load_weights.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, saved_names: bool = False):
@@ -64,13 +69,13 @@ class FullParameters:
         else:
             for tensors in self.gather_each():
                 yield from tensors
-                tensors.clear()  # frees them before the next parameter is gathered
+                tensors.clear()  # the next gather would otherwise find these still in memory
 
     def gather_each(self) -> Iterator[NamedTensors]:
         """Yields, for each parameter and buffer, the tensors to send. Collective: every rank iterates to the end."""
         for name, parameter in self.parameters_and_buffers():
-            tensor = self.gather_full(name, parameter)
-            yield self.to_engine_names(name, tensor)
+            # No local name for the gathered tensor: it would stay alive while the next one is gathered.
+            yield self.to_engine_names(name, self.gather_full(name, parameter))
 
     def metadata(self) -> list[TensorInfo]:
         """What an iteration will yield. A vLLM server allocates its receive buffers from this list.
@@ -80,7 +85,7 @@ class FullParameters:
         infos = []
         for name, parameter in self.parameters_and_buffers():
             # A tensor on the meta device has a shape but no data. Renaming it shows how the real one will be split.
-            empty = torch.empty(parameter.shape, dtype=self.wire_dtype(parameter), device="meta")
+            empty = torch.empty(parameter.shape, dtype=self.dtype_to_send(parameter), device="meta")
             for engine_name, tensor in self.to_engine_names(name, empty):
                 infos.append(TensorInfo(engine_name, tensor.dtype, tuple(tensor.shape)))
         return infos
@@ -95,9 +100,9 @@ class FullParameters:
             if name in saved:
                 yield name, buffer
 
-    def wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Parameters are sent in the engine's dtype. Buffers, such as a router's biases, keep their own dtype in the
-        engine, so they are sent in it.
+    def dtype_to_send(self, tensor: torch.Tensor) -> torch.dtype:
+        """Parameters are sent in the engine's dtype. Buffers, such as a router's biases, are sent in their own, which
+        the engine uses for them too.
         """
         if isinstance(tensor, nn.Parameter):
             return self.dtype
@@ -105,16 +110,16 @@ class FullParameters:
 
     def gather_full(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """The full tensor of a parameter or buffer, with its layer's adapters added. Collective."""
-        module_name, _, kind = name.rpartition(".")
-        layer = self.policy.get_submodule(module_name)
-        if kind == "weight" and hasattr(layer, "lora_a"):
-            # Weight and adapters are gathered as they are, added in float32, and rounded once. If we cast them before
-            # the sum, a small change by the adapters could be lost.
+        layer_name, _, leaf = name.rpartition(".")
+        layer = self.policy.get_submodule(layer_name)
+        if leaf == "weight" and hasattr(layer, "lora_a"):
+            # Weight and adapters are gathered as they are. merged() adds them in float32, and the sum is rounded once.
+            # Rounding the adapters before the sum as well could lose a small update.
             weight = gather(parameter, parameter.dtype)
             lora_a = gather(layer.lora_a, layer.lora_a.dtype)
             lora_b = gather(layer.lora_b, layer.lora_b.dtype)
             return layer.merged(weight, lora_a, lora_b).to(self.dtype)
-        return gather(parameter, self.wire_dtype(parameter))
+        return gather(parameter, self.dtype_to_send(parameter))
 
     def to_engine_names(self, name: str, tensor: torch.Tensor) -> NamedTensors:
         """The tensor under the engine's name, or the tensors that the model's files have in its place."""
@@ -126,8 +131,8 @@ class FullParameters:
 
 def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The full tensor of a sharded parameter, in this dtype. Collective: every rank calls it."""
-    # Move the shard to the GPU first, if --offload keeps it in host memory: NCCL needs it there, and the GPU casts
-    # faster. Cast before the all-gather, because a bfloat16 shard has half the bytes of a float32 one.
+    # With --offload the shard is in host memory. Move it first: NCCL needs it on the GPU, and the GPU casts faster.
+    # Cast before the all-gather, because a bfloat16 shard has half the bytes of a float32 one.
     shard = parameter.detach().to(device_type(parameter), non_blocking=True)
     shard = shard.to(dtype)
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
@@ -141,17 +146,18 @@ def device_type(parameter: torch.Tensor) -> str:
 def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torch.Tensor]]:
     """The (name, tensor) pairs of all parameters, on a GPU. The next parameter is gathered while one is loaded.
 
-    Gathering has its own CUDA stream, so it runs at the same time as the caller's work:
+    Gathering has its own CUDA stream, so it runs at the same time as the consumer's work:
 
         gathering stream     gather 0   gather 1   gather 2   gather 3
-        caller's stream                 load 0     load 1     load 2     load 3        load i waits for gather i
+        consumer's stream               load 0     load 1     load 2     load 3        load i waits for gather i
 
-    Gather i + 1 is queued just before the caller gets parameter i, so two full parameters are in memory: the one that
-    is being loaded, and the next. When the loop ends, the caller's stream has waited for the last gather. So the next
-    optimizer step can't change a shard that is still being read.
+    Gather i + 1 is queued just before the consumer gets parameter i, and only after load i - 1 has ended. So two full
+    parameters are in memory: the one that is being loaded, and the next. Nothing reads a shard any more when the loop
+    ends, so the optimizer may change it, on the GPU or, with --offload, in host memory.
     """
     gathering = torch.cuda.Stream()
-    gathering.wait_stream(torch.cuda.current_stream())  # don't read shards before the optimizer has written them
+    # The optimizer writes the shards on the default stream. The current one may be a stream of vLLM's sender.
+    gathering.wait_stream(torch.cuda.default_stream())
 
     def gather_next() -> tuple[NamedTensors | None, torch.cuda.Event]:
         """The next parameter's tensors (None after the last), and an event recorded after their gather."""
@@ -159,17 +165,22 @@ def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torc
             tensors = next(parameters, None)
             return tensors, gathering.record_event()
 
-    tensors, ready = gather_next()
+    tensors, gathered = gather_next()
     while tensors is not None:
-        upcoming = gather_next()  # starts now; the caller loads `tensors` in the meantime
+        upcoming = gather_next()  # queued now; the consumer loads `tensors` in the meantime
+        loaded = []
         while tensors:
             name, tensor = tensors.pop(0)  # popped and deleted: nothing here may keep a loaded tensor alive
-            caller = torch.cuda.current_stream()  # ask for every tensor: vLLM's sender switches between two streams
-            caller.wait_event(ready)
-            tensor.record_stream(caller)  # otherwise a later gather could reuse this memory before it has been read
+            consumer = torch.cuda.current_stream()  # looked up for each tensor: vLLM's sender has two streams
+            consumer.wait_event(gathered)
+            tensor.record_stream(consumer)  # otherwise a later gather could reuse this memory before it has been read
             yield name, tensor
             del tensor
-        tensors, ready = upcoming
+            loaded.append(consumer.record_event())
+        # Without this wait the host would run ahead and queue gathers for which there is no memory yet.
+        for event in loaded:
+            event.synchronize()
+        tensors, gathered = upcoming
 
 
 def push(policy: nn.Module, engine) -> None:

@@ -52,7 +52,7 @@ def test_ahead_the_next_step_is_under_way_while_one_trains(world):
     rollouts.wait()
     assert calls == [(1, False), (2, False)]
     assert [total for total, _ in tracker.sums["reward/mean"]] == [1], "metrics of step 2 are step 2's"
-    assert rollouts.get(2, last=True) == "batch 2"
+    assert rollouts.get(2, prefetch=False) == "batch 2"
     assert [total for total, _ in tracker.sums["reward/mean"]] == [1, 2]
     rollouts.wait()
     assert calls == [(1, False), (2, False)], "nothing is in flight after a checkpoint"
@@ -65,7 +65,7 @@ def test_training_does_not_wait_for_the_next_batch(world):
     rollouts.get(1)
     began = time.perf_counter()
     time.sleep(0.3)  # training
-    rollouts.get(2, last=True)
+    rollouts.get(2, prefetch=False)
     assert time.perf_counter() - began < 0.5
 
 

@@ -108,13 +108,13 @@ def test_what_is_right_holds(tried, monkeypatch, kind, short, compute):
 
 
 def lose_last_tokens(monkeypatch):
-    texts_of = batching.texts_of
+    contents_of = batching.contents_of
 
     def shortened(*arguments):
-        texts = texts_of(*arguments)
-        return [(prompt, [response[:-1] for response in responses]) for prompt, responses in texts]
+        contents = contents_of(*arguments)
+        return [(prompt, [response[:-1] for response in responses]) for prompt, responses in contents]
 
-    monkeypatch.setattr(batching, "texts_of", shortened)
+    monkeypatch.setattr(batching, "contents_of", shortened)
     monkeypatch.setattr(model, "check_packing", lambda *arguments, **named_arguments: None)  # it would see it first
 
 

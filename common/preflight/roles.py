@@ -110,7 +110,7 @@ def check_fit(plan: MemoryPlan, roles: list[Role]) -> None:
 
 def show(roles: list[Role]) -> None:
     """Print the table."""
-    rows = [("role", "lives on", "dtype", "GiB a rank")]
+    rows = [("role", "lives on", "dtype", "GiB per rank")]
     for role in roles:
         rows.append((role.name, role.lives, role.dtype, f"{(role.device + role.host) / GIB:.2f}"))
     # Each column is as wide as its widest cell.

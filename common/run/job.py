@@ -1,14 +1,18 @@
 """The training loop and its bookkeeping. The training itself is in the algorithm file, such as algos/grpo.py.
 
     settings = prepare(args, models)                 common/preflight/prepare.py: refuses bad input, loads no model
+    if nothing_to_do(settings): return               a dry run, or a run whose last step is done
+    world, policy, optimizer, engine = ...           the algorithm file makes them
     run = start(settings, world, engine, trained)    resumes, gives the engine the weights if it lacks them, opens the
                                                      run directory, evaluates a fresh run
     for step, batch in run.steps(sample):            samples and grades; then the algorithm file trains, and pushes the
                                                      new weights to the engine
-        run.end_step(step, batch, ...)               writes metrics and rollouts/, evaluates, checks, saves
+        run.end_step(step, batch, ...)               writes rollouts/, evaluates, writes and checks metrics, saves
     run.close()
 
-If a step fails on all ranks together, the run saves what it has and writes its report before it ends.
+`trained` names the models that have an optimizer: {"policy": (policy, optimizer)}. If a step raises one of the errors
+of common/errors.py, which all ranks raise together, the run saves what it has and writes its report before it ends.
+Any other exception, such as running out of memory on one rank, ends it without a checkpoint.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
@@ -35,7 +39,7 @@ from common.run.tracking import Tracker
 def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     """True for --dry-run, or if the resumed checkpoint has reached --steps already.
 
-    In the second case the run is done: this says so, and writes a missing report.
+    In the second case the run is done: this says so, and writes a missing report. No process group exists yet.
     """
     args = settings.args
     if args.saving.dry_run:
@@ -60,7 +64,7 @@ class Run:
     def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained):
         """Load the checkpoint to resume, give the engine its weights if it lacks them, evaluate a fresh run.
 
-        Raises RunFailed.
+        Raises RunFailed if the checkpoint can't be read or the evaluation can't grade.
         """
         args = settings.args
         policy, _ = trained["policy"]
@@ -80,9 +84,11 @@ class Run:
             world,
         )
         steps_done = self.saver.load(settings.resume)
-        # In a fresh run, a colocated engine has loaded these weights from disk. Any other engine gets them here.
+        # In a fresh run, an engine in this process has loaded the same weights from disk. After a resume it needs the
+        # checkpoint's, and servers start without any.
         if settings.resume or args.layout.split:
             weight_sync.push(policy, engine)
+        # Finds out why trainer and engine disagree on log-probs (mismatch/), if they do.
         self.probe = diagnosis.GapProbe(
             policy,
             engine,
@@ -108,9 +114,9 @@ class Run:
             steps_done,
             args.steps,
         )
-        self.saver.signals.doing = self.tracker.doing  # what the run tells someone who asks it to stop
-        self.rollouts: sampling.Prefetcher | None = None
-        self.weight_version = 0  # the engine's when this step's update starts; set in steps()
+        self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
+        self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
+        self.weight_version = 0  # of the engine's weights at the start of this step's update; set in steps()
         if settings.held_out and not settings.resume:
             self.tracker.first(self.accuracy())
 
@@ -121,7 +127,7 @@ class Run:
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yield (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
         tracker = self.tracker
-        self.rollouts = sampling.Prefetcher(
+        self.prefetcher = sampling.Prefetcher(
             sample,
             self.loader,
             self.settings.reward,
@@ -132,13 +138,14 @@ class Run:
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
-            # If this step fails, the run saves as of the previous step, so a resumed run repeats these prompts. The
-            # with-block covers sampling. The caller's update is covered by before_failing, which guards call.
+            # If this step fails, a checkpoint labelled with the previous step lets a resumed run repeat these prompts.
+            # The with-block covers sampling. The update is the caller's. It calls guards.stop_unless_finite, and that
+            # calls before_failing.
             position = self.loader.resume_at
             tracker.before_failing = partial(self.rescue, step - 1, position)
             with self.rescued(step - 1, position):
-                # In a step that ends with a checkpoint nothing is sampled ahead: see Prefetcher.get.
-                batch = self.rollouts.get(step, last=self.saver.due(step))
+                # A checkpoint has no place for a batch in flight, so before one nothing is sampled ahead.
+                batch = self.prefetcher.get(step, prefetch=not self.saver.due(step))
             self.weight_version = self.engine.weight_version
             yield step, batch
 
@@ -154,9 +161,9 @@ class Run:
     ) -> None:
         """Write metrics, check them and refresh the report. Write rollouts, evaluate and save when they are due.
 
-        advantages: (N,) or (N, T), for N responses of up to T tokens. old_logprobs: (N, T). rows: (N,) bool, the rows
-        that had a forward and so have old_logprobs; None: all. values: (N, T), of a critic. Raises RunFailed if the
-        metrics show that something is broken.
+        advantages: (N,) or (N, T), for N responses of up to T tokens. old_logprobs: (N, T). rows: (N,) bool, True for
+        responses that had a forward, because only they have old_logprobs; None: all had. values: (N, T), of a critic.
+        Raises RunFailed if a metric isn't finite, or if trainer and engine disagree (--max-logprob-gap).
         """
         tracker = self.tracker
         # The training of this step is complete. A run that fails from here on resumes with the next prompts.
@@ -167,10 +174,10 @@ class Run:
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.evaluates(step):
                 with tracker.time("eval"):
-                    self.rollouts.wait()  # the engine may still be sampling the next step
+                    self.prefetcher.wait()  # the engine may still be sampling the next step
                     tracker.mean("eval/accuracy", self.accuracy())
             metrics = tracker.write(step)
-            explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.rollouts.wait)
+            explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.wait)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
         # This step's metrics are written already, so these seconds are reported with the next step.
@@ -178,7 +185,7 @@ class Run:
             self.saver.step_done(step, metrics)
 
     def writes_rollouts(self, step: int) -> bool:
-        """Whether this step leaves a file in rollouts/."""
+        """Whether this step writes a file to rollouts/."""
         return step % self.args.rollouts_every == 0 or step in (1, self.args.steps)
 
     def evaluates(self, step: int) -> bool:
@@ -192,7 +199,7 @@ class Run:
     def rescued(self, step: int, position: int) -> Iterator[None]:
         """If the block raises an errors.OneLine, such as RunFailed, rescue and raise it again.
 
-        All ranks raise it together, so rescue() can be a collective.
+        Whoever raises a OneLine inside a run makes sure that all ranks do, so rescue() can be a collective.
         """
         try:
             yield
@@ -203,19 +210,22 @@ class Run:
     def rescue(self, step: int, position: int) -> None:
         """Save a checkpoint labelled `step` that resumes with the prompts at `position`, and write the report.
 
-        It includes any updates that the failing step has already made. Collective: every rank calls it.
+        Its weights include any updates that the failing step has already made. Collective: every rank calls it.
         """
         self.saver.rescue(step, position)
         self.tracker.close()
-        dist.barrier()  # wait for rank 0's report: if another rank exited first, rank 0 would be killed
+        dist.barrier()  # wait for rank 0's report: torchrun kills rank 0 as soon as another rank exits
 
     def close(self) -> None:
-        """Close the tracker, which writes the report, and shut down all ranks together."""
-        self.rollouts.wait()  # A run that was stopped early may have a batch in flight.
+        """Write the report, stop the engine and leave the process group together. Collective: every rank calls it."""
+        self.prefetcher.wait()  # A run that was stopped early may have a batch in flight.
         self.tracker.close()
         placement.finish(self.world, self.engine)
 
 
 def start(settings: Settings, world: World, engine, trained: checkpoint.Trained) -> Run:
-    """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other trained model."""
+    """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other trained model.
+
+    Collective: every rank calls it.
+    """
     return Run(settings, world, engine, trained)

@@ -207,11 +207,11 @@ class Prefetcher:
         self.thread = ThreadPool(1) if self.ahead else None  # a daemon thread, so that a failed run can end
         self.waiting: AsyncResult | None = None
 
-    def get(self, step: int, *, last: bool = False) -> Batch:
+    def get(self, step: int, *, prefetch: bool = True) -> Batch:
         """The batch of this step. With --max-inflight-batches 2 sampling for the next step starts at once.
 
-        last: True if this step ends with a checkpoint or ends the run. Then nothing is sampled ahead, because a resumed
-        run also starts with nothing in flight. Raises the errors of sample().
+        prefetch: False if this step ends with a checkpoint or ends the run. Then nothing is sampled ahead, because a
+        resumed run also starts with nothing in flight. Raises the errors of sample().
         """
         if not self.ahead:
             self.tracker.sampled, _ = self._collect(step, self.tracker)
@@ -220,13 +220,13 @@ class Prefetcher:
             batch, metrics = (self.waiting or self._begin(step)).get()
         self.tracker.merge(metrics)
         self.tracker.sampled = batch
-        if last:
-            self.loader.in_flight = None
-            self.waiting = None
-        else:
+        if prefetch:
             # A checkpoint must store the position before the prompts that are now drawn ahead.
             self.loader.in_flight = self.loader.position
             self.waiting = self._begin(step + 1)
+        else:
+            self.loader.in_flight = None
+            self.waiting = None
         return batch
 
     def wait(self) -> None:

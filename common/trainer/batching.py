@@ -1,26 +1,28 @@
 """Micro-batches: rows of a rollout laid end to end in one packed sequence, within a token budget.
 
-Micro-batches only limit memory. The loss is divided by a denominator of the whole optimizer mini-batch on all ranks,
-so the gradient does not depend on how the mini-batch is cut. The terms, from small to large:
+Micro-batches exist only to limit memory. The loss is divided by a denominator that counts the whole mini-batch, on all
+ranks, so the gradient does not depend on how the mini-batch is cut. The terms, from small to large:
 
-    row          one response of the rollout, together with its prompt
+    row          one response of the rollout, together with its prompt. Each rank has a rollout of its own
     unit         rows that must not be separated: one, or the two of a DPO pair
-    group        rows that share a prompt. The prompt appears once in each bin that has rows of the group
-    bin          the plan for a micro-batch: groups, or parts of groups, of at most `token_budget` tokens
+    group        rows for which a prompt is computed once. Rows with a short prompt are not grouped with others
+    bin          the plan for a micro-batch: groups, or parts of groups, of at most `token_budget` tokens. A single unit
+                 may be longer. A group that is spread over two bins has its prompt in both
     micro-batch  the tensors of a bin, for one forward and backward
-    mini-batch   the micro-batches of one optimizer step
+    mini-batch   this rank's micro-batches for one optimizer step
 
-A bin of two groups: b and c answer prompt a, and e answers prompt d. (Real prompts are longer: one of 3 tokens is not
-worth sharing.)
+A bin of two groups: b and c answer prompt a, and e answers prompt d. (Real prompts are longer. Sharing a prompt of 3
+tokens would not pay.)
 
     input_ids      a0  a1  a2 | b0  b1 | c0  c1 | d0  d1  e0  e1  e2     (1, L = 12)
     position_ids    0   1   2 |  3   4 |  3   4 |  0   1   2   3   4     a response continues its prompt
     attends to     a          | a, b   | a, c   | d, e                   never to a later token
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
 
-(The bars separate sequences. A prompt with a single response is one sequence with it.) The model makes logits for each
-entry of `predictors`, repeated ones included. They predict the token in `targets`. Its log-prob goes to index `scatter`
-of the flattened (n, T) result. n is the number of rows, T the longest response of the rollout; here (3, 3):
+The bars separate segments, which are the sequences that attention computes. A prompt with only one response forms one
+segment with it. The model computes logits at every position in `predictors`, for a2 twice. The logits of entry i
+predict `targets[i]`, whose log-prob is stored at index `scatter[i]` of the flattened (n, T) result. n is the number of
+rows, T the length of the longest response of the rollout; here (3, 3):
 
     targets        b0  b1  c0  c1  e0  e1  e2
     predictors      2   3   2   5   8   9  10
@@ -39,36 +41,42 @@ from common.rollout.rollout import Rollout
 from common.trainer.attention import Spans, spans
 from common.trainer.kernels import Kernels
 
-SHARED_PROMPT_MIN_TOKENS = 32  # for a shorter prompt, the extra attention call costs more than sharing saves
-Text = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of the responses to it
+# A shared prompt is a segment of its own, which costs an attention call. With a shorter prompt sharing saves less.
+SHARED_PROMPT_MIN_TOKENS = 32
+PromptWithResponses = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of each response to it
 
 
 @dataclass(frozen=True)
 class Compute(Sharding):
-    """Settings of the trainer's forward and backward. All but the last three change results only by rounding."""
+    """Settings of the trainer's forward and backward. Down to --kernels they change results only by rounding."""
 
-    token_budget: NonNegativeInt = 0  # Tokens in one forward on one rank. 0: the start of a run settles it by memory.
+    token_budget: NonNegativeInt = 0  # Most tokens in one forward on one rank. 0: as many as fit into the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: NonNegativeInt = 0
-    """Train adapters of this rank (LoRA), with a ten times higher learning rate (Schulman, 2025). 0: all weights."""
+    """Train adapters of this rank (LoRA). Raise --learning-rate about tenfold (Schulman, 2025). 0: all weights."""
     train_vision: bool = False  # Also train the vision encoder.
     freeze_router: bool = False  # Do not train the router of a mixture-of-experts model.
 
 
 @dataclass
 class MicroBatch:
-    """n rows packed into one sequence of L tokens, or a slice of it. R of the tokens are response tokens."""
+    """n rows packed into one sequence of L tokens, R of which are response tokens.
 
-    rows: torch.Tensor  # (n,) indices into the rollout; n is 0 in a slice of another rank's micro-batch
+    With sequence parallelism it is a slice of such a sequence: L is the slice's length, and `predictors` and `targets`
+    have only the response tokens that this slice predicts. The rank that owns the rows gets all log-probs in the end. A
+    slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
+    """
+
+    rows: torch.Tensor  # (n,) indices into the rollout
     input_ids: torch.Tensor  # (1, L)
-    position_ids: torch.Tensor  # (1, L); (4, 1, L) if images have rows and columns of their own
+    position_ids: torch.Tensor  # (1, L); with M-RoPE (4, 1, L): of text, and time, height and width in an image
     spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) position in the packed sequence whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
-    response_mask: torch.Tensor  # (n, T) bool, True on tokens that count in the loss; all False in a dummy
+    response_mask: torch.Tensor  # (n, T) bool, True on tokens that the policy sampled and that were graded
     images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images
     last: bool = True  # the last of its list: its backward reduces gradients over the ranks
 
@@ -77,16 +85,16 @@ class MicroBatch:
 class MiniBatch:
     """This rank's share of one optimizer step."""
 
-    rows: torch.Tensor  # indices into the rollout of all its rows; a denominator counts these
-    micro_batches: list[MicroBatch]  # cover the rows that have a gradient; the same number on every rank
+    rows: torch.Tensor  # indices into the rollout: all rows, also those without a gradient; a denominator counts them
+    micro_batches: list[MicroBatch]  # of the rows that have a gradient; the same number on every rank
 
 
 def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Compute, world: World) -> list[MiniBatch]:
     """Cut a rollout into `count` mini-batches of the same number of consecutive rows, and pack each.
 
-    has_gradient: (N,) bool. Rows without one skip the forward, but they stay in `rows` and so in the denominator. The
-    responses to a prompt stay together, because the number of prompts on each rank is a multiple of `count` (the start
-    of a run checks it). Collective: every rank calls it.
+    has_gradient: (N,) bool. Rows without one, such as those with advantage 0, skip the forward, but they stay in `rows`
+    and so in the denominator. A prompt's G responses are consecutive rows. They stay together, because the number of
+    prompts on each rank is a multiple of `count` (the start of a run checks it). Collective: every rank calls it.
     """
     mini_batches = []
     for rows in torch.arange(len(rollout), device=has_gradient.device).chunk(count):
@@ -104,9 +112,9 @@ class Bin:
 
 
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
-    """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens, or of one unit that is longer.
+    """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens. A longer unit gets its own.
 
-    unit_size: keep this many consecutive rows together, such as the two of a DPO pair. They share a prompt.
+    unit_size: keep this many consecutive rows together, such as the two of a DPO pair, whose prompt is always shared.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
@@ -114,21 +122,22 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
     """
     bins = fill_bins(rollout, rows, compute, unit_size)
     real = len(bins)
-    # A rank computes a slice of each micro-batch of its SP group. So ranks must agree on the group's total.
+    # A rank runs one forward for each micro-batch of its whole SP group, so these are counted over the group. Groups
+    # with fewer than the fullest one are filled up.
     forwards = torch.tensor(real)
     if world.sp_group is not None:
         dist.all_reduce(forwards, group=world.sp_group)
     missing = int(world.max(forwards)) - int(forwards)
     # The first rank of an SP group adds the dummies for all of its ranks.
     if world.rank % compute.sequence_parallel == 0:
-        dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))  # without any row, the rollout's first
+        dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))  # if this rank has none: the rollout's first
         bins += [Bin([dummy_rows])] * missing
     micro_batches = [pack_groups(rollout, bin_.groups) for bin_ in bins]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
     if world.sp_group is not None:
-        texts = [texts_of(rollout, bin_.groups) for bin_ in bins]
-        micro_batches = slices_of_all(micro_batches, texts, rollout.response_mask, world.sp_group)
+        contents = [contents_of(rollout, bin_.groups) for bin_ in bins]
+        micro_batches = slices_of_all(micro_batches, contents, rollout.response_mask, world.sp_group)
     # Every rank has the same number, so all ranks reduce their gradients in the same backward.
     for micro in micro_batches[:-1]:
         micro.last = False
@@ -136,25 +145,28 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
 
 
 def slices_of_all(
-    micro_batches: list[MicroBatch], texts: list[list[Text]], response_mask: torch.Tensor, group: dist.ProcessGroup
+    micro_batches: list[MicroBatch],
+    contents: list[list[PromptWithResponses]],
+    response_mask: torch.Tensor,
+    sp_group: dist.ProcessGroup,
 ) -> list[MicroBatch]:
     """This rank's slices of the micro-batches of all ranks of its SP group, in the same order on each rank.
 
-    texts: the prompts and responses in each of this rank's micro-batches. Collective over the SP group.
+    contents: the prompts and responses in each of this rank's micro-batches. Collective over the SP group.
     """
     from common.trainer.sequence_parallel import cut
 
-    texts_of_ranks = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts_of_ranks, texts, group=group)
+    contents_of_ranks = [None] * dist.get_world_size(sp_group)
+    dist.all_gather_object(contents_of_ranks, contents, group=sp_group)
     slices = []
-    for owner, texts_of_owner in enumerate(texts_of_ranks):
-        for number, its_texts in enumerate(texts_of_owner):
-            if owner == dist.get_rank(group):
+    for owner, contents_of_owner in enumerate(contents_of_ranks):
+        for number, content in enumerate(contents_of_owner):
+            if owner == dist.get_rank(sp_group):
                 whole = micro_batches[number]
             else:
-                # Another rank owns these rows and computes their loss. This rank only computes a part of the tokens.
-                whole = lay_out(its_texts, [], response_mask)
-            slices.append(cut(whole, owner, group))
+                # Another rank owns these rows and computes their loss. This rank runs its slice through the model.
+                whole = lay_out(content, [], response_mask)
+            slices.append(cut(whole, owner, sp_group))
     return slices
 
 
@@ -162,8 +174,8 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     """Fill one bin after the other.
 
     Groups are sorted by their longest unit, and the units of a group by their length. Neighbours then have similar
-    lengths, so attention without a variable-length kernel pads little. If a group does not fit into a bin, the rest of
-    it goes into the next one, with its prompt again.
+    lengths. Attention without a variable-length kernel pads neighbours to one length, so it wastes little. If a group
+    does not fit into a bin, the rest of it goes into the next one, with its prompt again.
     """
 
     def response_tokens(unit: list[int]) -> int:
@@ -196,13 +208,14 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
 
 
 def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[list[list[int]]]:
-    """Lists of units: those that share a prompt, or one unit alone. Prompts are in the order of first appearance."""
+    """Lists of units: those that share a prompt, or one unit alone. Lists are in the order of their first unit."""
     units = {}
     for unit in rows.view(-1, unit_size).tolist():
         prompt = rollout.prompt_ids[unit[0]]
-        key = unit[0]  # unique: this unit shares its prompt with no other
+        key = unit[0]  # no other unit has it, so this one stays alone even if its prompt appears elsewhere
         if compute.shared_prompts and hasattr(prompt, "images"):
-            # However short the prompt is, encoding its images again would cost more.
+            # A prompt with images (a list subclass of data/images.py). However short it is, encoding its images again
+            # would cost more.
             key = prompt.key
         elif compute.shared_prompts and len(prompt) >= SHARED_PROMPT_MIN_TOKENS:
             key = tuple(prompt)
@@ -213,18 +226,19 @@ def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit
 def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
     """One micro-batch with these groups of rows. Rows of a group have the same prompt."""
     rows = [row for group in groups for row in group]
-    return lay_out(texts_of(rollout, groups), rows, rollout.response_mask)
+    return lay_out(contents_of(rollout, groups), rows, rollout.response_mask)
 
 
-def texts_of(rollout: Rollout, groups: list[list[int]]) -> list[Text]:
+def contents_of(rollout: Rollout, groups: list[list[int]]) -> list[PromptWithResponses]:
     """The prompt and the responses of each group."""
     return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]
 
 
-def lay_out(texts: list[Text], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
-    """Lay texts end to end in one packed sequence.
+def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
+    """Lay prompts and responses end to end in one packed sequence.
 
-    rows: their indices in the rollout; none for the texts of another rank. response_mask: (N, T), of the whole rollout.
+    rows: index in the rollout of each response, in order; empty if another rank owns them.
+    response_mask: (N, T), of the whole rollout.
     This is the only function that shifts by one token: a token's logits come from the position before it.
     """
     tokens = []
@@ -233,7 +247,7 @@ def lay_out(texts: list[Text], rows: list[int], response_mask: torch.Tensor) -> 
     targets = []
     scatter = []
     first_of_row = 0  # index of the response's token 0 in the flattened (n, T)
-    for prompt, responses in texts:
+    for prompt, responses in contents:
         tokens += prompt
         positions += range(len(prompt))
         last_of_prompt = len(tokens) - 1
@@ -250,11 +264,11 @@ def lay_out(texts: list[Text], rows: list[int], response_mask: torch.Tensor) -> 
 
     device = response_mask.device
     position_ids, images = [positions], {}
-    if any(hasattr(prompt, "images") for prompt, _ in texts):
+    if any(hasattr(prompt, "images") for prompt, _ in contents):
         from common.trainer import vision
 
-        position_ids, images = vision.lay_out(texts, positions, device)
-    lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in texts]
+        position_ids, images = vision.lay_out(contents, positions, device)
+    lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in contents]
 
     def as_tensor(values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
