@@ -2,9 +2,9 @@
 
     python tests/families.py        prints the table
 
-A row names what a family has in addition to Llama's layers, and which engines sample from it. tests/test_families.py
-shows that each row is true: the trainer against transformers' eager attention, and vLLM after loading and after three
-pushes.
+A row names what a family has in addition to Llama's layers, and which engines sample from it.
+tests/trainer/test_families.py shows that each row is true: the trainer against transformers' eager attention, and vLLM
+after loading and after three pushes.
 """
 
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@ Importing torch, transformers and vLLM takes longer than most tests train. The s
 attendant for each connection: one for each pytest worker. The attendant forks a rank's process for each rank of a
 launch, and waits for them. A rank begins as a fresh interpreter would, with the arguments, environment, folder, cores
 and output files of its launch, but these modules are loaded. A fork copies one thread alone, so the server starts no
-other, and it is for machines without a GPU. tests/test_learns.py compares a forked run with one of a fresh
+other, and it is for machines without a GPU. tests/algorithms/test_learns.py compares a forked run with one of a fresh
 interpreter, bit for bit.
 """
 

@@ -4,9 +4,9 @@ python scripts/bench/learning.py --runs switches              # seven runs, one 
 python scripts/bench/learning.py --runs behind                # three runs of three seeds: 16 minutes on two cores
 python scripts/bench/learning.py --runs behind --seeds 3 4 --steps 80
 
-"switches" change rounding and random numbers alone (tests/test_packing.py compares gradients): this shows that a whole
-run learns with them. "behind" samples the responses of a step before the step before it trains: from the same weights
-as with --max-inflight-batches 2, but in one process and one after the other, so that a run repeats bit for bit.
+"switches" change rounding and random numbers alone (tests/trainer/test_packing.py compares gradients): this shows that
+a whole run learns with them. "behind" samples the responses of a step before the step before it trains: from the same
+weights as with --max-inflight-batches 2, but in one process and one after the other, so that a run repeats bit for bit.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, launch
-from test_readme import load
+from helpers import load
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from common import rewards

@@ -5,7 +5,6 @@ import random
 import runpy
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ from common.rewards.text import (
     repetition_reward,
 )
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 CASES = [  # number, response, reference answer, accuracy (flexible mode)
     (1, "So she makes 9*2 = $18.\n#### 18", "18", 1),

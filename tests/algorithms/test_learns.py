@@ -5,9 +5,8 @@ import shutil
 import statistics
 
 import pytest
-import torch
 from conftest import ROOT, launch
-from transformers import AutoModelForCausalLM
+from helpers import metrics, same, weights
 
 from common.run.report import PHASES
 
@@ -16,24 +15,9 @@ SMALL = ["--prompts-per-step", "8", "--mini-batches", "2", "--eval-prompts", "32
 pytestmark = pytest.mark.slow
 
 
-def metrics(run_dir) -> list[dict]:
-    """The lines of metrics.jsonl without what depends on the clock."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows]
-
-
 def times(run_dir) -> list[dict]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k.startswith("time/")} for row in rows]
-
-
-def weights(run_dir, step: int) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"step_{step:06d}" / "model"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def rise(rows: list[dict]) -> float:

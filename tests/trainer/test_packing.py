@@ -303,7 +303,7 @@ def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):
             assert relative_difference(short, gradient(policy, rollout, compute, world)) <= 1e-6
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is what other needs leave: tests/test_plan.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is what other needs leave: test_plan.py")
 def test_the_token_budget_follows_from_memory(models, capsys):
     def plan(compute: Compute, memory: float = 1e9) -> MemoryPlan:
         return MemoryPlan(model=models["tied"], dtype=torch.float32, size=1, compute=compute, memory=memory)

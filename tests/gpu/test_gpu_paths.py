@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
-from test_readme import load
+from helpers import load
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, masking_utils
 

@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from helpers import executable, load
 from setuptools.config.pyprojecttoml import read_configuration
-from test_launch import executable
-from test_readme import load
 
 from common.errors import BadInput
 from common.preflight import machine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALGORITHMS, ROOT, launch
-from test_readme import load
+from helpers import load
 
 from common import errors, placement, weight_sync
 from common.data import arithmetic, prompts

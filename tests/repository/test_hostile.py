@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_readme import load
+from helpers import load
 
 from common import errors
 from common import rewards as rewards_module

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import tyro
-from test_readme import load
+from helpers import load
 from transformers import LlamaConfig, Qwen2Config
 
 from common import errors

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ALGORITHMS, ROOT, launch
-from test_learns import metrics, same, weights
+from helpers import metrics, same, weights
 
 from common.errors import RunFailed
 from common.preflight import folders

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 from conftest import ARITHMETIC, ROOT, launch
-from test_readme import load
+from helpers import load
 
 from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result, gsm8k_reward

@@ -14,8 +14,7 @@ import httpx
 import pytest
 import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch, save_model
-from test_learns import metrics, same, weights
-from test_split import gaps_of
+from helpers import gaps_of, metrics, same, weights
 from transformers import AutoModelForCausalLM
 
 from algos import grpo

@@ -1,17 +1,16 @@
 """Every command in the README and in the docstrings of algos/ and scripts/ parses; every linked file exists."""
 
-import importlib.util
 import json
 import re
 import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 
 import pytest
 import tyro
 from conftest import ROOT
+from helpers import load
 
 TEXTS = [
     ROOT / "README.md",
@@ -36,16 +35,6 @@ def commands() -> list[tuple[str, list[str]]]:
             flags = re.split(r"  |#|\(|\.\.\.|[\"`:]", match[2])[0]
             found.append((match[1], shlex.split(flags)))
     return found
-
-
-def load(script: str):
-    spec = importlib.util.spec_from_file_location(script.replace("/", "_")[:-3], ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    if str((ROOT / script).parent) not in sys.path:
-        sys.path.append(str((ROOT / script).parent))  # as python has it, for scripts/bench/measure.py
-    sys.modules[spec.name] = module  # tyro looks the comments of a nested dataclass up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(

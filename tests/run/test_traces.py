@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import ALGORITHMS, ROOT, launch
-from test_readme import load
+from helpers import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import uvicorn
 from conftest import ROOT, launch
-from test_readme import load
+from helpers import load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import grpo, sft

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, launch
+from helpers import load
 from safetensors.torch import load_file
-from test_readme import load
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.data import arithmetic

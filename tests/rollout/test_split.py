@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch
+from helpers import gaps_of
 
 from common.errors import BadInput, RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
@@ -34,11 +35,6 @@ needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a server wants a co
 
 def rows(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def gaps_of(printed: str) -> list[float]:
-    """The numbers that a worker printed as `gap NUMBER`, perhaps behind a progress bar."""
-    return [float(number) for number in re.findall(r"\bgap (\d\.\d+e-\d\d|nan|inf)\b", printed)]
 
 
 def marked(mark: str) -> list[int]:

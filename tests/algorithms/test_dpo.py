@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import ROOT, launch
-from test_readme import load as load_script
+from helpers import load as load_script
 
 from algos.dpo import dpo_loss, implicit_rewards
 from common.data import arithmetic, pairs

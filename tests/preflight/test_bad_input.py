@@ -15,9 +15,9 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, save_model
+from helpers import checkpoint_state
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
-from test_checkpoint import state as checkpoint_state
 
 from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, rloo, sft
 from common import errors, placement

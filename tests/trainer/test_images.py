@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch
+from helpers import load as load_script
 from image_models import FAMILIES
 from PIL import Image
-from test_readme import load as load_script
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 from transformers.models.smolvlm import processing_smolvlm
 

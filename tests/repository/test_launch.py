@@ -15,6 +15,7 @@ import torch
 import yaml
 from conftest import ARITHMETIC, CORES, ROOT, launch
 from filelock import FileLock
+from helpers import executable
 from transformers import AutoModelForCausalLM
 
 from common import placement
@@ -34,12 +35,6 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
-
-
-def executable(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

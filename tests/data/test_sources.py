@@ -27,7 +27,7 @@ def load(dataset: str, split: str = "train", limit: int = 999, **source) -> list
     return load_prompts((dataset,), Source(**source), split, TOKENIZER, limit)
 
 
-BAD = [  # content of rows.jsonl -> the whole message; tests/test_bad_input.py has more of them
+BAD = [  # content of rows.jsonl -> the whole message; tests/preflight/test_bad_input.py has more of them
     (b"{}", 'missing key "prompt" (found: nothing); --columns prompt=COLUMN if another column holds it'),
     (b'{"prompt": 7, "answer": "2"}', '"prompt" must be a non-empty string, got 7'),
     (b'{"prompt": [], "answer": 2}', '"prompt" must be messages with role and content, got []'),
@@ -137,7 +137,7 @@ def test_columns(tmp_path):
     assert prompt.meta == row | {"prompt": "1+1="}  # rewards find the prompt there under its usual name
 
 
-BAD_COLUMNS = [  # a second entry of --columns -> its message; tests/test_bad_input.py has more of them
+BAD_COLUMNS = [  # a second entry of --columns -> its message; tests/preflight/test_bad_input.py has more of them
     ("prompt=", '--columns "prompt=question answer=question prompt=": expected prompt=COLUMN'),
     ("prompt=b", '--columns "prompt=question answer=question prompt=b": expected prompt=COLUMN'),
     ("answer=question.x", 'rows.jsonl:1: missing key "question.x" (found: question, meta)'),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers import checkpoint_state
 from transformers import AutoModelForCausalLM
 
 from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
@@ -297,16 +298,9 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_newest_one(models, world, tmp_pa
     assert seen == {("step_000004", True), (f"step_{last:06d}", False)}
 
 
-def state(step: int, accuracy: float | None = None) -> str:
-    """The text of a state.json."""
-    facts = {"step": step, "position": 0, "data": "", "fresh": [], "lora": None, "trained": 1, "ranks": 1}
-    facts |= {"device": "cpu", "weight_version": 0, "reward": {"weights": {}}, "files": {}}
-    return json.dumps(facts | {"eval/accuracy": accuracy})
-
-
 def fake(run_dir, step: int, accuracy=None) -> None:
     folder = run_dir / f"checkpoints/step_{step:06d}"
-    (folders.begin(folder) / "state.json").write_text(state(step, accuracy))
+    (folders.begin(folder) / "state.json").write_text(checkpoint_state(step, accuracy))
     folders.finish(folder)
 
 
@@ -358,7 +352,7 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     ):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if complete:
-            (tmp_path / "checkpoints" / name / "state.json").write_text(state(int(name[5:11])))
+            (tmp_path / "checkpoints" / name / "state.json").write_text(checkpoint_state(int(name[5:11])))
     assert run_directory.find_checkpoint("auto", tmp_path).name == "step_000010"
     assert run_directory.find_checkpoint("auto", tmp_path / "nothing") is None
     assert run_directory.find_checkpoint("", tmp_path) is None

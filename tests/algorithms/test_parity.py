@@ -1,7 +1,7 @@
 """What verl and TRL return on the recorded batch is what we return, or differs as scripts/parity.py says."""
 
 import pytest
-from test_readme import load
+from helpers import load
 
 parity = load("scripts/parity.py")
 
