@@ -28,21 +28,9 @@ ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-step
 ENVIRONMENT = dict(os.environ)
 FORK_SERVER = "fork server"  # what pytest tells its workers: {"address": that of the server}
 shared: dict[str, str] = {}  # what this worker was told
-# All files in algos/ that sample and grade. SFT and DPO do neither.
-ALGORITHMS = [
-    "grpo",
-    "dr_grpo",
-    "max_rl",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp",
-    "remax",
-    "dapo",
-    "ppo",
-    "prime",
-    "opd",
-]
+ALGORITHM_FILES = sorted(path.stem for path in (ROOT / "algos").glob("[!_]*.py"))
+# Those that sample and grade. SFT and DPO do neither.
+ALGORITHMS = [name for name in ALGORITHM_FILES if "group_size:" in (ROOT / f"algos/{name}.py").read_text()]
 CORES = os.sched_getaffinity(0)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 

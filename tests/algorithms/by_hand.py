@@ -1,0 +1,380 @@
+"""The losses of all algorithms once more, slowly: one sequence at a time, without masks, padding or packing.
+
+A function here takes a Case, the facts of one training step, and returns the loss of some of its rows. It shares no
+line with algos/ or common/: log-probs come from transformers' own forward of a single sequence. See docs/algorithms
+for the formulas, and test_main.py for what is done with them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from recorder import Weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+
+class Net:
+    """A plain transformers model with these weights."""
+
+    def __init__(self, path: str, weights: Weights | None = None):
+        if weights and "score.weight" in weights:
+            config = AutoConfig.from_pretrained(path, num_labels=1, classifier_dropout=0.0, tie_word_embeddings=False)
+            self.model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager")
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval()
+        if weights:
+            missing, unexpected = self.model.load_state_dict(weights, strict=False)
+            assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied
+
+    def at_responses(self, row: "Row") -> torch.Tensor:
+        """What the model says before each token of the response: logits (length, V) or values (length, 1)."""
+        first = len(row.prompt) - 1
+        return self.model(torch.tensor([row.prompt + row.response])).logits[0, first : first + len(row.response)]
+
+    def distribution(self, row: "Row", temperature: float) -> torch.Tensor:
+        """(length, V) log-probs."""
+        return (self.at_responses(row) / temperature).log_softmax(-1)
+
+    def logprobs(self, row: "Row", temperature: float) -> torch.Tensor:
+        """(length,)"""
+        return self.distribution(row, temperature)[range(len(row.response)), row.response]
+
+    def values(self, row: "Row") -> torch.Tensor:
+        """(length,)"""
+        return self.at_responses(row)[:, 0]
+
+
+@dataclass
+class Row:
+    """A response."""
+
+    prompt: list[int]
+    response: list[int]
+    sampled_with: list[float]  # the engine's log-probs
+    score: float
+    correct: float
+    graded: bool
+    greedy_score: float = 0.0
+    old: list[float] = field(default_factory=list)  # log-probs of the policy before the step
+    ref: list[float] = field(default_factory=list)  # and of the reference
+    old_values: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Case:
+    """One training step."""
+
+    args: object
+    rows: list[Row]
+    step: int
+    prm: list[list[float]] = field(default_factory=list)  # PRIME: log-probs of its updated model
+    prm_ref: list[list[float]] = field(default_factory=list)  # and of the reference, both at temperature 1
+    teacher: Net | None = None  # OPD
+    clipped: set[str] = field(default_factory=set)  # which sides of a clip have had an effect
+
+    @property
+    def groups(self) -> list[list[Row]]:
+        size = self.args.group_size
+        return [self.rows[first : first + size] for first in range(0, len(self.rows), size)]
+
+    def of_group(self, advantages: Callable[[list[float]], list[float]], rewards: list[float]) -> list[float]:
+        """The advantages of all rows from those of one group."""
+        size = self.args.group_size
+        return [a for first in range(0, len(rewards), size) for a in advantages(rewards[first : first + size])]
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def z_scores(rewards: list[float]) -> list[float]:
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    std = math.sqrt(sum((r - mean(rewards)) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean(rewards)) / (std + 1e-6) for r in rewards]
+
+
+def centred(rewards: list[float]) -> list[float]:
+    return [r - mean(rewards) for r in rewards]
+
+
+def relative(rewards: list[float]) -> list[float]:
+    if mean(rewards) == 0:
+        return [0.0] * len(rewards)
+    return [(r - mean(rewards)) / mean(rewards) for r in rewards]
+
+
+def leave_one_out(rewards: list[float]) -> list[float]:
+    others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
+    return [r - other for r, other in zip(rewards, others)]
+
+
+def to_come(numbers: list[float]) -> list[float]:
+    """Sums from each number to the end."""
+    return [sum(numbers[t:]) for t in range(len(numbers))]
+
+
+def whitened(case: Case, advantages: list[list[float]]) -> list[list[float]]:
+    """Mean 0 and variance 1 over the tokens of all graded rows of the step."""
+    tokens = [a for row, of_row in zip(case.rows, advantages) if row.graded for a in of_row]
+    variance = sum((a - mean(tokens)) ** 2 for a in tokens) / (len(tokens) - 1)
+    return [[(a - mean(tokens)) / math.sqrt(variance + 1e-8) for a in of_row] for of_row in advantages]
+
+
+def with_kl(case: Case, row: Row) -> list[float]:
+    """Token rewards: the score on the last token, minus kl_coef (old - ref) on each."""
+    rewards = [0.0] * len(row.response)
+    if case.args.kl_coef:
+        rewards = [-case.args.kl_coef * (old - ref) for old, ref in zip(row.old, row.ref)]
+    rewards[-1] += row.score
+    return rewards
+
+
+def on_each_token(case: Case, advantages: list[float]) -> list[list[float]]:
+    return [[a] * len(row.response) for row, a in zip(case.rows, advantages)]
+
+
+def clipped(case: Case, advantages, ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """max(-A ratio, -A clip(ratio)) of each token of a response."""
+    advantages = torch.as_tensor(advantages)
+    too_high = (advantages > 0) & (ratios > 1 + high)
+    too_low = (advantages < 0) & (ratios < 1 - low)
+    case.clipped |= {"high"} if too_high.any() else set()
+    case.clipped |= {"low"} if too_low.any() else set()
+    out = -advantages * ratios
+    out = torch.where(too_high, -advantages * (1 + high), out)
+    return torch.where(too_low, -advantages * (1 - low), out)
+
+
+def importance(case: Case, row: Row) -> torch.Tensor | float:
+    """w_it of --tis-cap, for each token."""
+    if not case.args.tis_cap:
+        return 1.0
+    weights = [math.exp(old - engine) for old, engine in zip(row.old, row.sampled_with)]
+    case.clipped |= {"tis" if weight > case.args.tis_cap else "no tis" for weight in weights}
+    return torch.tensor([min(weight, case.args.tis_cap) for weight in weights])
+
+
+def kl_term(case: Case, row: Row, logprobs: torch.Tensor) -> torch.Tensor | float:
+    """kl_coef (exp(ref - logprobs) - (ref - logprobs) - 1), for each token."""
+    if not case.args.kl_coef:
+        return 0.0
+    log_r = torch.tensor(row.ref) - logprobs
+    return case.args.kl_coef * (log_r.exp() - log_r - 1)
+
+
+Loss = Callable[[list[Row], Net], torch.Tensor]
+
+
+def clips(args) -> tuple[float, float]:
+    return (args.clip, args.clip) if hasattr(args, "clip") else (args.clip_low, args.clip_high)
+
+
+def by_response(case: Case, advantages: list[float], share: Callable[[Row], float]) -> Loss:
+    """GRPO and Dr. GRPO. share(row): what the sum of its token losses is multiplied by, before the division by S."""
+    of_row = dict(zip(map(id, case.rows), advantages))
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            logprobs = net.logprobs(row, case.args.temperature)
+            ratios = (logprobs - torch.tensor(row.old)).exp()
+            tokens = importance(case, row) * clipped(case, of_row[id(row)], ratios, *clips(case.args))
+            total = total + share(row) * (tokens + kl_term(case, row, logprobs)).sum()
+        return total / max(1, len(graded))
+
+    return loss
+
+
+def by_token(case: Case, advantages: list[list[float]], bound: float = math.inf) -> Loss:
+    """RLOO, REINFORCE++, ReMax, PPO, PRIME, DAPO, OPD: the mean over all tokens of clipped token losses.
+
+    bound: a token with A < 0 costs at most -A times this.
+    """
+    of_row = dict(zip(map(id, case.rows), advantages))
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            advantages = torch.tensor(of_row[id(row)])
+            logprobs = net.logprobs(row, case.args.temperature)
+            tokens = clipped(case, advantages, (logprobs - torch.tensor(row.old)).exp(), *clips(case.args))
+            too_much = (advantages < 0) & (tokens > -advantages * bound)
+            case.clipped |= {"dual"} if too_much.any() else set()
+            tokens = torch.where(too_much, -advantages * min(bound, 1e9), tokens)
+            total = total + (importance(case, row) * tokens).sum()
+        return total / max(1, sum(len(row.response) for row in graded))
+
+    return loss
+
+
+def scores(case: Case) -> list[float]:
+    return [row.score for row in case.rows]
+
+
+def grpo(case: Case) -> dict[str, Loss]:
+    return {"policy": by_response(case, case.of_group(z_scores, scores(case)), lambda row: 1 / len(row.response))}
+
+
+def dr_grpo(case: Case) -> dict[str, Loss]:
+    share = 1 / case.args.max_response_tokens
+    return {"policy": by_response(case, case.of_group(centred, scores(case)), lambda row: share)}
+
+
+def max_rl(case: Case) -> dict[str, Loss]:
+    share = 1 / case.args.max_response_tokens
+    return {"policy": by_response(case, case.of_group(relative, scores(case)), lambda row: share)}
+
+
+def gspo(case: Case) -> dict[str, Loss]:
+    advantages = dict(zip(map(id, case.rows), case.of_group(z_scores, scores(case))))
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            logprobs = net.logprobs(row, case.args.temperature)
+            s = (logprobs - torch.tensor(row.old)).mean().exp()
+            # A token's ratio has the value of s, and a gradient through its own log-prob.
+            ratios = s.detach() * (logprobs - logprobs.detach()).exp()
+            tokens = importance(case, row) * clipped(case, advantages[id(row)], ratios, *clips(case.args))
+            total = total + (tokens + kl_term(case, row, logprobs)).mean()
+        return total / max(1, len(graded))
+
+    return {"policy": loss}
+
+
+def cispo(case: Case) -> dict[str, Loss]:
+    advantages = dict(zip(map(id, case.rows), case.of_group(z_scores, scores(case))))
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            logprobs = net.logprobs(row, case.args.temperature)
+            weights = []
+            for logprob, old in zip(logprobs.tolist(), row.old):
+                ratio = math.exp(logprob - old)
+                weights.append(min(max(ratio, 1 - case.args.clip_low), 1 + case.args.clip_high))
+                if weights[-1] != ratio:
+                    case.clipped.add("low" if ratio < 1 else "high")
+            tokens = -importance(case, row) * torch.tensor(weights) * advantages[id(row)] * logprobs
+            total = total + (tokens + kl_term(case, row, logprobs)).sum()
+        return total / max(1, sum(len(row.response) for row in graded))
+
+    return {"policy": loss}
+
+
+def rloo(case: Case) -> dict[str, Loss]:
+    rewards = [sum(with_kl(case, row)) if row.graded else 0.0 for row in case.rows]
+    return {"policy": by_token(case, on_each_token(case, case.of_group(leave_one_out, rewards)))}
+
+
+def reinforce_pp(case: Case) -> dict[str, Loss]:
+    advantages = []
+    for group in case.groups:
+        baseline = mean([row.score for row in group]) if case.args.baseline == "group" else 0.0
+        advantages += [[a - baseline for a in to_come(with_kl(case, row))] for row in group]
+    return {"policy": by_token(case, whitened(case, advantages))}
+
+
+def remax(case: Case) -> dict[str, Loss]:
+    advantages = [[a - row.greedy_score for a in to_come(with_kl(case, row))] for row in case.rows]
+    return {"policy": by_token(case, advantages)}
+
+
+def dapo(case: Case) -> dict[str, Loss]:
+    args = case.args
+    rewards = []
+    for row in case.rows:
+        over = len(row.response) - (args.max_response_tokens - args.overlong_cache)
+        rewards.append(2 * row.score - 1 - min(max(over / args.overlong_cache, 0), 1))
+    advantages = on_each_token(case, case.of_group(z_scores, rewards))
+    return {"policy": by_token(case, advantages, bound=args.clip_dual)}
+
+
+def gae(rewards: list[float], values: list[float], lam: float) -> list[float]:
+    """A_t = sum_k lam^k delta_{t+k}, delta_t = r_t + V_{t+1} - V_t."""
+    following = [*values[1:], 0.0]
+    deltas = [r + v_next - v for r, v_next, v in zip(rewards, following, values)]
+    return [sum(lam**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def ppo(case: Case) -> dict[str, Loss]:
+    args = case.args
+    warming_up = case.step <= args.critic_warmup_steps
+    advantages = [gae(with_kl(case, row), row.old_values, args.lam) for row in case.rows]
+    lam = 1.0 if warming_up else args.critic_lam
+    returns = {}
+    for row in case.rows:
+        of_row = gae(with_kl(case, row), row.old_values, lam)
+        returns[id(row)] = [a + v for a, v in zip(of_row, row.old_values)]
+
+    def value_loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            values, old, target = net.values(row), torch.tensor(row.old_values), torch.tensor(returns[id(row)])
+            near = old + (values - old).clamp(-args.value_clip, args.value_clip)
+            case.clipped |= {"value"} if (near != values).any() else set()
+            total = total + 0.5 * torch.max((values - target) ** 2, (near - target) ** 2).sum()
+        return total / max(1, sum(len(row.response) for row in graded))
+
+    losses = {"critic": value_loss}
+    if not warming_up:
+        losses["policy"] = by_token(case, whitened(case, advantages))
+    return losses
+
+
+def prime(case: Case) -> dict[str, Loss]:
+    args = case.args
+
+    def process_rewards(logprobs, ref):
+        return [args.beta * (phi - r) for phi, r in zip(logprobs, ref)]
+
+    def prm_loss(rows: list[Row], net: Net) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in rows:
+            ref = case.prm_ref[case.rows.index(row)]
+            z = sum(process_rewards(net.logprobs(row, 1.0), ref))
+            right = torch.sigmoid(z)
+            total = total - (right.log() if row.correct else (1 - right).log())
+        return total / len(rows)
+
+    of_tokens = [process_rewards(phi, ref) for phi, ref in zip(case.prm, case.prm_ref)]
+    largest = max(abs(number) for of_row in of_tokens for number in to_come(of_row))
+    of_tokens = [[r / (largest + 1e-6) for r in of_row] for of_row in of_tokens]
+    means = [mean(of_row) for of_row in of_tokens]
+    baselines = [m - own for m, own in zip(means, case.of_group(leave_one_out, means))]  # the others' mean
+    outcomes = case.of_group(leave_one_out, [row.correct for row in case.rows])
+    advantages = []
+    for of_row, baseline, outcome in zip(of_tokens, baselines, outcomes):
+        process = to_come([r - baseline for r in of_row])
+        advantages.append([args.c_process * p + outcome for p in process])
+    return {"prm": prm_loss, "policy": by_token(case, whitened(case, advantages))}
+
+
+def opd(case: Case) -> dict[str, Loss]:
+    temperature = case.args.temperature
+    with torch.no_grad():
+        teacher = {id(row): case.teacher.distribution(row, temperature) for row in case.rows}
+    if not case.args.full_vocabulary:
+        advantages = []
+        for row in case.rows:
+            of_row = teacher[id(row)][range(len(row.response)), row.response].tolist()
+            advantages.append([theirs - old for theirs, old in zip(of_row, row.old)])
+        return {"policy": by_token(case, advantages)}
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        graded = [row for row in rows if row.graded]
+        total = torch.zeros(())
+        for row in graded:
+            log_p = net.distribution(row, temperature)
+            total = total + (log_p.exp() * (log_p - teacher[id(row)])).sum()
+        return total / max(1, sum(len(row.response) for row in graded))
+
+    return {"policy": loss}
