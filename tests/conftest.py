@@ -28,9 +28,6 @@ ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-step
 ENVIRONMENT = dict(os.environ)
 FORK_SERVER = "fork server"  # what pytest tells its workers: {"address": that of the server}
 shared: dict[str, str] = {}  # what this worker was told
-ALGORITHM_FILES = sorted(path.stem for path in (ROOT / "algos").glob("[!_]*.py"))
-# Those that sample and grade. SFT and DPO do neither.
-ALGORITHMS = [name for name in ALGORITHM_FILES if "group_size:" in (ROOT / f"algos/{name}.py").read_text()]
 CORES = os.sched_getaffinity(0)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
@@ -160,6 +157,8 @@ def launch(
         pytest.skip(f"{ranks} ranks need as many GPUs")
     command = [str(word) for word in command]
     inherited = {name: value for name, value in os.environ.items() if name not in placement.TORCHRUN_VARIABLES}
+    # Workers import tests/cases.py.
+    inherited["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     alone = servers or (ranks > 1 and engine and "hf" not in command)
     one_at_a_time = FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock") if alone else nullcontext()
     cores = CORES if servers or ranks > 1 else os.sched_getaffinity(0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from recorder import Weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -341,8 +342,8 @@ def prime(case: Case) -> dict[str, Loss]:
         for row in rows:
             ref = case.prm_ref[case.rows.index(row)]
             z = sum(process_rewards(net.logprobs(row, 1.0), ref))
-            right = torch.sigmoid(z)
-            total = total - (right.log() if row.correct else (1 - right).log())
+            # log sigmoid(-z) is log(1 - sigmoid(z)), without its rounding error for a large z
+            total = total - F.logsigmoid(z if row.correct else -z)
         return total / len(rows)
 
     of_tokens = [process_rewards(phi, ref) for phi, ref in zip(case.prm, case.prm_ref)]

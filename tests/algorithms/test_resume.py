@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALGORITHMS, ROOT, launch
+from cases import ALGORITHMS
+from conftest import ROOT, launch
 from helpers import metrics, same, weights
 
 from common.errors import RunFailed

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ALGORITHMS, ROOT, launch
+from cases import ALGORITHMS
+from conftest import ROOT, launch
 
 WORKERS = ROOT / "tests/workers"
 

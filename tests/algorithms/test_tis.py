@@ -1,12 +1,13 @@
 """Truncated importance sampling is the same in every algorithm. Its metrics are logged even when it is off."""
 
 import importlib
+import inspect
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALGORITHMS
+from cases import ALGORITHMS, BY_TOKEN
 
 from common.rollout.rollout import collate
 from common.run.tracking import Metrics
@@ -32,13 +33,11 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     module = importlib.import_module(f"algos.{name}")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     mask = torch.tensor([[True, True]])
-    advantages = torch.ones(1, 2) if name in ("reinforce_pp", "remax", "ppo", "prime", "opd") else torch.ones(1)
+    advantages = torch.ones(1, 2) if name in BY_TOKEN else torch.ones(1)
     settings = {"clip_low": 0.2, "clip_high": 0.2, "denominator": 1.0}
-    if name == "dapo":
-        settings["clip_dual"] = 3.0
-    references = ()
-    if name in ("grpo", "dr_grpo", "max_rl", "gspo", "cispo"):
-        references, settings["kl_coef"] = (logprobs.detach() + 0.1,), 0.5
+    known = inspect.signature(module.policy_loss).parameters
+    settings |= {keyword: value for keyword, value in {"clip_dual": 3.0, "kl_coef": 0.5}.items() if keyword in known}
+    references = (logprobs.detach() + 0.1,) if "ref_logprobs" in known else ()
 
     def gradient(**weights) -> torch.Tensor:
         loss = module.policy_loss(logprobs, logprobs.detach(), *references, advantages, mask, **settings, **weights)

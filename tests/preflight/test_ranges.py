@@ -9,7 +9,7 @@ from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 import tyro
-from conftest import ALGORITHMS
+from cases import ALGORITHMS
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from common import errors

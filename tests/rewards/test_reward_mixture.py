@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALGORITHMS, ROOT, launch
+from cases import ALGORITHMS
+from conftest import ROOT, launch
 
 from algos import dr_grpo, grpo
 from common import rewards

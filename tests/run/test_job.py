@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ALGORITHMS
+from cases import ALGORITHMS
 
 from algos import grpo
 from common.data import arithmetic

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALGORITHMS, ROOT, launch
+from cases import ALGORITHMS
+from conftest import ROOT, launch
 from helpers import load
 
 from common import errors, placement, weight_sync

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ALGORITHMS, ROOT, launch
+from cases import ALGORITHMS
+from conftest import ROOT, launch
 from helpers import load
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALGORITHMS, ROOT, launch, relative_difference
+from cases import ALGORITHMS
+from conftest import ROOT, launch, relative_difference
 
 from common.data import arithmetic
 

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+from cases import ALGORITHMS, short_run
 from transformers import AutoModelForCausalLM
 
 from algos import ppo, prime
@@ -46,20 +47,8 @@ FLAGS = {
     "max_logprob_gap": 1e9,
     "rollouts_every": 1,
 }
-OWN = {
-    "grpo": {"kl_coef": 0.1},
-    "dr_grpo": {"kl_coef": 0.1},
-    "max_rl": {},
-    "gspo": {},
-    "cispo": {},
-    "rloo": {"kl_coef": 0.1},
-    "remax": {"kl_coef": 0.1},
-    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
-    "ppo": {"kl_coef": 0.1, "lam": 0.95},
-    "dapo": {"gen_prompts": 8},
-    "prime": {"gen_prompts": 8},
-    "opd": {"full_vocabulary": True},
-}
+# OPD compares whole distributions here.
+OWN = {name: short_run(name) for name in ALGORITHMS} | {"opd": {"full_vocabulary": True}}
 
 
 started: list["StubEngine"] = []  # the engines of all runs

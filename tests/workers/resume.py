@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from cases import ALGORITHMS, short_run
 
 from common import placement
 from common.data import arithmetic
@@ -33,20 +34,13 @@ FLAGS = {
     "temperature": 1.3,
     "warmup_steps": 1,
 }
-OWN = {  # for each algorithm, something that a checkpoint must not lose
-    "grpo": {"kl_coef": 0.1, "eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")},
-    "dr_grpo": {"schedule": "constant"},
-    "max_rl": {},
-    "gspo": {},
-    "cispo": {},
-    "remax": {},
-    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
-    "rloo": {"kl_coef": 0.1, "reward": ("weights.json",)},
-    "ppo": {"lam": 0.95, "critic_warmup_steps": 3},
-    "dapo": {"gen_prompts": 8, "overlong_cache": 4},
-    "prime": {"gen_prompts": 8},
-    "opd": {"full_vocabulary": True},
-}
+OWN = {name: short_run(name) for name in ALGORITHMS}
+# Something that a checkpoint must not lose.
+OWN["grpo"] |= {"eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")}
+OWN["dr_grpo"] |= {"schedule": "constant"}
+OWN["rloo"] |= {"reward": ("weights.json",)}
+OWN["ppo"] |= {"critic_warmup_steps": 3}
+OWN["opd"] |= {"full_vocabulary": True}
 EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for its baseline, too
     "ppo": {"environment": "guess", "lam": 0.95},
     "remax": {"environment": "calculator", "kl_coef": 0.1},

@@ -14,6 +14,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch.distributed as dist
+from cases import ALGORITHMS, short_run
 
 from common import placement
 from common.data import arithmetic as embedded
@@ -37,19 +38,7 @@ FLAGS = {
     "source": data.TrainSource(eval_prompts=0),
     "saving": checkpoint.Saving(save_every=1),
 }
-OWN = {
-    "grpo": {"kl_coef": 0.1},
-    "dr_grpo": {"kl_coef": 0.1},
-    "max_rl": {},
-    "gspo": {},
-    "cispo": {},
-    "remax": {},
-    "reinforce_pp": {"kl_coef": 0.1, "baseline": "group"},
-    "rloo": {"kl_coef": 0.1},
-    "ppo": {"lam": 0.95},
-    "dapo": {"gen_prompts": 8, "overlong_cache": 4},
-    "prime": {"gen_prompts": 8},
-    "opd": {},
+OWN = {name: short_run(name) for name in ALGORITHMS} | {
     "opd-full": {"full_vocabulary": True},
     "fork": {},
     "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": 0.95},
