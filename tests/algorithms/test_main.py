@@ -61,7 +61,7 @@ PLAIN = COMMON | {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1e
 OWN = {
     "gspo": [{"clip_low": 0.004, "clip_high": 0.006}, {}],
     "reinforce_pp": [{"baseline": "group"}, {}],
-    "dapo": [{"gen_prompts": 8, "max_gen_batches": 7, "overlong_cache": 25}, {"gen_prompts": 0, "overlong_cache": 20}],
+    "dapo": [{"gen_prompts": 8, "max_gen_batches": 7, "overlong_cache": 18}, {"gen_prompts": 0, "overlong_cache": 20}],
     "ppo": [
         {"lam": 0.9, "critic_lam": 0.7, "value_clip": 0.02, "critic_warmup_steps": 1, "critic_learning_rate": 3e-3},
         {"lam": 0.8, "critic_learning_rate": 1e-3},
