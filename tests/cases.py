@@ -7,8 +7,6 @@ ROOT = Path(__file__).parents[1]
 ALGORITHM_FILES = sorted(path.stem for path in (ROOT / "algos").glob("[!_]*.py"))
 # Those that sample and grade. SFT and DPO do neither.
 ALGORITHMS = [name for name in ALGORITHM_FILES if "group_size:" in (ROOT / f"algos/{name}.py").read_text()]
-# Each token has an advantage of its own, so they are (N, T) instead of (N,).
-BY_TOKEN = ("reinforce_pp", "remax", "ppo", "prime", "opd")
 # Flags that switch on a part of an algorithm, or that a step of few prompts needs.
 SWITCHES = {"kl_coef": 0.1, "lam": 0.95, "baseline": "group", "gen_prompts": 8, "overlong_cache": 4}
 

@@ -207,6 +207,7 @@ def begin(request: dict) -> None:
     os.sched_setaffinity(0, request["cores"])
     sys.argv = request["command"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     random.seed()
     numpy.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(request["cores"]))))

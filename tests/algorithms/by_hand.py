@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from recorder import Weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+# Each token has an advantage of its own, so they are (N, T) instead of (N,).
+BY_TOKEN = ("reinforce_pp", "remax", "ppo", "prime", "opd")
+
 
 class Net:
     """A plain transformers model with these weights."""

@@ -316,6 +316,13 @@ def test_every_update_is_the_papers(record, tmp_path, name, flags):
         assert ungraded or hasattr(args, "gen_prompts"), "every response could be graded"
 
 
+def test_the_first_update_of_a_step_clips_nothing(record, tmp_path):
+    """Its log-probs are the old ones bit for bit, so the ratio is exactly 1."""
+    record("grpo", PLAIN | {"mini_batches": 1, "clip_low": 1e-7, "clip_high": 1e-7})
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["train/clip_frac"] == 0 < json.loads(line)["train/grad_norm"]
+
+
 def test_files_without_sampling_are_the_two_that_follow():
     assert sorted(set(ALGORITHM_FILES) - set(ALGORITHMS)) == ["dpo", "sft"]
 

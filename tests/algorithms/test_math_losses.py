@@ -7,7 +7,7 @@ import math
 import cases
 import pytest
 import torch
-from cases import BY_TOKEN
+from by_hand import BY_TOKEN
 
 from algos import cispo, grpo, gspo
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import ALGORITHMS, BY_TOKEN
+from by_hand import BY_TOKEN
+from cases import ALGORITHMS
 
 from common.rollout.rollout import collate
 from common.run.tracking import Metrics

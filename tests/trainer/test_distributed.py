@@ -151,17 +151,6 @@ def test_each_main_learns_what_is_right_and_does_the_same_on_two_ranks(tmp_path)
 
 
 @pytest.mark.slow
-def test_old_logprobs_are_those_of_the_policy_before_the_updates_of_a_step(models, tmp_path):
-    """The asserts are in the worker. The first update has a ratio of exactly 1, so it clips nothing."""
-    launch(MAINS, models["untied"], tmp_path, "old")
-    for folder in [*ALGORITHMS, "grpo-one", "grpo-epochs", "ppo-warm-up", "opd-sampled"]:
-        rows = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
-        assert len(rows) == 2 and rows[1]["train/grad_norm"] > 0
-        if folder == "grpo-one":
-            assert rows[0]["train/clip_frac"] == rows[1]["train/clip_frac"] == 0
-
-
-@pytest.mark.slow
 def test_a_run_is_the_same_in_any_layout(tmp_path):
     """Rollouts, rewards, losses, evaluation and the engine's weights. A checkpoint resumes in another layout, too."""
     launch(LAYOUTS, tmp_path, ranks=2, engine=False)

@@ -6,7 +6,6 @@ rewards, statistics over all ranks, denominators, collectives. Two steps. Kinds:
 
 - "ungraded": four steps, and from the fourth on the first response that is asked for cannot be graded. ReMax's greedy
   ones are all right. In remax-free, without KL, the mini-batch of that response has no other prompt.
-- "old": without KL, with asserts about the old log-probs. The second token of each response counts as not sampled.
 - "signs": two steps, and once more with the advantage's sign flipped, in NAME-flipped. RUNS_DIR/signs.json says for
   each run how much more likely the right responses became than the wrong ones, in nats a token. At last PPO with
   weight decay and without any reward, which must leave the policy as it is.
@@ -29,8 +28,7 @@ from common.data import prompts as data
 from common.rewards.grading import Result, gsm8k_reward
 from common.rewards.mixture import Rewards
 from common.rollout import engines, rollout
-from common.run import checkpoint, job, report
-from common.trainer import model
+from common.run import checkpoint, report
 from common.trainer.batching import Compute
 
 implicit_rewards = prime.implicit_rewards
@@ -55,7 +53,7 @@ started: list["StubEngine"] = []  # the engines of all runs
 
 
 class StubEngine:
-    weight_version, wire_dtype, saved_names, holes = 0, torch.float32, False, False
+    weight_version, wire_dtype, saved_names = 0, torch.float32, False
 
     def __init__(self, world):
         self.world, self.tokenizer, self.pushed = world, embedded.tokenizer(), []
@@ -70,9 +68,7 @@ class StubEngine:
                 rows.append(ids)
                 responses.append([*self.tokenizer(text)["input_ids"], 1])
         logprobs = [[-1.0] * len(response) for response in responses]
-        batch = rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, "cpu")
-        batch.response_mask[:, 1] &= not self.holes  # as if an environment had written that token
-        return batch
+        return rollout.collate(rows, responses, logprobs, [False] * len(rows), 0, "cpu")
 
     def load_weights(self, named_tensors):
         self.pushed.append({name: tensor.clone() for name, tensor in named_tensors})  # gathering them is a collective
@@ -125,8 +121,8 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     data.load = once(data.load)  # to tokenize them for each run takes longer than the steps
     if kind == "ungraded":
         rewards.load = fails_later
-    if kind in ("old", "signs"):
-        {"old": old, "signs": signs}[kind](model_path, runs)
+    if kind == "signs":
+        signs(model_path, runs)
         return finish(world)
     steps = 4 if kind == "ungraded" else 2
     free = {"remax-free": {"kl_coef": 0.0, "mini_batches": 8}} if kind == "ungraded" else {}
@@ -135,67 +131,6 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
         given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": steps}
         algorithm.main(algorithm.Args(**given, run_dir=str(runs / name)))
     finish(world)
-
-
-def old(model_path: str, runs: Path) -> None:
-    """The old log-probs of a step are one forward of all trained rows, before any update, and nothing changes them."""
-    load = model.load
-    frozen_logprobs = model.frozen_logprobs
-    end_step = job.Run.end_step
-    adamw_step = torch.optim.AdamW.step
-    models = []  # those that the current run has loaded; the policy is the first
-    forwards = []  # of the current step: (rows, log-probs, updates of the policy so far)
-    updates = []  # one entry for each optimizer step of any model
-    steps = []
-
-    def loaded(*given, **named):
-        models.append(load(*given, **named))
-        return models[-1]
-
-    def spied(policy, batch, micro_batches, temperature):
-        logprobs = frozen_logprobs(policy, batch, micro_batches, temperature)
-        if policy is models[0]:
-            rows = {row for micro in micro_batches for row in micro.rows.tolist()}
-            forwards.append((rows, logprobs.clone(), len(updates)))
-        return logprobs
-
-    def counted(optimizer, *given):
-        if optimizer.param_groups[0]["params"][0] is next(models[0].parameters()):
-            updates.append(1)
-        return adamw_step(optimizer, *given)
-
-    def checked_end(run, step, batch, **named):
-        ((rows, logprobs, updates_before),) = forwards  # a single forward in each step
-        trained = named.get("rows")
-        expected = set(range(len(batch))) if trained is None else set(trained.nonzero().flatten().tolist())
-        assert rows == expected, "rows without old log-probs, or a forward of rows that do not train"
-        assert torch.equal(logprobs, named["old_logprobs"]), "the old log-probs were overwritten"
-        assert (logprobs[~batch.response_mask] == 0).all(), "a log-prob of a token that was not sampled"
-        assert updates_before == (steps[-1] if steps else 0), "an update came before the old log-probs"
-        steps.append(len(updates))
-        forwards.clear()
-        end_step(run, step, batch, **named)
-
-    model.load = loaded
-    model.frozen_logprobs = spied
-    torch.optim.AdamW.step = counted
-    job.Run.end_step = checked_end
-    StubEngine.holes = True
-    changes = {"dapo": {"gen_prompts": 8}, "prime": {"gen_prompts": 8}, "opd": {"full_vocabulary": True}}
-    cases = [(name, name, changes.get(name, {})) for name in OWN]
-    cases += [
-        ("grpo-one", "grpo", {"mini_batches": 1}),
-        ("grpo-epochs", "grpo", {"epochs": 2}),
-        ("ppo-warm-up", "ppo", {"critic_warmup_steps": 1}),
-        ("opd-sampled", "opd", {"full_vocabulary": False}),
-    ]
-    for folder, name, changed in cases:
-        algorithm = importlib.import_module(f"algos.{name}")
-        models.clear(), updates.clear(), steps.clear()
-        flags = {**algorithm.EMBEDDED, **FLAGS, **changed, "model": model_path, "steps": 2}
-        algorithm.main(algorithm.Args(**flags, run_dir=str(runs / folder)))
-        updates_in_a_step = flags["mini_batches"] * flags.get("epochs", 1)
-        assert steps[1] - steps[0] == updates_in_a_step, (folder, steps)
 
 
 def signs(model_path: str, runs: Path) -> None:
