@@ -77,7 +77,14 @@ def test_case(said, answer, accuracy):
         assert (result.score, result.acc, result.extracted, result.info) == (accuracy, accuracy, said, {})
 
 
+REASONING = "We add them one by one, and we take care. " * 300  # twelve thousand characters without a number
 RESPONSES = [  # response, mode, reference answer, accuracy
+    (rf"\boxed{{7}} {REASONING} \boxed{{8}}", "boxed", "8", 1),
+    (rf"\boxed{{7}} {REASONING} \boxed{{8}}", "boxed", "7", 0),
+    (rf"\boxed{{7}} {REASONING} \boxed{{\frac{{16}}{{2}}}}", "boxed", "8", 1),  # by algebra
+    (rf"\boxed{{8}} {REASONING} \boxed{{\frac{{14}}{{2}}}}", "boxed", "8", 0),
+    (f"It is $7$. {REASONING} No, it is $8$.", "flexible", "8", 1),
+    (f"It is $7$. {REASONING} No, it is $8$.", "flexible", "7", 0),
     (r"\boxed{1} and then \boxed{2}", "boxed", "2", 1),  # math-verify alone makes a set of both
     (r"\boxed{1} and then \boxed{2}", "boxed", "1", 0),
     (r"\boxed{1} and then \boxed{2", "boxed", "1", 1),
