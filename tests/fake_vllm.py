@@ -15,15 +15,18 @@ VLLM = SimpleNamespace(SamplingParams=SimpleNamespace)  # the module, which take
 class FakeLLM:
     """Answers each prompt with its last token and NOISE others.
 
-    As in vLLM, they follow from the seed of the request or, without one, from torch's generator.
+    As in vLLM, they follow from the seed of the request or, without one, from torch's generator. The length limit cuts
+    off every second response to a prompt.
     """
 
     def __init__(self):
         self.waiting = []
+        self.asked = []  # the sampling parameters of each prompt of the last call
         self.llm_engine = self
 
     def enqueue(self, prompts: list[dict], sampling, use_tqdm: bool) -> list[str]:
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        self.asked = each
         self.waiting = [(f"{i}", prompt["prompt_token_ids"], one) for i, (prompt, one) in enumerate(zip(prompts, each))]
         return [f"{name}-x" for name, *_ in self.waiting]
 
@@ -38,7 +41,8 @@ class FakeLLM:
             draw = random.Random(int(torch.randint(2**40, ())) if seed is None else seed + sample)
             noise = [draw.randrange(3, 50) for _ in range(NOISE)]
             logprobs = SimpleNamespace(logprobs=[-1.0] * (1 + NOISE))
-            outputs.append(SimpleNamespace(token_ids=[ids[-1], *noise], logprobs=logprobs, finish_reason="stop"))
+            reason = "length" if sample % 2 else "stop"
+            outputs.append(SimpleNamespace(token_ids=[ids[-1], *noise], logprobs=logprobs, finish_reason=reason))
         return [SimpleNamespace(request_id=name, finished=True, outputs=outputs, prompt_token_ids=ids)]
 
 

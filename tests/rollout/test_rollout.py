@@ -13,10 +13,10 @@ from fake_vllm import VLLM, fake_engine
 from transformers import GenerationConfig
 
 from common.data import arithmetic
-from common.placement import Layout, World
+from common.placement import Layout
 from common.rollout import engines, vllm_engine
 from common.rollout.hf_engine import HFEngine
-from common.rollout.rollout import collate, collate_responses, select
+from common.rollout.rollout import Rollout, collate, collate_responses, select
 from common.rollout.vllm_engine import EngineConfig
 
 
@@ -167,36 +167,52 @@ def test_each_rank_of_the_hf_engine_and_each_step_has_noise_of_its_own(uneven, w
     assert sampled(*noise[4]) == found[4], "a step that is repeated is the same step"
 
 
-def of_ranks(world: World, tp: int, device: torch.device, seed: int, monkeypatch) -> list[list[list[int]]]:
-    """What each of four ranks gets for its prompts [r], [4 + r] and [8 + r] from a fake vLLM, two responses to each."""
-    shares = [[[rank], [4 + rank], [8 + rank]] for rank in range(4)]
+@pytest.fixture
+def of_ranks(world, monkeypatch):
+    """A function for what each of four ranks gets for its prompts [r], [4 + r] and [8 + r] from a fake vLLM, two
+    responses to each, and what it is told meanwhile.
+    """
     monkeypatch.setitem(sys.modules, "vllm", VLLM)
     on_cpu = lambda *given: collate_responses(*given[:-1], torch.device("cpu"))  # not every machine has a GPU
     monkeypatch.setattr(vllm_engine, "collate_responses", on_cpu)
-    found = []
-    for rank in range(4):
-        first = rank // tp * tp
-        gather = lambda out, own, group, first=first: out.__setitem__(slice(None), shares[first : first + tp])
-        monkeypatch.setattr(dist, "all_gather_object", gather)
-        own = replace(world, rank=rank, size=4, device=device, rollout_tp=tp, tp_group="group" if tp > 1 else None)
-        torch.manual_seed(rank)  # the ranks have drawn different numbers before
-        found.append(fake_engine(own).generate(shares[rank], 2, 1.0, 2, seed).response_ids)
-    return found
+    shares = [[[rank], [4 + rank], [8 + rank]] for rank in range(4)]
+
+    def sampled(tp: int, device: str, seed: int) -> list[tuple[Rollout, dict]]:
+        found = []
+        for rank in range(4):
+            first = rank // tp * tp
+            gather = lambda out, own, group, first=first: out.__setitem__(slice(None), shares[first : first + tp])
+            monkeypatch.setattr(dist, "all_gather_object", gather)
+            own = {"rank": rank, "size": 4, "device": torch.device(device), "rollout_tp": tp}
+            engine = fake_engine(replace(world, **own, tp_group="group" if tp > 1 else None))
+            torch.manual_seed(rank)  # the ranks have drawn different numbers before
+            told = {}
+            done = lambda place, ids, cut_off, told=told: told.update({place: (ids, cut_off)})
+            found.append((engine.generate(shares[rank], 2, 0.7, 9, seed, done), told))
+            assert {(asked.temperature, asked.max_tokens, asked.n) for asked in engine.llm.asked} == {(0.7, 9, 2)}
+        return found
+
+    return sampled
+
+
+def ids_of(found: list[tuple[Rollout, dict]]) -> list[list[list[int]]]:
+    return [rollout.response_ids for rollout, _ in found]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_each_rank_gets_the_responses_to_its_own_prompts(world, tp, device, monkeypatch):
+def test_each_rank_gets_the_responses_to_its_own_prompts(of_ranks, tp, device):
     """With noise of their own, whether four ranks have four engines, two or one."""
-    found = of_ranks(world, tp, torch.device(device), 5, monkeypatch)
-    prompts = [[ids[0] for ids in responses] for responses in found]
-    assert prompts == [[rank, rank, 4 + rank, 4 + rank, 8 + rank, 8 + rank] for rank in range(4)]
-    noise = {tuple(ids[1:]) for responses in found for ids in responses}
+    found = of_ranks(tp, device, 5)
+    for rank, (rollout, told) in enumerate(found):
+        assert rollout.prompt_ids == [[prompt] for prompt in (rank, 4 + rank, 8 + rank) for _ in range(2)]
+        assert [ids[:1] for ids in rollout.response_ids] == rollout.prompt_ids
+        assert rollout.truncated.tolist() == [False, True] * 3
+        assert told == {place: (rollout.response_ids[2 * place :][:2], [False, True]) for place in range(3)}
+    noise = {tuple(ids[1:]) for responses in ids_of(found) for ids in responses}
     assert len(noise) == 4 * 3 * 2
-    assert of_ranks(world, tp, torch.device(device), 5, monkeypatch) == found, (
-        "a step that is repeated is the same step"
-    )
-    other_step = of_ranks(world, tp, torch.device(device), 6, monkeypatch)
+    assert ids_of(of_ranks(tp, device, 5)) == ids_of(found), "a step that is repeated is the same step"
+    other_step = ids_of(of_ranks(tp, device, 6))
     assert noise.isdisjoint(tuple(ids[1:]) for responses in other_step for ids in responses)
 
 

@@ -1,10 +1,12 @@
 """Evaluation: what the engine is asked for, which responses count, and how accuracy and reward are counted."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import load
 
 from common.data import arithmetic
 from common.data.prompts import Prompt
@@ -15,6 +17,7 @@ from common.rollout.rollout import collate
 from common.run.evaluation import Evaluator
 from common.run.tracking import Metrics
 
+evaluate = load("scripts/evaluate.py")
 TOKENIZER = arithmetic.tokenizer()
 MAX_TOKENS = 7
 
@@ -113,3 +116,29 @@ def test_turns_of_an_episode_are_counted_and_not_its_tokens(world):
     metrics = Metrics(world)
     evaluator.evaluate(prompts, metrics=metrics)
     assert metrics.sums["eval/turns"] == [(4, 2)]
+
+
+def test_pass_at_k_by_hand():
+    """Two of four responses are right. Of the six pairs of responses, one has no right one."""
+    pass_at_k = evaluate.pass_at_k
+    assert [pass_at_k(4, 2, k) for k in (1, 2, 3, 4)] == pytest.approx([1 / 2, 5 / 6, 1, 1])
+    assert [pass_at_k(4, correct, 2) for correct in (0, 1, 4)] == pytest.approx([0, 1 / 2, 1])
+
+
+def test_the_script_says_greedy_and_sampled_accuracy_and_pass_at_k(models, world, tmp_path, monkeypatch, capsys):
+    """Of four responses to each of three problems, four, one and none are right. The greedy one is the first."""
+    (tmp_path / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in (7, 8, 9)))
+    right = {7: [True] * 4, 8: [False, False, True, False], 9: [False] * 4}
+    texts = {i: [f"#### {i}" if each else "#### 1" for each in row] for i, row in right.items()}
+    engine = Engine({TOKENIZER(f"{i}")["input_ids"][0]: row for i, row in texts.items()})
+    monkeypatch.setattr(evaluate.placement, "init", lambda *given: world)
+    monkeypatch.setattr(evaluate.placement, "finish", lambda *given: None)
+    monkeypatch.setattr(evaluate.engines, "start", lambda *given, **named: engine)
+    dataset = (str(tmp_path / "problems.jsonl"),)
+    evaluate.main(evaluate.Args(models["untied"], dataset, reward=("gsm8k=2",), n=4, temperature=0.7, seed=3))
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["prompts"], said["greedy"], said["greedy_reward"]) == pytest.approx((3, 1 / 3, 2 / 3))
+    assert (said["sampled"], said["sampled_reward"]) == pytest.approx((5 / 12, 10 / 12))
+    assert (said["pass@2"], said["pass@4"]) == pytest.approx(((1 + 1 / 2) / 3, 2 / 3))
+    asked = [(each["n"], each["temperature"], each["seed"], each["tokens"]) for each in engine.asked]
+    assert asked == [(1, 0.0, 0, 48), (4, 0.7, 3, 48)]

@@ -295,6 +295,17 @@ def test_responses_are_as_old_as_the_weights_that_sampled_them(run):
     assert run.saver.metrics["advantage/abs_max"] == 2.0, "a negative advantage is a signal, too"
 
 
+def test_only_steps_in_a_row_end_a_run(capsys):
+    """A step with an advantage, or with a response that ended, starts the count again."""
+    trends = guards.Trends()
+    for step in range(1, 5 * guards.SILENT_STEPS):
+        silent = step % guards.SILENT_STEPS != 0
+        cut_off = step % guards.TRUNCATED_STEPS != 0
+        metrics = {"advantage/abs_max": 0.0 if silent else 1.0, "response/truncated_frac": 1.0 if cut_off else 0.9}
+        trends.check({"step": step, "reward/mean": 0.5, **metrics})
+    assert "no-signal" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value, stops", [(math.nan, True), (math.inf, True), (0.0, False), (1e30, False)])
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(value, stops):
     saved = []

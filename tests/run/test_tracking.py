@@ -85,6 +85,20 @@ def test_nothing_of_a_step_is_in_the_next_one(tracker):
         assert row["train/entropy"] == 1.0 and "train/largest" not in row and row["step"] == 2
 
 
+def test_counts_are_exact(tracker, world):
+    """float32 would make 16,777,216 of it."""
+    count = 2**24 + 1
+    tracker.sum("tokens", count)
+    tracker.max("largest", count)
+    metrics = tracker.write(1)
+    assert metrics["tokens"] == metrics["largest"] == world.sum(count) == world.min(count) == world.max(count) == count
+
+
+def test_the_accuracy_before_training_is_that_of_step_0(tracker):
+    tracker.first(0.25)
+    assert json.loads(tracker.metrics_file.read_text()) == {"step": 0, "eval/accuracy": 0.25}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_no_number_ends_the_run_and_is_in_the_file(tracker, value):
     tracker.mean("loss/policy", value)
