@@ -223,6 +223,37 @@ def test_a_checkpoint_is_due_after_every_so_many_steps_and_at_the_end(models, wo
         assert [number for number in range(1, 6) if saver.due(number)] == due
 
 
+def test_a_run_of_other_prompts_does_not_go_on_without_a_word(models, world, tmp_path, capsys):
+    """--resume auto goes on with a run as if it had not stopped. A new run may start from any checkpoint."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    folder = tmp_path / "checkpoints/step_000001"
+    saver.data = "a row has another answer"
+    saver.saving = checkpoint.Saving(resume="auto")
+    with pytest.raises(BadInput) as failed:
+        saver.check_fits(folders.state(folder), folder)
+    assert failed.value.code == "data-changed"
+    saver.saving = checkpoint.Saving(resume=str(folder))
+    saver.check_fits(folders.state(folder), folder)
+    assert capsys.readouterr().err.count("warning[data-changed]") == 1
+
+
+def test_all_ranks_save_and_stop_after_a_step_in_which_one_of_them_was_asked(models, world, tmp_path):
+    """A launcher may send the signal to one rank only, and this is another one."""
+
+    class Asked(placement.World):
+        def max(self, value: float) -> float:
+            return 1.0
+
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.world = Asked(**vars(world))
+    saver.last_step = 9
+    saver.step_done(3, {})
+    assert saver.stopping and [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
+
+
 def test_a_run_that_fails_waits_for_the_save_that_is_being_written(models, world, tmp_path):
     saver = start(models, world, tmp_path, async_save=True)
     step(*saver.trained["policy"])

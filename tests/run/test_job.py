@@ -233,34 +233,41 @@ def run(world, tmp_path, monkeypatch, request):
     made.tracker.bar.close()
 
 
-def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run):
+# After step 4 comes a checkpoint, so that step 5 was not drawn ahead.
+failing_step = pytest.mark.parametrize("failing", [1, 3, 4, 5])
+
+
+@failing_step
+def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run, failing):
     """Also where its prompts, or those of the step after it, were drawn ahead."""
-    run.fails_at = 3
+    run.fails_at = failing
     with pytest.raises(RunFailed, match="the server is gone"):
         for step, batch in run.steps(run.sample):
             run.train(step, batch)
-    assert run.saver.rescued == [(2, 2 * PROMPTS_PER_STEP)]
+    assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
 
 
-def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run):
+@failing_step
+def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run, failing):
     for step, batch in run.steps(run.sample):
-        if step == 3:
+        if step == failing:
             with pytest.raises(RunFailed, match="nan"):
                 guards.stop_unless_finite(run.tracker, "train/grad_norm", torch.tensor(math.nan))
             break
         run.train(step, batch)
-    assert run.saver.rescued == [(2, 2 * PROMPTS_PER_STEP)]
+    assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
 
 
-def test_a_step_that_fails_after_its_update_is_done(run):
+@failing_step
+def test_a_step_that_fails_after_its_update_is_done(run, failing):
     for step, batch in run.steps(run.sample):
-        if step == 3:
+        if step == failing:
             run.tracker.mean("loss/policy", math.nan)
             with pytest.raises(RunFailed, match="loss/policy is nan"):
                 run.train(step, batch)
             break
         run.train(step, batch)
-    assert run.saver.rescued == [(3, 3 * PROMPTS_PER_STEP)]
+    assert run.saver.rescued == [(failing, failing * PROMPTS_PER_STEP)]
 
 
 def test_nothing_is_sampled_ahead_of_a_checkpoint(run):

@@ -40,8 +40,8 @@ def test_metrics_are_those_of_all_ranks_together(ranks):
     assert metrics["throughput/tokens_per_s"] == pytest.approx(48 * 5 / metrics["time/step"])
     # Right are 0, 6 and 9 of the ten held-out prompts. Nobody graded 3.
     assert metrics["eval/accuracy"] == pytest.approx(3 / 9)
-    (row,) = (ranks[0] / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(row) == metrics
+    rows = (ranks[0] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row) for row in rows] == [metrics, ranks[1][0]["drawing"]]
 
 
 @pytest.mark.slow
@@ -57,3 +57,6 @@ def test_ranks_draw_until_all_of_them_have_their_share(ranks):
     """Rank r finds its first prompt in draw r. Those that the others have found meanwhile are surplus."""
     assert [rank["kept"] for rank in ranks[1]] == [["0"], ["5"], ["10"], ["15"]]
     assert [rank["drawn"] for rank in ranks[1]] == [16] * 4
+    drawing = ranks[1][0]["drawing"]
+    # Rank 0 keeps all four of its prompts, rank 3 the last one.
+    assert (drawing["sampling/prompts_generated"], drawing["sampling/prompts_kept"]) == (16, 4 + 3 + 2 + 1)

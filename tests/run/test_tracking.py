@@ -31,18 +31,18 @@ def graded(lengths: list[int], truncated: list[bool], ungraded: tuple[int, ...] 
 
 
 def test_metrics_of_rewards_and_groups_by_hand(tracker):
-    """Groups of scores (0, 1) and (3, 3), and one that could not be graded. Its responses have lengths all the same."""
-    batch = graded([1, 2, 3, 4, 5, 6], [True, False, False, True, False, True], ungraded=(4, 5))
-    tracker.rollout(torch.tensor([0.0, 1.0, 3.0, 3.0, 0.0, 0.0]), 2, batch)
+    """Groups of scores (0, 1), (3, 3) and (5, 5), and one that could not be graded. It has lengths all the same."""
+    batch = graded([1, 2, 3, 4, 5, 6, 7, 8], [True, False, False, True, False, False, False, True], ungraded=(6, 7))
+    tracker.rollout(torch.tensor([0.0, 1.0, 3.0, 3.0, 5.0, 5.0, 0.0, 0.0]), 2, batch)
     tracker.max("advantage/abs_max", 1.0)
     metrics = tracker.write(1)
-    assert metrics["reward/mean"] == 7 / 4
-    assert metrics["reward/std"] == pytest.approx((math.sqrt(1 / 2) + 0) / 2), "within a group, over n - 1"
-    assert metrics["group/zero_std_frac"] == 1 / 2
-    assert metrics["reward/ungraded_frac"] == pytest.approx(2 / 6)
-    assert metrics["response/length_mean"] == 21 / 6
-    assert metrics["response/truncated_frac"] == 3 / 6
-    assert metrics["throughput/tokens_per_s"] == pytest.approx(21 / metrics["time/step"])
+    assert metrics["reward/mean"] == pytest.approx(17 / 6)
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(1 / 2) / 3), "within a group, over n - 1"
+    assert metrics["group/zero_std_frac"] == pytest.approx(2 / 3)
+    assert metrics["reward/ungraded_frac"] == 2 / 8
+    assert metrics["response/length_mean"] == 36 / 8
+    assert metrics["response/truncated_frac"] == 3 / 8
+    assert metrics["throughput/tokens_per_s"] == pytest.approx(36 / metrics["time/step"])
 
 
 def test_a_group_of_one_has_no_spread(tracker):

@@ -87,6 +87,8 @@ def main(run_dir: str) -> None:
         max_draws=9,
         filter_in_words="",
     )
+    tracker.max("advantage/abs_max", 0.0)
+    said["drawing"] = tracker.write(2)
     said["kept"] = [prompt.id for prompt in filled.prompts]
     said["drawn"] = sampler.loader.position
 
