@@ -22,6 +22,7 @@ class FakeLLM:
     def __init__(self):
         self.waiting = []
         self.asked = []  # the sampling parameters of each prompt of the last call
+        self.sampled = []  # all responses
         self.llm_engine = self
 
     def enqueue(self, prompts: list[dict], sampling, use_tqdm: bool) -> list[str]:
@@ -41,8 +42,9 @@ class FakeLLM:
             draw = random.Random(int(torch.randint(2**40, ())) if seed is None else seed + sample)
             noise = [draw.randrange(3, 50) for _ in range(NOISE)]
             logprobs = SimpleNamespace(logprobs=[-1.0] * (1 + NOISE))
+            self.sampled.append([ids[-1], *noise])
             reason = "length" if sample % 2 else "stop"
-            outputs.append(SimpleNamespace(token_ids=[ids[-1], *noise], logprobs=logprobs, finish_reason=reason))
+            outputs.append(SimpleNamespace(token_ids=self.sampled[-1], logprobs=logprobs, finish_reason=reason))
         return [SimpleNamespace(request_id=name, finished=True, outputs=outputs, prompt_token_ids=ids)]
 
 

@@ -8,8 +8,9 @@ import pytest
 from conftest import ROOT
 
 from common.rewards import math_grading
-from common.rewards.grading import Result
+from common.rewards.grading import Item, Result
 from common.rewards.math_grading import clean, grade_by_string, grade_math, parse_math_gold
+from common.rewards.workers import MathReward
 
 CASES = [  # in the box, reference answer, accuracy
     ("1/2", r"\frac{1}{2}", 1),
@@ -108,6 +109,14 @@ RESPONSES = [  # response, mode, reference answer, accuracy
 @pytest.mark.parametrize("response, mode, answer, accuracy", RESPONSES)
 def test_which_part_of_the_response_counts(response, mode, answer, accuracy):
     assert grade_math(response, answer, mode).acc == accuracy
+
+
+def test_each_reward_of_math_grades_in_its_own_mode():
+    """Only math-flexible reads an answer without a box. It needs a worker for that."""
+    items = [Item("", r"so it is $\frac{14}{2}$", "7"), Item("", r"so it is \boxed{7}", "7")]
+    for name, expected in (("math", [0, 1]), ("math-flexible", [1, 1])):
+        results = MathReward(name, workers=1)(items, [9] * 2, [False] * 2)
+        assert [result.acc for result in results] == expected
 
 
 def test_a_period_goes_but_not_that_of_right():

@@ -34,6 +34,7 @@ from common.rollout.environments import Problem as EnvironmentProblem
 from common.rollout.environments import built_in, tools
 from common.rollout.environments.episodes import Environments, attach, problem_of
 from common.rollout.environments.workers import THREADS, EnvironmentPool
+from common.rollout.hf_engine import HFEngine
 from common.rollout.rollout import Response, collate
 from common.rollout.servers import client
 from common.rollout.servers import engine as servers
@@ -637,6 +638,28 @@ def test_nobody_waits_for_a_slow_environment(play, world, monkeypatch):
     assert batch.response_ids == [[7, 9, 9, 7, 9, 7], [7, 9, 7, 9, 7], [7, 9, 7, 9, 7]]
     assert batch.response_mask.int().tolist() == [[1, 0, 0, 1, 0, 1], *[[1, 0, 1, 0, 1, 0]] * 2]
     assert torch.equal(batch.rollout_logprobs, -batch.response_mask.float())
+
+
+def test_the_hf_engine_cuts_a_turn_off_at_the_room_of_its_own_response():
+    """All turns of a forward share the largest limit. The second response has heard more, so less room is left."""
+    engine = object.__new__(HFEngine)
+    engine.world, engine.weight_version = SimpleNamespace(device=torch.device("cpu")), 0
+    limits = []
+
+    def sample(prompts, temperature, limit):
+        limits.append(limit)
+        turn = [7, 1] if len(limits) == 1 else [5, 6, 7, 1]
+        return [Response(turn, [-1.0] * len(turn), False) for _ in prompts]
+
+    def reply(index: int, turns) -> list[int] | None:
+        return [9] * (2 + 2 * index) if len(turns.starts) == 1 else None
+
+    engine.sample = sample
+    rollout = engine.converse([[20], [21]], 1, 1.0, 9, reply)
+    assert limits == [9, 5]
+    assert rollout.response_ids == [[7, 1, 9, 9, 5, 6, 7, 1], [7, 1, 9, 9, 9, 9, 5, 6, 7]]
+    assert rollout.truncated.tolist() == [False, True]
+    assert rollout.response_mask.sum(1).tolist() == [6, 5]
 
 
 ROOM = 9

@@ -179,6 +179,7 @@ def of_ranks(world, monkeypatch):
 
     def sampled(tp: int, device: str, seed: int) -> list[tuple[Rollout, dict]]:
         found = []
+        engines_of = {}  # number of an engine -> all that it has sampled
         for rank in range(4):
             first = rank // tp * tp
             gather = lambda out, own, group, first=first: out.__setitem__(slice(None), shares[first : first + tp])
@@ -189,6 +190,8 @@ def of_ranks(world, monkeypatch):
             told = {}
             done = lambda place, ids, cut_off, told=told: told.update({place: (ids, cut_off)})
             found.append((engine.generate(shares[rank], 2, 0.7, 9, seed, done), told))
+            together = engines_of.setdefault(engine.world.engine_index, engine.llm.sampled)
+            assert engine.llm.sampled == together, "ranks that share an engine compute the same forwards"
             assert {(asked.temperature, asked.max_tokens, asked.n) for asked in engine.llm.asked} == {(0.7, 9, 2)}
         return found
 
