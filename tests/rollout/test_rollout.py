@@ -106,6 +106,7 @@ def uneven(tmp_path_factory, world) -> HFEngine:
     """An engine whose model has 120 tokens, likely ones and rare ones. Nine of them end a response."""
     config = arithmetic.config()
     config.vocab_size = 120
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]  # the tests take many forwards
     path = save_model(tmp_path_factory.mktemp("uneven"), config, 0.05)
     engine = HFEngine(path, list(range(1, 10)), world, torch.float32)
     with torch.no_grad():
@@ -116,8 +117,8 @@ def uneven(tmp_path_factory, world) -> HFEngine:
 def next_token(engine: HFEngine, prompt: list[int], temperature: float) -> torch.Tensor:
     """(vocabulary,) probabilities of the token after a prompt, by a forward without any engine."""
     with torch.no_grad():
-        logits = engine.model(torch.tensor([prompt])).logits[0, -1]
-    return (logits.double() / temperature).softmax(-1)
+        logits = engine.model(torch.tensor([prompt], device=engine.world.device)).logits[0, -1]
+    return (logits.cpu().double() / temperature).softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -133,7 +134,8 @@ def test_the_hf_engine_samples_from_the_whole_distribution(uneven, temperature):
         error = (wanted * (1 - wanted) / count).sqrt()
         assert abs(shares[part].sum() - wanted) < 4 * error
     assert (expected.argsort().argsort()[sampled] < 40).sum() > 10, "no rare token was sampled"
-    torch.testing.assert_close(rollout.rollout_logprobs[:, 0].double(), expected.log()[sampled], rtol=0, atol=1e-4)
+    logprobs = rollout.rollout_logprobs[:, 0].cpu().double()
+    torch.testing.assert_close(logprobs, expected.log()[sampled], rtol=0, atol=1e-4)
 
 
 def test_at_temperature_0_the_hf_engine_takes_the_likeliest_token(uneven):
@@ -159,7 +161,7 @@ def test_each_rank_of_the_hf_engine_and_each_step_has_noise_of_its_own(uneven, w
 
     def sampled(rank: int, seed: int) -> str:
         monkeypatch.setattr(uneven, "world", replace(world, rank=rank, size=3))
-        return str(uneven.generate([[20, 30, 40]], 4, 1.0, 2, seed).response_ids)
+        return str(uneven.generate([[20, 30, 40]], 32, 1.0, 1, seed).response_ids)
 
     noise = [(rank, seed) for rank in range(3) for seed in (0, 1, 2)]
     found = [sampled(*each) for each in noise]
