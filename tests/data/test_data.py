@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import Phi3Config, PreTrainedTokenizerFast
 
-from common.data import arithmetic, templates
+from common.data import arithmetic, demonstrations, pairs, templates
 from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse
 from common.data.prompts import load as load_prompts
 from common.data.tokenizer import has_safetensors, load_tokenizer
@@ -65,11 +65,30 @@ def rows(tmp_path):
 
 def test_long_prompts_are_dropped_and_counted_never_cut(rows, capsys):
     path = rows(*OVERLONG)
-    kept = load(path, limit=6)
+    kept = load(path, limit=7)
     assert [prompt.text for prompt in kept] == ["1+1="] * 7
-    assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 6 tokens\n"
+    assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 7 tokens\n"
     with pytest.raises(BadInput, match="all 14 prompts are longer than --max-prompt-tokens 2"):
         load(path, limit=2)
+
+
+@pytest.mark.parametrize("limit, kept", [(4, ["1+1="]), (7, ["1+1="]), (8, ["12345678", "1+1="])])
+def test_a_prompt_of_exactly_the_limit_stays(rows, limit, kept):
+    assert [prompt.text for prompt in load(rows(*OVERLONG[:2]), limit=limit)] == kept
+
+
+def test_solutions_and_pairs_of_exactly_the_limit_stay(rows):
+    """1+1= has four tokens. A response ends with an end token."""
+    solved = rows('{"prompt": "1+1=", "solution": "2"}', '{"prompt": "1+1=", "solution": "two"}', name="solved.jsonl")
+    prompts = load(solved)
+    for limit, solutions, longest in ((6, ["2"], 6), (7, ["2"], 6), (8, ["2", "two"], 8)):
+        fitting, tokens = demonstrations.that_fit(prompts, TOKENIZER, limit)
+        assert [prompt.solution for prompt in fitting] == solutions and tokens == longest
+    paired = rows('{"prompt": "1+1=", "chosen": "2", "rejected": "10"}', name="paired.jsonl")
+    usable, responses = pairs.load_pairs((paired,), Source(), TOKENIZER, 4, 3)
+    assert [[len(ids) for ids in responses[prompt.id]] for prompt in usable] == [[2, 3]]
+    with pytest.raises(BadInput, match="--max-response-tokens 2"):
+        pairs.load_pairs((paired,), Source(), TOKENIZER, 4, 2)
 
 
 def test_raw_gsm8k(tmp_path, rows):
@@ -210,6 +229,29 @@ def test_a_mixture_resumes_from_its_position_alone(rows):
     assert PromptLoader(prompts, seed=2).take(20) != whole[:20]
 
 
+CHANGES = {  # of the second of two rows
+    "nothing": {},
+    "an answer": {"answer": "5"},
+    "no answer": {"answer": None},
+    "a prompt": {"prompt": "2+3="},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_that_has_changed_has_another_fingerprint(rows, change):
+    """A run that is resumed would otherwise go on with other data, and nobody would notice."""
+
+    def fingerprint(name: str, *content: dict, also=None) -> str:
+        return PromptLoader(load(rows(*map(json.dumps, content), name=name)), 0, also).fingerprint()
+
+    first, second = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}
+    changed = {name: value for name, value in {**second, **CHANGES[change]}.items() if value is not None}
+    before, after = fingerprint("a.jsonl", first, second), fingerprint("b.jsonl", first, changed)
+    assert (before == after) == (change == "nothing"), "the name of the file alone is no change"
+    assert fingerprint("b.jsonl", second, first) != before, "the order decides which prompts a step takes"
+    assert fingerprint("b.jsonl", first, second, also=[[5, 1]]) != fingerprint("b.jsonl", first, second, also=[[6, 1]])
+
+
 def test_a_weight_is_what_follows_the_last_equals_sign():
     assert parse(("gsm8k=2", "runs/lr=0.1/a.jsonl", "runs/lr=0.1/b.jsonl=.5")) == {
         "gsm8k": 2.0,
@@ -231,6 +273,8 @@ def test_held_out_prompts(tmp_path, rows):
     assert held_out(dataset, eval_prompts=9) == ["test"] * 5 + ["test.jsonl"] * 4
     assert len(held_out(("arithmetic",))) == 256 and held_out(dataset, eval_prompts=0) == []
     assert held_out(dataset, eval_dataset="absent.jsonl", eval_prompts=0) == []  # not even read
+    whole = load("arithmetic", "test")
+    assert load_eval(("arithmetic",), TrainSource(eval_prompts=9), TOKENIZER, 200) == whole[:9]
     assert held_out(dataset[2:]) == [] and held_out(dataset, eval_dataset=other, eval_prompts=12) == ["o.jsonl"] * 12
     with pytest.raises(
         BadInput,

@@ -70,7 +70,7 @@ def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
     rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0})
     results = rewards.score(PROMPTS, ["a", "b"] * 3, sampled(), world, 1, None, begun(reward, order=(0, 2)))
     assert [result.info["of"] for result in results] == ["0+1="] * 2 + ["1+1="] * 2 + ["2+1="] * 2
-    assert len(reward.calls[-1][1]) == 6
+    assert max(len(prompts) for _, prompts in reward.calls) == 6, "threads may note their calls after this one"
 
 
 def test_a_reward_of_this_process_waits_until_sampling_is_over():

@@ -8,8 +8,9 @@ import pytest
 from conftest import ROOT
 
 from common.rewards import math_grading
-from common.rewards.grading import Result
+from common.rewards.grading import Item, Result
 from common.rewards.math_grading import clean, grade_by_string, grade_math, parse_math_gold
+from common.rewards.workers import MathReward
 
 CASES = [  # in the box, reference answer, accuracy
     ("1/2", r"\frac{1}{2}", 1),
@@ -77,7 +78,14 @@ def test_case(said, answer, accuracy):
         assert (result.score, result.acc, result.extracted, result.info) == (accuracy, accuracy, said, {})
 
 
+REASONING = "We add them one by one, and we take care. " * 300  # twelve thousand characters without a number
 RESPONSES = [  # response, mode, reference answer, accuracy
+    (rf"\boxed{{7}} {REASONING} \boxed{{8}}", "boxed", "8", 1),
+    (rf"\boxed{{7}} {REASONING} \boxed{{8}}", "boxed", "7", 0),
+    (rf"\boxed{{7}} {REASONING} \boxed{{\frac{{16}}{{2}}}}", "boxed", "8", 1),  # by algebra
+    (rf"\boxed{{8}} {REASONING} \boxed{{\frac{{14}}{{2}}}}", "boxed", "8", 0),
+    (f"It is $7$. {REASONING} No, it is $8$.", "flexible", "8", 1),
+    (f"It is $7$. {REASONING} No, it is $8$.", "flexible", "7", 0),
     (r"\boxed{1} and then \boxed{2}", "boxed", "2", 1),  # math-verify alone makes a set of both
     (r"\boxed{1} and then \boxed{2}", "boxed", "1", 0),
     (r"\boxed{1} and then \boxed{2", "boxed", "1", 1),
@@ -101,6 +109,14 @@ RESPONSES = [  # response, mode, reference answer, accuracy
 @pytest.mark.parametrize("response, mode, answer, accuracy", RESPONSES)
 def test_which_part_of_the_response_counts(response, mode, answer, accuracy):
     assert grade_math(response, answer, mode).acc == accuracy
+
+
+def test_each_reward_of_math_grades_in_its_own_mode():
+    """Only math-flexible reads an answer without a box. It needs a worker for that."""
+    items = [Item("", r"so it is $\frac{14}{2}$", "7"), Item("", r"so it is \boxed{7}", "7")]
+    for name, expected in (("math", [0, 1]), ("math-flexible", [1, 1])):
+        results = MathReward(name, workers=1)(items, [9] * 2, [False] * 2)
+        assert [result.acc for result in results] == expected
 
 
 def test_a_period_goes_but_not_that_of_right():

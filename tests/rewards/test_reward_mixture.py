@@ -5,7 +5,6 @@ import math
 import os
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from common.errors import BadInput, RunFailed
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.rollout import rollout
-from common.run import evaluation, sampling
+from common.run import sampling
 from common.run.tracking import Metrics
 
 
@@ -53,6 +52,22 @@ def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
     assert logged["reward/right/mean"] == 1.0 and logged["reward/style/contribution"] == -4.0
     assert logged["reward/right/std"] == 0.5 * 2  # a total over two responses, as mean() wants it
     assert logged["reward/style/weight"] == -0.5 and logged["time/reward/right"] >= 0
+    assert logged["reward/accuracy"] == 1.0, "the first reward alone says what is right"
+
+
+def test_correctness_is_what_the_reward_says_and_without_a_word_a_score_above_zero(world):
+    given = [Result(-1.0, 1.0), Result(2.0, 0.0), Result(0.5, None), Result(0.0, None), Result(-0.5, None)]
+    reward = Rewards({"mine": lambda *_: given}, {"mine": 2.0})
+    results = reward.score(*batch(["a"] * 5, 1), world, 1)
+    assert [result.score for result in results] == [-2.0, 4.0, 1.0, 0.0, -1.0]
+    assert [result.acc for result in results] == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_response_is_graded_with_its_own_prompt(world):
+    """Responses to one prompt follow each other."""
+    reward = Rewards({"which": lambda items, *_: [Result(float(item.prompt[1:]), 0.0) for item in items]}, {"which": 1})
+    results = reward.score(*batch(["a"] * 6, 2), world, 1)
+    assert [result.score for result in results] == [0, 0, 1, 1, 2, 2]
 
 
 def test_responses_that_are_not_trained_on_stay_out_of_the_metrics(world):
@@ -82,21 +97,9 @@ def test_an_ungraded_response_leaves_with_its_prompt(world):
     prompts, texts, rows = batch(["yes", "bad", "yes", "no"] + ["yes", "no"] * 3, 2)
     results = reward.score(prompts, texts, rows, world, 4)
     assert [r.score for r in results] == [0, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert [r.acc for r in results] == [r.score for r in results], "one of the two was right, and it does not count"
     assert rows.response_mask.any(1).tolist() == [False] * 2 + [True] * 8
     assert results[0].info["ungraded"] == {"why": "down"}
-
-
-def test_an_evaluation_has_the_mean_reward_of_the_graded_prompts(world, monkeypatch):
-    """Two responses to each of three prompts. The second prompt cannot be graded."""
-    prompts, texts, rows = batch(["yes", "no", "yes", "bad", "yes", "yes"], 2)
-    reward = mixture(r=(0.5, fails_on("bad")))
-    metrics = Metrics(world)
-    monkeypatch.setattr(evaluation, "texts_of", lambda *_: texts)
-    engine = SimpleNamespace(generate=lambda *_, reply: rows)
-    evaluator = evaluation.Evaluator(engine, reward, arithmetic.tokenizer(), world, 2)
-    graded = evaluator.evaluate(prompts, n=2, metrics=metrics)
-    assert [[acc for _, acc in row] for _, row in graded] == [[1.0, 0.0], [1.0, 1.0]]
-    assert metrics.sums == {"eval/reward": [(1.5, 4)]}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT
 
 from algos.dapo import overlong_penalty
+from common import rewards
 from common.data import arithmetic
 from common.data.prompts import Prompt
 from common.preflight import checks
@@ -107,6 +108,51 @@ def test_strict_wants_the_marker():
 
 def test_the_number_after_the_last_equals_sign_of_a_box():
     assert grade_gsm8k(r"\boxed{3 \times 6 = 18}", "18") == 1 and grade_gsm8k(r"\boxed{3 \times 6 = 18}", "3") == 0
+
+
+REASONING = "We add them one by one, and we take care. " * 300  # twelve thousand characters without a number
+ANSWERS = [  # reward, how a response gives its answer
+    ("gsm8k", "#### {}"),
+    ("gsm8k", r"\boxed{{{}}}"),
+    ("gsm8k", "It is {}"),
+    ("gsm8k-strict", "#### {}"),
+    ("dapo", "Answer: {}"),
+    ("dapo-lenient", "**Answer: {}.**"),
+]
+
+
+@pytest.mark.parametrize("name, answer", ANSWERS)
+def test_the_end_of_a_long_response_is_graded(name, answer):
+    """Not its beginning, where another answer may have been tried."""
+    response = f"{answer.format(7)}\n{REASONING}\n{answer.format(8)}"
+    reward = rewards.load_one(name)
+    results = reward([Item("", response, "8"), Item("", response, "7")], [9] * 2, [False] * 2)
+    assert [result.acc for result in results] == [1, 0]
+
+
+THOUGHT = "<think>so</think> "
+NAMED = [  # reward, a response on which rewards of a similar name differ, score
+    ("gsm8k", "it is 34", 1),
+    ("gsm8k-strict", "it is 34", 0),
+    ("dapo", "Answer: 34.", -1),
+    ("dapo-lenient", "Answer: 34.", 1),
+    ("format", THOUGHT + "<answer>34</answer>", 1),
+    ("format", THOUGHT + r"\boxed{34}", 0),
+    ("format-boxed", THOUGHT + "<answer>34</answer>", 0),
+    ("format-boxed", THOUGHT + r"\boxed{34}", 1),
+    ("repetition", "34", -0.25),
+    ("missing-eos", "34", -1),
+    ("overlong:9:2", "34", -1),
+    ("overlong:11:4", "34", -0.5),
+]
+
+
+@pytest.mark.parametrize("name, response, score", NAMED)
+def test_a_name_stands_for_its_reward(name, response, score):
+    """The length limit has cut the response off after nine tokens. The 3-gram 5 5 5 stands in it twice."""
+    item = Item("", response, "34", response_ids=[5, 5, 5, 5, 6, 6])
+    (result,) = rewards.load_one(name)([item], [9], [True])
+    assert result.score == score
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")

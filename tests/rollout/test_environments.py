@@ -34,7 +34,8 @@ from common.rollout.environments import Problem as EnvironmentProblem
 from common.rollout.environments import built_in, tools
 from common.rollout.environments.episodes import Environments, attach, problem_of
 from common.rollout.environments.workers import THREADS, EnvironmentPool
-from common.rollout.rollout import collate
+from common.rollout.hf_engine import HFEngine
+from common.rollout.rollout import Response, collate
 from common.rollout.servers import client
 from common.rollout.servers import engine as servers
 from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
@@ -637,6 +638,111 @@ def test_nobody_waits_for_a_slow_environment(play, world, monkeypatch):
     assert batch.response_ids == [[7, 9, 9, 7, 9, 7], [7, 9, 7, 9, 7], [7, 9, 7, 9, 7]]
     assert batch.response_mask.int().tolist() == [[1, 0, 0, 1, 0, 1], *[[1, 0, 1, 0, 1, 0]] * 2]
     assert torch.equal(batch.rollout_logprobs, -batch.response_mask.float())
+
+
+def test_the_hf_engine_cuts_a_turn_off_at_the_room_of_its_own_response():
+    """All turns of a forward share the largest limit. The second response has heard more, so less room is left."""
+    engine = object.__new__(HFEngine)
+    engine.world, engine.weight_version = SimpleNamespace(device=torch.device("cpu")), 0
+    limits = []
+
+    def sample(prompts, temperature, limit):
+        limits.append(limit)
+        turn = [7, 1] if len(limits) == 1 else [5, 6, 7, 1]
+        return [Response(turn, [-1.0] * len(turn), False) for _ in prompts]
+
+    def reply(index: int, turns) -> list[int] | None:
+        return [9] * (2 + 2 * index) if len(turns.starts) == 1 else None
+
+    engine.sample = sample
+    rollout = engine.converse([[20], [21]], 1, 1.0, 9, reply)
+    assert limits == [9, 5]
+    assert rollout.response_ids == [[7, 1, 9, 9, 5, 6, 7, 1], [7, 1, 9, 9, 9, 9, 5, 6, 7]]
+    assert rollout.truncated.tolist() == [False, True]
+    assert rollout.response_mask.sum(1).tolist() == [6, 5]
+
+
+ROOM = 9
+
+
+def asked_in_one_process(prompts: list[int], rank: int, size: int, seed: int, reply, monkeypatch) -> list[dict]:
+    """The requests for all turns of two responses to each prompt, from an engine in a rank's process."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    loop, requests = StepLoop(), []
+
+    def enqueue(prompts, sampling, use_tqdm):
+        (prompt,) = prompts
+        requests.append({"ids": prompt["prompt_token_ids"], "seed": sampling.seed, "room": sampling.max_tokens})
+        return loop.enqueue(prompts, sampling, use_tqdm)
+
+    llm = SimpleNamespace(llm_engine=loop, enqueue=enqueue)
+    own = SimpleNamespace(size=size, rollout_tp=1, engine_index=rank, tp_group=None, device=torch.device("cpu"))
+    engine = SimpleNamespace(llm=llm, world=own, longest=99, weight_version=0)
+    settings = {"n": 2, "max_tokens": ROOM, "temperature": 1.0}
+    vllm_turns.converse(engine, [[prompt] for prompt in prompts], settings, seed, reply)
+    return requests
+
+
+def asked_of_servers(prompts: list[int], rank: int, size: int, seed: int, reply, monkeypatch) -> list[dict]:
+    """The same from a rank that asks two servers. Without a reply a request is for both responses to a prompt."""
+    engine, requests = object.__new__(servers.ServerEngine), []
+    engine.world = SimpleNamespace(size=size, rank=rank, device=torch.device("cpu"))
+    engine.urls, engine.stop_token_ids, engine.never = ["http://a", "http://b"], [1], ()
+
+    def ask(bodies, done=None, follow=None):
+        answers = []
+        for i, (url, body) in enumerate(bodies):
+            while body is not None:
+                sampling = body["sampling_params"]
+                request = {"ids": body["token_ids"], "seed": sampling["seed"], "room": sampling["max_tokens"]}
+                requests.append({**request, "url": url})
+                answers.append([Response([7], [-1.0], False)] * sampling["n"])
+                body = follow(i, answers[-1][0]) if follow else None
+        return answers, 0
+
+    monkeypatch.setattr(engine, "ask", ask)
+    engine.generate([[prompt] for prompt in prompts], 2, 1.0, ROOM, seed, reply=reply)
+    return requests
+
+
+@pytest.mark.parametrize("asked", [asked_in_one_process, asked_of_servers])
+def test_every_turn_has_a_seed_of_its_own(asked, monkeypatch):
+    """With that of another turn it would be sampled by the same noise. Four prompts on two ranks, three turns each."""
+    replied = []
+
+    def reply(index: int, turns) -> list[int] | None:
+        replied.append((index, turns.prompt_ids))
+        return [9, 9] if len(turns.starts) < 3 else None
+
+    def of_step(seed: int) -> list[list[dict]]:
+        return [asked([20 + rank, 22 + rank], rank, 2, seed, reply, monkeypatch) for rank in (0, 1)]
+
+    step = [request for rank in of_step(5) for request in rank]
+    assert {(index, ids[0] % 2, ids[0]) for index, ids in replied} == {(0, 0, 20), (1, 0, 22), (0, 1, 21), (1, 1, 23)}
+    seeds = {request["seed"] for request in step}
+    assert len(seeds) == len(step) == 4 * 2 * 3
+    again, other = ([request for rank in of_step(seed) for request in rank] for seed in (5, 6))
+    by_ids = lambda requests: sorted((*request["ids"], request["seed"]) for request in requests)
+    assert by_ids(again) == by_ids(step), "a step that is repeated is the same step"
+    assert seeds.isdisjoint(request["seed"] for request in other)
+    for request in step:
+        turns_before = request["ids"].count(7)
+        assert request["ids"] == [request["ids"][0], *[7, 9, 9] * turns_before]
+        assert request["room"] == ROOM - 3 * turns_before, "the limit is that of the whole episode"
+
+
+@pytest.mark.parametrize("reply", [None, lambda index, turns: None], ids=["one turn", "episodes"])
+def test_seed_and_server_of_a_prompt_do_not_depend_on_the_number_of_ranks(reply, monkeypatch):
+    def asked(prompts: list[int], rank: int, size: int) -> list[tuple]:
+        requests = asked_of_servers(prompts, rank, size, 5, reply, monkeypatch)
+        return [(request["ids"][0], request["seed"], request["url"]) for request in requests]
+
+    prompts = list(range(20, 28))
+    alone = asked(prompts, 0, 1)
+    shared = [entry for rank in range(4) for entry in asked(prompts[rank::4], rank, 4)]
+    assert sorted(alone) == sorted(shared)
+    assert len({seed for _, seed, _ in alone}) == len(alone)
+    assert {url for *_, url in alone} == {"http://a", "http://b"}
 
 
 @pytest.mark.parametrize(

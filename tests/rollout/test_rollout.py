@@ -1,15 +1,23 @@
-"""Rollouts as data, and the engines' sampling settings and logits."""
+"""Rollouts as data, and the engines: their sampling settings, their noise, their logits, and the shares of ranks."""
 
 import shutil
+import sys
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import save_model
+from fake_vllm import VLLM, fake_engine
 from transformers import GenerationConfig
 
 from common.data import arithmetic
-from common.rollout import engines
-from common.rollout.rollout import collate, select
+from common.placement import Layout
+from common.rollout import engines, vllm_engine
+from common.rollout.hf_engine import HFEngine
+from common.rollout.rollout import Rollout, collate, collate_responses, select
+from common.rollout.vllm_engine import EngineConfig
 
 
 def test_select_takes_rows_of_several_rollouts_in_order():
@@ -55,6 +63,162 @@ def test_a_models_own_sampling_defaults_never_reach_the_hf_engine(models, world,
         batches.append(engine.generate([[5, 6, 7]], n=8, temperature=1.0, max_tokens=16, seed=1))
     assert batches[0].response_ids == batches[1].response_ids
     assert torch.equal(batches[0].rollout_logprobs, batches[1].rollout_logprobs)
+
+
+def test_a_models_own_sampling_defaults_never_reach_vllm(models, tmp_path):
+    """vLLM's servers would take what a request does not name from the model's folder, such as a repetition penalty."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = shutil.copytree(models["untied"], tmp_path / "model")
+    GenerationConfig(do_sample=True, temperature=0.1, top_p=0.1, top_k=2, repetition_penalty=2.0).save_pretrained(
+        folder
+    )
+    config = EngineConfig(
+        model_path=str(folder),
+        dtype=torch.float32,
+        tensor_parallel=1,
+        layout=Layout(),
+        max_model_len=64,
+        max_num_seqs=8,
+    )
+    settings = vllm_engine.engine_settings(config)
+    defaults = lambda **changes: EngineArgs(**settings | changes).create_model_config().get_diff_sampling_param()
+    assert defaults() == {}
+    assert defaults(generation_config="auto")["repetition_penalty"] == 2.0, "vLLM finds them elsewhere now"
+
+
+@pytest.mark.parametrize("never", [(), (7, 9)])
+def test_vllm_is_asked_for_the_whole_distribution(never):
+    """Anything that bends it, such as top-k, samples from another policy than the one that is trained."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(**vllm_engine.sampling_settings(0.7, 12, [1, 5], never))
+    assert (asked.temperature, asked.max_tokens, asked.stop_token_ids) == (0.7, 12, [1, 5])
+    assert (asked.top_p, asked.top_k, asked.min_p) == (1.0, 0, 0.0)
+    assert (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert asked.min_tokens == 0 and not asked.ignore_eos and not asked.stop and not asked.bad_words
+    assert asked.logprobs == 0, "the log-prob of the sampled token"
+    assert (asked.logit_bias or {}) == dict.fromkeys(never, -100.0)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory, world) -> HFEngine:
+    """An engine whose model has 120 tokens, likely ones and rare ones. Nine of them end a response."""
+    config = arithmetic.config()
+    config.vocab_size = 120
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]  # the tests take many forwards
+    path = save_model(tmp_path_factory.mktemp("uneven"), config, 0.05)
+    engine = HFEngine(path, list(range(1, 10)), world, torch.float32)
+    with torch.no_grad():
+        engine.model.lm_head.weight.mul_(2.0)
+    return engine
+
+
+def next_token(engine: HFEngine, prompt: list[int], temperature: float) -> torch.Tensor:
+    """(vocabulary,) probabilities of the token after a prompt, by a forward without any engine."""
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([prompt], device=engine.world.device)).logits[0, -1]
+    return (logits.cpu().double() / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_hf_engine_samples_from_the_whole_distribution(uneven, temperature):
+    """Ten parts of the vocabulary, from rare tokens to likely ones, come as often as they should."""
+    prompt, count = [20, 30, 40], 4000
+    expected = next_token(uneven, prompt, temperature)
+    rollout = uneven.generate([prompt], count, temperature, 1, seed=3)
+    sampled = torch.tensor(rollout.response_ids)[:, 0]
+    shares = torch.bincount(sampled, minlength=120).double() / count
+    for part in expected.argsort().chunk(10):
+        wanted = expected[part].sum()
+        error = (wanted * (1 - wanted) / count).sqrt()
+        assert abs(shares[part].sum() - wanted) < 4 * error
+    assert (expected.argsort().argsort()[sampled] < 40).sum() > 10, "no rare token was sampled"
+    logprobs = rollout.rollout_logprobs[:, 0].cpu().double()
+    torch.testing.assert_close(logprobs, expected.log()[sampled], rtol=0, atol=1e-4)
+
+
+def test_at_temperature_0_the_hf_engine_takes_the_likeliest_token(uneven):
+    prompts = [[20, 30, 40], [50, 60]]
+    greedy, again = (uneven.generate(prompts, 2, 0.0, 1, seed=seed).response_ids for seed in (1, 2))
+    likeliest = [[int(next_token(uneven, prompt, 1.0).argmax())] for prompt in prompts for _ in range(2)]
+    assert greedy == again == likeliest
+
+
+def test_the_hf_engine_says_which_responses_the_limit_cut_off(uneven):
+    """An end token is a part of its response. After it there is nothing."""
+    rollout = uneven.generate([[20, 30, 40], [50, 60]], 64, 1.3, 6, seed=3)
+    ended = [1 <= ids[-1] < 10 for ids in rollout.response_ids]
+    assert rollout.truncated.tolist() == [not end for end in ended] and 5 < sum(ended) < 123
+    for ids, end, logprobs in zip(rollout.response_ids, ended, rollout.rollout_logprobs.tolist()):
+        assert not any(1 <= token < 10 for token in ids[:-1])
+        assert len(ids) == 6 or (end and len(ids) < 6)
+        assert all(logprob < 0 for logprob in logprobs[: len(ids)]) and not any(logprobs[len(ids) :])
+
+
+def test_each_rank_of_the_hf_engine_and_each_step_has_noise_of_its_own(uneven, world, monkeypatch):
+    """Equal noise would give the ranks correlated responses, which a large group is meant not to have."""
+
+    def sampled(rank: int, seed: int) -> str:
+        monkeypatch.setattr(uneven, "world", replace(world, rank=rank, size=3))
+        return str(uneven.generate([[20, 30, 40]], 32, 1.0, 1, seed).response_ids)
+
+    noise = [(rank, seed) for rank in range(3) for seed in (0, 1, 2)]
+    found = [sampled(*each) for each in noise]
+    assert len(set(found)) == len(noise)
+    assert sampled(*noise[4]) == found[4], "a step that is repeated is the same step"
+
+
+@pytest.fixture
+def of_ranks(world, monkeypatch):
+    """A function for what each of four ranks gets for its prompts [r], [4 + r] and [8 + r] from a fake vLLM, two
+    responses to each, and what it is told meanwhile.
+    """
+    monkeypatch.setitem(sys.modules, "vllm", VLLM)
+    on_cpu = lambda *given: collate_responses(*given[:-1], torch.device("cpu"))  # not every machine has a GPU
+    monkeypatch.setattr(vllm_engine, "collate_responses", on_cpu)
+    shares = [[[rank], [4 + rank], [8 + rank]] for rank in range(4)]
+
+    def sampled(tp: int, device: str, seed: int) -> list[tuple[Rollout, dict]]:
+        found = []
+        engines_of = {}  # number of an engine -> all that it has sampled
+        for rank in range(4):
+            first = rank // tp * tp
+            gather = lambda out, own, group, first=first: out.__setitem__(slice(None), shares[first : first + tp])
+            monkeypatch.setattr(dist, "all_gather_object", gather)
+            own = {"rank": rank, "size": 4, "device": torch.device(device), "rollout_tp": tp}
+            engine = fake_engine(replace(world, **own, tp_group="group" if tp > 1 else None))
+            torch.manual_seed(rank)  # the ranks have drawn different numbers before
+            told = {}
+            done = lambda place, ids, cut_off, told=told: told.update({place: (ids, cut_off)})
+            found.append((engine.generate(shares[rank], 2, 0.7, 9, seed, done), told))
+            together = engines_of.setdefault(engine.world.engine_index, engine.llm.sampled)
+            assert engine.llm.sampled == together, "ranks that share an engine compute the same forwards"
+            assert {(asked.temperature, asked.max_tokens, asked.n) for asked in engine.llm.asked} == {(0.7, 9, 2)}
+        return found
+
+    return sampled
+
+
+def ids_of(found: list[tuple[Rollout, dict]]) -> list[list[list[int]]]:
+    return [rollout.response_ids for rollout, _ in found]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_gets_the_responses_to_its_own_prompts(of_ranks, tp, device):
+    """With noise of their own, whether four ranks have four engines, two or one."""
+    found = of_ranks(tp, device, 5)
+    for rank, (rollout, told) in enumerate(found):
+        assert rollout.prompt_ids == [[prompt] for prompt in (rank, 4 + rank, 8 + rank) for _ in range(2)]
+        assert [ids[:1] for ids in rollout.response_ids] == rollout.prompt_ids
+        assert rollout.truncated.tolist() == [False, True] * 3
+        assert told == {place: (rollout.response_ids[2 * place :][:2], [False, True]) for place in range(3)}
+    noise = {tuple(ids[1:]) for responses in ids_of(found) for ids in responses}
+    assert len(noise) == 4 * 3 * 2
+    assert ids_of(of_ranks(tp, device, 5)) == ids_of(found), "a step that is repeated is the same step"
+    other_step = ids_of(of_ranks(tp, device, 6))
+    assert noise.isdisjoint(tuple(ids[1:]) for responses in other_step for ids in responses)
 
 
 def test_a_cpus_bfloat16_head_gives_float32_logits():

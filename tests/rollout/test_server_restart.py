@@ -143,6 +143,46 @@ def test_lost_responses_are_asked_for_again_with_the_weights_they_had(world, fak
     assert generate(made).weight_versions.tolist() == [[4], [4]]
 
 
+@pytest.mark.parametrize("episodes", [False, True], ids=["one turn", "episodes"])
+def test_new_servers_are_asked_what_the_lost_ones_were(world, fake, monkeypatch, episodes):
+    """The same prompts, seeds and limits, as if nothing had happened. An episode begins again from its first turn."""
+    asked = []  # for each try, its requests without the address of the server
+    reported = []
+
+    async def ask_all(requests, version, done, follow):
+        bodies = [body for _, body in requests]
+        asked.append(bodies)
+        answers = []
+        for i, body in enumerate(bodies):
+            responses = [Response([7, i], [-0.5, -0.25], False)] * body["sampling_params"]["n"]
+            answers.append(responses)
+            if done is not None:
+                done(i, [response.token_ids for response in responses], [False] * len(responses))
+            if follow is not None:
+                follow(i, responses[0])
+            if len(asked) == 1:  # the others are lost
+                raise RunFailed("rollout server http://own1 is gone", code="server-gone")
+        return answers
+
+    monkeypatch.setattr(client, "ask_all", ask_all)
+    made = make(world)
+    made.load_weights(Weights(fake.events))
+    reply = (lambda prompt, turns: None) if episodes else None
+    note = lambda *given: reported.append(given)
+    rollout = made.generate([[5], [6, 6]], n=2, temperature=0.7, max_tokens=9, seed=11, done=note, reply=reply)
+    first, second = asked
+    assert first == second and [body["token_ids"] for body in first] == (
+        [[5], [5], [6, 6], [6, 6]] if episodes else [[5], [6, 6]]
+    )
+    for body in first:
+        sampling = body["sampling_params"]
+        assert (sampling["temperature"], sampling["max_tokens"], sampling["n"]) == (0.7, 9, 1 if episodes else 2)
+    assert len({body["sampling_params"]["seed"] for body in first}) == len(first)
+    assert rollout.response_ids == ([[7, 0], [7, 1], [7, 2], [7, 3]] if episodes else [[7, 0]] * 2 + [[7, 1]] * 2)
+    if not episodes:
+        assert [place for place, *_ in reported] == [0, 0, 1], "a reward grades what the new servers have sampled"
+
+
 @pytest.mark.parametrize("event", ["ask", "start_weight_update", "finish_weight_update"])
 def test_the_second_loss_ends_the_run(world, fake, event):
     made = make(world)

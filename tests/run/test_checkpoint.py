@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -184,14 +185,84 @@ def test_a_new_run_from_a_checkpoint_has_the_settings_of_its_own_flags(models, w
     assert all(state["step"] == 1 for state in optimizer.state.values()), "the state is the checkpoint's"
 
 
+def test_prompts_that_are_in_flight_are_drawn_again_after_a_resume(models, world, tmp_path):
+    """With --max-inflight-batches 2 the next step's prompts are drawn before this one is saved, as by a signal."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.loader.take(8)
+    saver.loader.in_flight = 8
+    in_flight = saver.loader.take(8)
+    saver.save(3, {})
+    again = start(models, world, tmp_path)
+    again.load(tmp_path / "checkpoints/step_000003")
+    assert again.loader.take(8) == in_flight
+
+
+def test_a_run_that_fails_saves_no_weights_that_are_not_finite(models, world, tmp_path):
+    """They are of no use, and --resume auto would go on with them."""
+    saver = start(models, world, tmp_path, critic=True)
+    for trained in saver.trained.values():
+        step(*trained)
+    for name in ("policy", "critic"):
+        last = list(saver.trained[name][0].parameters())[-1].to_local().detach().view(-1)[-1]
+        before = last.item()
+        for value in (math.nan, math.inf, -math.inf):
+            last.fill_(value)
+            saver.rescue(3, 0)
+            assert not folders.complete(tmp_path), f"{value} in the {name}"
+        last.fill_(before)
+    saver.rescue(3, 0)
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
+
+
+def test_a_checkpoint_is_due_after_every_so_many_steps_and_at_the_end(models, world, tmp_path):
+    saver = start(models, world, tmp_path)
+    saver.last_step = 5
+    for every, due in ((2, [2, 4, 5]), (0, [5]), (5, [5]), (9, [5])):
+        saver.saving = checkpoint.Saving(save_every=every)
+        assert [number for number in range(1, 6) if saver.due(number)] == due
+
+
+def test_a_run_of_other_prompts_does_not_go_on_without_a_word(models, world, tmp_path, capsys):
+    """--resume auto goes on with a run as if it had not stopped. A new run may start from any checkpoint."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    folder = tmp_path / "checkpoints/step_000001"
+    saver.data = "a row has another answer"
+    saver.saving = checkpoint.Saving(resume="auto")
+    with pytest.raises(BadInput) as failed:
+        saver.check_fits(folders.state(folder), folder)
+    assert failed.value.code == "data-changed"
+    saver.saving = checkpoint.Saving(resume=str(folder))
+    saver.check_fits(folders.state(folder), folder)
+    assert capsys.readouterr().err.count("warning[data-changed]") == 1
+
+
+def test_all_ranks_save_and_stop_after_a_step_in_which_one_of_them_was_asked(models, world, tmp_path):
+    """A launcher may send the signal to one rank only, and this is another one."""
+
+    class Asked(placement.World):
+        def max(self, value: float) -> float:
+            return 1.0
+
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.world = Asked(**vars(world))
+    saver.last_step = 9
+    saver.step_done(3, {})
+    assert saver.stopping and [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
+
+
 def test_a_run_that_fails_waits_for_the_save_that_is_being_written(models, world, tmp_path):
     saver = start(models, world, tmp_path, async_save=True)
     step(*saver.trained["policy"])
     saver.save(3, {})
-    saver.rescue(3, 0)
+    saver.rescue(3, 5)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+    assert folders.state(tmp_path / "checkpoints/step_000003").position == 0, "it was saved once more"
     saver.rescue(4, 2)  # its prompts begin where the caller says, wherever the loader is
-    assert json.loads((tmp_path / "checkpoints/step_000004/state.json").read_text())["position"] == 2
+    assert folders.state(tmp_path / "checkpoints/step_000004").position == 2
 
 
 def test_a_run_without_git_has_no_commit(world, monkeypatch, tmp_path):

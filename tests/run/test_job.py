@@ -1,21 +1,31 @@
-"""The flags of an algorithm file: one set of defaults for real models, another for the embedded job."""
+"""The flags of an algorithm file, with two sets of defaults, and what the loop does around each step of training."""
 
 import contextlib
 import copy
 import importlib
+import math
 import shutil
 import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from cases import ALGORITHMS
 
 from algos import grpo
 from common.data import arithmetic
+from common.data.prompts import Prompt, PromptLoader
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
 from common.preflight import checks, flags
 from common.preflight.prepare import prepare
-from common.run import guards
+from common.rewards.grading import Result
+from common.rollout.rollout import collate
+from common.run import guards, job
+from common.run.sampling import Batch
+from common.run.tracking import Tracker
 
 
 @pytest.fixture
@@ -141,3 +151,172 @@ def test_a_teacher_with_another_tokenizer_is_refused(monkeypatch, tmp_path, coun
         checks.check_companion("--teacher", str(tmp_path / "teacher"), own, [], 8)
     with pytest.raises(BadInput, match="--teacher absent/model/there: no such folder"):
         checks.check_companion("--teacher", "absent/model/there", own, [], 8)
+
+
+AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
+PROMPTS_PER_STEP = 8
+
+
+class Saver:
+    """Goes through six steps, and notes what it is asked to save. A checkpoint is due after steps 4 and 6."""
+
+    def __init__(self):
+        self.rescued = []
+
+    def steps(self, run_dir, last: int) -> Iterator[int]:
+        yield from range(1, last + 1)
+
+    def due(self, step: int) -> bool:
+        return step in (4, 6)
+
+    def step_done(self, step: int, metrics: dict) -> None:
+        self.metrics = metrics
+
+    def rescue(self, step: int, position: int) -> None:
+        self.rescued.append((step, position))
+
+
+class Run(job.Run):
+    """A run of six steps without models. The fixture below gives it what the loop uses."""
+
+    def __init__(self, world, run_dir, layout: Layout):
+        self.args = grpo.Args(steps=6, eval_every=3, rollouts_every=4)
+        self.world = world
+        self.settings = SimpleNamespace(
+            reward=None,
+            tokenizer=None,
+            layout=layout,
+            prompts=["to train on"],
+            held_out=["held out"],
+            max_logprob_gap=1.0,
+        )
+        self.loader = PromptLoader([], 0)
+        self.engine = SimpleNamespace(weight_version=5)
+        self.saver = Saver()
+        self.tracker = Tracker(str(run_dir), "grpo", self.args, world, "none", 0, 6)
+        self.probe = None
+        self.evaluator = SimpleNamespace(greedy_accuracy=self.evaluate)
+        self.evaluated = []  # what was evaluated, and how many batches had begun and not ended
+        self.begun = []  # steps whose sampling has begun
+        self.ended = []
+        self.fails_at = 0
+
+    def sample(self, step: int, sampler) -> Batch:
+        self.begun.append(step)
+        self.loader.position += PROMPTS_PER_STEP
+        if step == self.fails_at:
+            raise RunFailed("the server is gone", code="server-gone")
+        time.sleep(0.02)
+        ids = [[5, 1], [6, 1]]
+        rollout = collate([[9], [9]], ids, [[-1.0] * 2] * 2, [False] * 2, self.engine.weight_version, "cpu")
+        self.ended.append(step)
+        return Batch.of(rollout, [Prompt("p", "p", [9], "1")], ["a", "b"], [Result(0.0, 0.0), Result(1.0, 1.0)])
+
+    def evaluate(self, prompts, metrics) -> float:
+        self.evaluated.append((prompts, len(self.begun) - len(self.ended)))
+        return 0.25
+
+    def train(self, step: int, batch: Batch) -> None:
+        """As an algorithm does: train, push the weights, and end the step."""
+        self.engine.weight_version += 1
+        self.tracker.mean("reward/mean", 0.5)
+        self.end_step(step, batch, advantages=torch.tensor([-2.0, 1.0]), old_logprobs=batch.rollout_logprobs)
+
+
+@pytest.fixture(params=[Layout(), AHEAD], ids=["here", "ahead"])
+def run(world, tmp_path, monkeypatch, request):
+    made = Run(world, tmp_path, request.param)
+    monkeypatch.setattr(made.tracker, "write_report", lambda: tmp_path / "report.html")
+    yield made
+    if hasattr(made, "prefetcher"):
+        made.prefetcher.wait()
+    made.tracker.bar.close()
+
+
+# After step 4 comes a checkpoint, so that step 5 was not drawn ahead.
+failing_step = pytest.mark.parametrize("failing", [1, 3, 4, 5])
+
+
+@failing_step
+def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run, failing):
+    """Also where its prompts, or those of the step after it, were drawn ahead."""
+    run.fails_at = failing
+    with pytest.raises(RunFailed, match="the server is gone"):
+        for step, batch in run.steps(run.sample):
+            run.train(step, batch)
+    assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
+
+
+@failing_step
+def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run, failing):
+    for step, batch in run.steps(run.sample):
+        if step == failing:
+            with pytest.raises(RunFailed, match="nan"):
+                guards.stop_unless_finite(run.tracker, "train/grad_norm", torch.tensor(math.nan))
+            break
+        run.train(step, batch)
+    assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
+
+
+@failing_step
+def test_a_step_that_fails_after_its_update_is_done(run, failing):
+    for step, batch in run.steps(run.sample):
+        if step == failing:
+            run.tracker.mean("loss/policy", math.nan)
+            with pytest.raises(RunFailed, match="loss/policy is nan"):
+                run.train(step, batch)
+            break
+        run.train(step, batch)
+    assert run.saver.rescued == [(failing, failing * PROMPTS_PER_STEP)]
+
+
+def test_nothing_is_sampled_ahead_of_a_checkpoint(run):
+    begun_before_the_end_of = {}
+    for step, batch in run.steps(run.sample):
+        run.prefetcher.wait()
+        begun_before_the_end_of[step] = run.begun[-1]
+        run.train(step, batch)
+    ahead = run.prefetcher.ahead
+    assert begun_before_the_end_of == {step: step + (ahead and step not in (4, 6)) for step in range(1, 7)}
+
+
+def test_an_evaluation_waits_for_the_engine_and_has_the_held_out_prompts(run):
+    for step, batch in run.steps(run.sample):
+        run.train(step, batch)
+    assert run.evaluated == [(["held out"], 0)] * 2 and run.saver.metrics["eval/accuracy"] == 0.25
+    assert [step for step in range(1, 7) if run.evaluates(step)] == [3, 6]
+    run.args.eval_every = 0
+    assert [step for step in range(1, 7) if run.evaluates(step)] == [6]
+    assert [step for step in range(1, 7) if run.writes_rollouts(step)] == [1, 4, 6]
+    assert len(list(run.tracker.run_dir.glob("rollouts/step_*.jsonl"))) == 3
+
+
+def test_responses_are_as_old_as_the_weights_that_sampled_them(run):
+    """In updates of the engine. The push at the end of a step makes nothing of this step older."""
+    staleness = []
+    for step, batch in run.steps(run.sample):
+        run.prefetcher.wait()  # the next step is sampled before this one's push
+        run.train(step, batch)
+        staleness.append(run.saver.metrics["mismatch/staleness"])
+    assert staleness == ([0, 1, 1, 1, 0, 1] if run.prefetcher.ahead else [0] * 6)
+    assert run.saver.metrics["advantage/abs_max"] == 2.0, "a negative advantage is a signal, too"
+
+
+def test_only_steps_in_a_row_end_a_run(capsys):
+    """A step with an advantage, or with a response that ended, starts the count again."""
+    trends = guards.Trends()
+    for step in range(1, 5 * guards.SILENT_STEPS):
+        silent = step % guards.SILENT_STEPS != 0
+        cut_off = step % guards.TRUNCATED_STEPS != 0
+        metrics = {"advantage/abs_max": 0.0 if silent else 1.0, "response/truncated_frac": 1.0 if cut_off else 0.9}
+        trends.check({"step": step, "reward/mean": 0.5, **metrics})
+    assert "no-signal" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value, stops", [(math.nan, True), (math.inf, True), (0.0, False), (1e30, False)])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(value, stops):
+    saved = []
+    tracker = SimpleNamespace(step=3, blame=lambda step: "", before_failing=lambda: saved.append(True))
+    with pytest.raises(RunFailed) if stops else contextlib.nullcontext() as failed:
+        guards.stop_unless_finite(tracker, "train/grad_norm", torch.tensor(value))
+    assert saved == [True] * stops and (not stops or failed.value.code == "non-finite")

@@ -61,12 +61,17 @@ def test_ahead_the_next_step_is_under_way_while_one_trains(world):
 
 
 def test_training_does_not_wait_for_the_next_batch(world):
-    rollouts = prefetcher(recorder([], hold=lambda: time.sleep(0.3)), Loader(), world, Metrics(world), AHEAD)
+    trained, samples_then = threading.Event(), []
+
+    def sample(step, sampler):
+        if step == 2:
+            samples_then.append(trained.wait(timeout=10))
+        return step
+
+    rollouts = prefetcher(sample, Loader(), world, Metrics(world), AHEAD)
     rollouts.get(1)
-    began = time.perf_counter()
-    time.sleep(0.3)  # training
-    rollouts.get(2, prefetch=False)
-    assert time.perf_counter() - began < 0.5
+    trained.set()
+    assert rollouts.get(2, prefetch=False) == 2 and samples_then == [True]
 
 
 def test_a_run_that_is_stopped_waits_for_its_batch_in_flight(world):

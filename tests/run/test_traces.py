@@ -79,6 +79,7 @@ def test_a_file_has_everything(run):
     )
     assert len(first["response_ids"]) == len(first["rollout_logprobs"]) == len(first["old_logprobs"])
     assert first["info"]["parts"]["gsm8k"] == 1.0 and first["score"] == 1.0 and first["advantage"] == 0.5
+    assert [(row["score"], row["acc"]) for row in rows] == [(1.0, 1.0), (0.0, 0.0), (0.25, 0.0), (None, None)]
     assert second["old_logprobs"] is None and second["finish_reason"] == "length" and third["values"][0] == 2.0
     assert last["score"] is None and last["info"] == {"ungraded": "timeout"}
     assert [row["dropped"] for row in rows] == [False, False, False, True]
