@@ -11,7 +11,6 @@ from helpers import load as load_script
 from algos.dpo import dpo_loss, implicit_rewards
 from common.data import arithmetic, pairs
 from common.data.prompts import Prompt, Source
-from common.errors import BadInput
 from common.rewards import grade_gsm8k
 from common.rollout.rollout import collate
 from common.trainer.batching import Compute, fill_bins
@@ -112,26 +111,6 @@ def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-SYSTEM = {"role": "system", "content": "Add."}
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        (
-            {"prompt": "1+1=", "chosen": "2"},
-            'pairs.jsonl:2: "rejected" must be a text, or messages of which',
-        ),
-        ({**PAIR, "chosen": 2}, 'pairs.jsonl:2: "chosen" must be a text, .*, got 2'),
-        ({**PAIR, "chosen": [USER]}, 'pairs.jsonl:2: "chosen" must be a text'),
-        ({**PAIR, "rejected": [SYSTEM, USER, BAD]}, 'in "rejected" are not the row\'s prompt'),
-        ({"prompt": "2+2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, 'in "chosen" are not the row\'s prompt'),
-        ({"chosen": "2", "rejected": "3"}, 'pairs.jsonl:2: "chosen" must be messages with role and content'),
-    ],
-)
-def test_a_row_that_is_no_pair_is_named(tmp_path, row, message):
-    with pytest.raises(BadInput, match=message):
-        load(tmp_path, PAIR, row)
 
 
 def test_equal_and_overlong_responses_are_left_out_and_counted(tmp_path, capsys):
@@ -139,9 +118,7 @@ def test_equal_and_overlong_responses_are_left_out_and_counted(tmp_path, capsys)
     kept, _ = load(tmp_path, *rows)
     assert [prompt.id.rpartition(":")[2] for prompt in kept] == ["1"]
     said = capsys.readouterr().out
-    assert "left out 3 of 4 pairs" in said and "--max-response-tokens 3" in said
-    with pytest.raises(BadInput, match="no pair is left"):
-        load(tmp_path, rows[1])
+    assert "3 of 4" in said and "--max-response-tokens 3" in said
 
 
 def test_the_committed_pairs_are_a_right_and_a_wrong_response():
@@ -250,10 +227,3 @@ def test_kept_rows_have_the_prompt_that_was_answered_and_an_answer_only_if_there
     (asked,), (with_template,) = (evaluate.right(prompt, [("2", 1.0)], template) for template in ("", "{prompt}"))
     assert asked["prompt"].startswith("2 apples?") and len(asked["prompt"]) > len("2 apples?")
     assert with_template == {"prompt": "2 apples?", "solution": "2"}
-
-
-def test_a_dry_run_checks_the_data_and_loads_nothing(tmp_path):
-    for script in (DPO, SFT):
-        flags = ["--dry-run", "--output", tmp_path / "out", "--run-dir", tmp_path / "run"]
-        said = launch(script, *flags).stdout
-        assert "dry run: flags and data are in order" in said and not list(tmp_path.iterdir())

@@ -73,7 +73,8 @@ def test_positions_of_the_model_are_a_limit(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     saving = checkpoint.Saving(dry_run=True)
     sft.main(sft.Args(dataset=(str(tmp_path / "rows.jsonl"),), output=str(tmp_path / "out"), saving=saving))
-    assert "left out 1 of 2 rows with more than 256 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 2" in said and "256 tokens" in said
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted(capsys):
@@ -81,7 +82,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(capsys):
     tokenizer = arithmetic.tokenizer()
     rows = [Prompt(f"a:{n}", "1+1=", [2] * 4, "2", solution="2" * n) for n in (10, 200, 300)]  # and an end token
     fit = lambda limit: [prompt.id for prompt in that_fit(rows, tokenizer, limit)[0]]
-    assert fit(256) == ["a:10", "a:200"] and "left out 1 of 3 rows with more than 256 tokens" in capsys.readouterr().out
+    assert fit(256) == ["a:10", "a:200"] and "1 of 3" in capsys.readouterr().out
     assert fit(15) == ["a:10"]
-    with pytest.raises(BadInput, match="all 3 rows have more than 14 tokens with their solution"):
+    with pytest.raises(BadInput, match="14 tokens"):
         fit(14)

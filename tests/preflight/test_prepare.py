@@ -1,0 +1,78 @@
+"""What a start says before a model is loaded: a whole prompt, that a run is done, one line for bad input or Ctrl-C."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, launch
+from helpers import checkpoint_state
+
+from algos import grpo
+from common import placement
+from common.data import arithmetic
+from common.preflight.flags import Saving
+from common.trainer import model
+
+GRPO = ROOT / "algos/grpo.py"
+
+
+@pytest.mark.parametrize("layout", ["plain", "chat"])
+def test_a_dry_run_shows_a_whole_prompt(layout, tmp_path, capsys):
+    folder = shutil.copytree(arithmetic.WARM_START, tmp_path / "model")
+    if layout == "chat":
+        template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+        template += "{% if add_generation_prompt %}a{% endif %}"
+        (folder / "chat_template.jinja").write_text(template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    flags = {"model": str(folder), "dataset": (str(rows),), "saving": Saving(dry_run=True)}
+    grpo.main(grpo.Args(**{**grpo.EMBEDDED, **flags}))
+    expected = {"plain": "1+1=", "chat": "user 1+1=\na"}[layout]
+    assert f"{rows}:1:\n{expected}\n" in capsys.readouterr().out
+
+
+def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
+    """Nothing is loaded, and main() returns: the exit code is 0."""
+    for module, name in ((placement, "init"), (model, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
+    checkpoint = tmp_path / "run/checkpoints/step_000052"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(checkpoint_state(52))
+    (tmp_path / "run/report.html").touch()
+    resumed = {**grpo.EMBEDDED, "run_dir": str(tmp_path / "run"), "saving": Saving(resume="auto")}
+    grpo.main(grpo.Args(**resumed))
+    assert f"{checkpoint}/model" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_line_says_bad_input_in_one_line_and_at_once(tmp_path):
+    """As a process of its own. The table of test_refusals.py has what is refused."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = launch(GRPO, "--dataset", tmp_path / "absent.jsonl", check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor: a busy machine takes longer by the clock.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
+    assert result.returncode == 2 and "absent.jsonl" in result.stderr and "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_anything_is_trained_leaves_at_once(tmp_path):
+    """While it imports Python may still print a traceback of its own; from the first line on there is none."""
+    command = [sys.executable, GRPO, "--rollout-backend", "hf", "--steps", "100000", "--run-dir", tmp_path / "run"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    ) as run:
+        assert run.stdout.readline()
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=120)  # a second, unless the machine is busy with something else
+    assert run.returncode == 130
+    assert said.strip() and "Traceback" not in said
