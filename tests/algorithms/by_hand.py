@@ -16,6 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 # Each token has an advantage of its own, so they are (N, T) instead of (N,).
 BY_TOKEN = ("reinforce_pp", "remax", "ppo", "prime", "opd")
+# What policy_loss adds up: each response's mean, or its tokens. A loss of another kind is in neither. The test of its
+# mathematics then checks its values.
+MEANS_OF_RESPONSES = ("grpo", "gspo")
+SUMS_OF_TOKENS = ("dr_grpo", "max_rl", "cispo", "dapo", "rloo", "reinforce_pp", "remax", "ppo", "prime", "opd")
 
 
 class Net:

@@ -40,7 +40,7 @@ COMMON = {
     "max_response_tokens": 40,  # more than the longest response of most steps
     "temperature": 1.3,
     "mini_batches": 2,
-    "learning_rate": 4e-3,
+    "learning_rate": 2e-3,
     "weight_decay": 0.07,
     "seed": SEED,
 }
@@ -121,7 +121,7 @@ def record(world, monkeypatch, tmp_path) -> Callable[..., tuple[Recording, objec
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     """Two gradients agree, up to rounding, in each parameter."""
     scale = max(gradient.norm() for gradient in theirs.values())
-    return ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).norm() < 1e-3 * scale for name in theirs)
+    return ours.keys() == theirs.keys() and all((ours[name] - theirs[name]).norm() <= 1e-3 * scale for name in theirs)
 
 
 def gradient(loss: Callable, rows: list[Row], net: Net, max_norm: float) -> tuple[dict, float, float]:
@@ -289,7 +289,8 @@ def test_every_update_is_the_papers(record, tmp_path, name, flags):
             net = Net(MODEL, update.before)
             rows = case.rows[mini_batch * size : (mini_batch + 1) * size]
             expected, norm, loss = gradient(losses[model], rows, net, args.max_grad_norm)
-            if norm == 0 and not getattr(args, "kl_coef", 0.0):
+            has_kl = getattr(args, "kl_coef", 0.0) and any(row.graded for row in rows)
+            if norm == 0 and not has_kl:
                 continue  # a mini-batch without a gradient is no optimizer step: Adam's momentum would move the weights
             where = f"{name}, step {case.step}, {model}, mini-batch {mini_batch}"
             assert (model == "policy") == (update.model == 0), where

@@ -7,7 +7,7 @@ import math
 import cases
 import pytest
 import torch
-from by_hand import BY_TOKEN
+from by_hand import BY_TOKEN, MEANS_OF_RESPONSES, SUMS_OF_TOKENS
 
 from algos import cispo, grpo, gspo
 
@@ -24,8 +24,9 @@ def described(name: str) -> tuple:
 
 ALGORITHMS = {name: described(name) for name in cases.ALGORITHMS}
 names = pytest.mark.parametrize("name", ALGORITHMS)
+of_known_kinds = pytest.mark.parametrize("name", MEANS_OF_RESPONSES + SUMS_OF_TOKENS)
 # The value of CISPO's loss means nothing; its gradient is what counts.
-clipping = pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "cispo"])
+clipping = pytest.mark.parametrize("name", [name for name in MEANS_OF_RESPONSES + SUMS_OF_TOKENS if name != "cispo"])
 
 
 def random_batch(name: str, seed: int, n: int = 6, t: int = 7):
@@ -63,11 +64,11 @@ def slow_loss(name: str, logprobs, old, ref, advantages, mask, denominator=10.0)
             if "kl_coef" in keywords:
                 log_r = float(ref[i, t] - logprobs[i, t])
                 row += keywords["kl_coef"] * (math.exp(log_r) - log_r - 1)
-        total += row / len(tokens) if name in ("grpo", "gspo") else row
+        total += row / len(tokens) if name in MEANS_OF_RESPONSES else row
     return total / denominator
 
 
-@names
+@of_known_kinds
 def test_loss_matches_the_slow_reference(name):
     for seed in range(100):
         batch = random_batch(name, seed)
@@ -115,13 +116,13 @@ def test_a_float_mask_of_zeros_and_ones_is_as_good_as_a_bool_mask(name):
     assert torch.equal(*weights)
 
 
-@names
+@of_known_kinds
 def test_first_update_is_reinforce(name):
     logprobs, _, _, advantages, mask = random_batch(name, 3)
     logprobs.requires_grad_()
     loss_of(name, logprobs, logprobs.detach(), logprobs.detach(), advantages, mask).backward()
     weights = advantages if advantages.dim() == 2 else advantages[:, None]
-    lengths = mask.sum(1, keepdim=True) if name in ("grpo", "gspo") else 1
+    lengths = mask.sum(1, keepdim=True) if name in MEANS_OF_RESPONSES else 1
     assert torch.allclose(logprobs.grad, -weights * mask / lengths / 10)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import BY_TOKEN
+from by_hand import BY_TOKEN, MEANS_OF_RESPONSES, SUMS_OF_TOKENS
 from cases import ALGORITHMS
 
 from common.rollout.rollout import collate
@@ -29,7 +29,7 @@ def test_weights_are_the_ratio_up_to_the_cap(name):
     assert weights(*tensors(), 5.0).tolist() == [pytest.approx([1.125, 3.0, 0.5, 1.0])]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", MEANS_OF_RESPONSES + SUMS_OF_TOKENS)
 def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
     module = importlib.import_module(f"algos.{name}")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
@@ -46,7 +46,7 @@ def test_weights_multiply_each_token_of_the_policy_loss_but_not_the_kl(name):
 
     plain, weighed = gradient(), gradient(token_weights=torch.tensor([[0.5, 2.0]]))
     policy = torch.full(
-        (1, 2), -1.0 / (2 if name in ("grpo", "gspo") else 1)
+        (1, 2), -1.0 / (2 if name in MEANS_OF_RESPONSES else 1)
     )  # the mean over the response's two tokens
     torch.testing.assert_close(weighed - plain, policy * torch.tensor([[-0.5, 1.0]]))
 
