@@ -371,6 +371,12 @@ def test_neighbours_of_similar_length_share_a_call():
     assert starts == [sum(lengths[: lengths.index(run.lengths[0])]) for run in runs]
     (run,) = attention.spans([(2, [3])] * 3, torch.device("cpu")).runs
     assert run == Run(0, [5, 5, 5])
+    # Responses to one prompt may have more padding, because a call copies the prompt. It has a limit, too.
+    few, many = (
+        [run.lengths for run in attention.spans([(40, lengths)], torch.device("cpu")).runs[1:]]
+        for lengths in ([10, 90], [10] * 50 + [900])
+    )
+    assert few == [[10, 90]] and many == [[10] * 50, [900]]
 
 
 def test_mask_comes_from_lengths_not_from_token_ids():

@@ -156,3 +156,13 @@ def test_what_a_push_announces_is_what_it_sends(world, tmp_path, lora_rank):
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in names and not any("lora" in name for name in names)
     biases = [dtype for name, dtype, _ in sent if name.endswith("e_score_correction_bias")]
     assert biases == [torch.float32] * (in_files - 1), "routers choose by the same numbers on both sides"
+
+
+def test_an_export_rounds_weights_and_no_buffers(world, tmp_path):
+    """Routers of the exported model choose the experts that the trained one chose."""
+    policy = model.load(families.save("glm4_moe", tmp_path), world, BF16)
+    weights = checkpoint.whole_weights(policy, BF16)
+    dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept and kept == {name for name in dtypes if name.endswith("e_score_correction_bias")}
+    assert set(dtypes.values()) == {torch.float32, BF16}
