@@ -1,12 +1,14 @@
 """Does a GPU do here what this repository relies on? Each check is a process with a limit; ten minutes at most in all.
 
-    python scripts/gpu_check.py                        every check that this machine can run, a table, and a page of it
-    python scripts/gpu_check.py --list                 the checks, their bounds and what they need
-    python scripts/gpu_check.py --only attention head  some of them
+    python scripts/gpu_check.py                      every check that this machine can run, a table, and a page of it
+    python scripts/gpu_check.py --list               the checks, their bounds and what they need
+    python scripts/gpu_check.py --only kernels runs  some of them
 
-Checks that this machine cannot run are listed with the reason: those with vLLM where it is not installed, those of
-several ranks with one GPU, and without a GPU all but a few, which then run small on the CPU. The most important ones
-come first. Ends with exit code 1 and a line that names what failed, and another for what the ten minutes did not reach.
+The checks engine, kernels and training run files of tests/ with pytest: real calls against references. The others look
+at the machine, run scripts/selftest.py in several layouts, and measure the update. Checks that this machine cannot run
+are listed with the reason: those with vLLM where it is not installed, those of several ranks with one GPU, and without
+a GPU all but a few, which then run small on the CPU. The most important ones come first. Ends with exit code 1 and a
+line that names what failed, and another for what the ten minutes did not reach.
 --output FOLDER has gpu_check.json and README.md, to be committed in baselines/gpu.
 """
 
@@ -21,7 +23,6 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,29 +32,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import tyro
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from common import errors, placement, weight_sync
+from common import errors
 from common.data import arithmetic
-from common.preflight import memory
 from common.preflight.machine import triton_lacks
-from common.preflight.memory import MemoryPlan
-from common.rollout import engines
-from common.rollout.rollout import Rollout, collate
-from common.trainer import attention, batching, logits, model
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 60e9
 MINUTES, MINUTES_WITH_TWO_GPUS = 10.0, 16.0  # for all checks together
 NEEDED_DRIVER, NEEDED_CAPABILITY = 580, (8, 0)  # the driver for CUDA 13
 WITHOUT = "" if CUDA else "no GPU here: only the checks that need none are run, small on the CPU"
-TEMPERATURE = 0.7  # of the head's check
-ERROR = 1e-2 if CUDA else 1e-5  # bound of relative errors of a forward; twice this for gradients
 Finding = tuple[str, bool]  # (what was measured, whether it holds)
 
 QWEN_05B = Qwen2Config(
@@ -104,32 +97,6 @@ def write_model(models: Path, config: PreTrainedConfig) -> str:
     return str(folder)
 
 
-def random_rollout(prompts: int, group: int, prompt: int, response: int, vocabulary: int) -> Rollout:
-    """Groups of responses to shared prompts, of random tokens and lengths up to those given."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = lambda most: torch.randint(
-        3, vocabulary, (torch.randint(most // 2, most + 1, (), generator=generator),), generator=generator
-    ).tolist()
-    asked = [ids for ids in (tokens(prompt) for _ in range(prompts)) for _ in range(group)]
-    return collate(asked, [tokens(response) for _ in asked], None, [False] * len(asked), 0, DEVICE)
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
-
-
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds of a call, after one to warm up."""
-    taken = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        work()
-        if CUDA:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
-
-
 def files_of_two_packages() -> dict[str, bool]:
     """The installed files that two packages own, and whether they differ in the two."""
     owner, found = {}, {}
@@ -146,7 +113,7 @@ def files_of_two_packages() -> dict[str, bool]:
 
 
 def machine(models: Path) -> Iterator[Finding]:
-    """Driver, capability, packages, and what is compiled with."""
+    """Driver, capability, packages, and the compiler."""
     twice = [file for file, differs in files_of_two_packages().items() if differs]
     yield f"{len(twice)} files belong to two packages and differ {twice[:3] or ''}".strip(), not twice
     if not CUDA:
@@ -177,257 +144,35 @@ def machine(models: Path) -> Iterator[Finding]:
             yield f"{library}: {error}", False
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """What one attention layer has."""
+class Findings:
+    """A plugin of pytest: shows each test that ran as a finding, with what it measured (record_property)."""
 
-    heads: int
-    keys: int  # heads of keys and values
-    width: int  # of a head
-    window: int | None = None
-    cap: float | None = None
-    sinks: bool = False
+    def __init__(self):
+        self.out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)  # pytest keeps what tests print
 
-    def inputs(self, groups: list[attention.Group]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """([queries, keys, values, sinks or nothing], gradient of the output), float32, of which bfloat16 keeps all."""
-        tokens, generator = sum(p + sum(r) for p, r in groups), torch.Generator().manual_seed(0)
-        random = lambda *shape: torch.randn(shape, generator=generator).to(torch.bfloat16).float()
-        qkv = [random(1, count, tokens, self.width) for count in (self.heads, self.keys, self.keys)]
-        return qkv + [random(self.heads)] * self.sinks, random(1, tokens, self.heads, self.width)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped or (report.passed and report.when != "call"):
+            return
+        words = [report.nodeid.rpartition("::")[2], *(str(value) for _, value in report.user_properties)]
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words.append(" ".join((crash.message if crash else report.longreprtext).split())[:300])
+        self.out.write("\n")  # behind pytest's dots
+        show((": ".join(words), report.passed), self.out)
 
 
-def attend(groups: list[attention.Group], layer: Layer, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output and gradients of packed attention over these groups."""
-    inputs, gradient = layer.inputs(groups)
-    query, key, value, *sinks = inputs = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
-    out, _ = attention.packed_attention(
-        None,
-        query,
-        key,
-        value,
-        None,
-        scaling=layer.width**-0.5,
-        spans=attention.spans(groups, DEVICE),
-        sliding_window=layer.window,
-        softcap=layer.cap,
-        s_aux=sinks[0] if sinks else None,
-    )
-    out.backward(gradient.to(DEVICE, dtype))
-    return [out.detach(), *(x.grad for x in inputs)]
+def show(finding: Finding, out=None) -> None:
+    """Print a finding for the process that has started this one."""
+    measured, holds = finding
+    print("finding: " + json.dumps([measured, bool(holds)]), file=out, flush=True)
 
 
-def reference_attention(groups: list[attention.Group], layer: Layer) -> list[torch.Tensor]:
-    """The same in float64, each sequence alone behind its prompt."""
-    inputs, gradient = layer.inputs(groups)
-    query, key, value, *sinks = inputs = [x.double().requires_grad_() for x in inputs]
-    outputs, start = [], 0
-    for prompt, responses in groups:
-        before = list(range(start, start + prompt))
-        start += prompt
-        for place, length in enumerate(responses):
-            row = before + list(range(start, start + length))
-            q, k, v = (x[0, :, row] for x in (query, key, value))  # (heads, tokens, width)
-            k, v = (x.repeat_interleave(layer.heads // layer.keys, 0) for x in (k, v))
-            distance = torch.arange(len(row))[:, None] - torch.arange(len(row))  # of a query from a key before it
-            scores = q @ k.transpose(1, 2) * layer.width**-0.5
-            if layer.cap:
-                scores = layer.cap * (scores / layer.cap).tanh()
-            scores = scores.masked_fill((distance < 0) | (distance >= (layer.window or len(row))), -torch.inf)
-            if sinks:
-                scores = torch.cat([scores, sinks[0].view(-1, 1, 1).expand(-1, len(row), 1)], dim=2)
-            out = scores.softmax(2)[:, :, : len(row)] @ v
-            outputs.append(out.transpose(0, 1)[prompt if place else 0 :])  # (tokens, heads, width)
-            start += length
-    out = torch.cat(outputs)[None]
-    out.backward(gradient.double())
-    return [out.detach(), *(x.grad for x in inputs)]
-
-
-def check_attention(models: Path) -> Iterator[Finding]:
-    """Packed attention and its gradients against float64: plain, with a window, with a cap of scores, with sinks."""
-    groups = [(70, [40, 1, 33, 7]), (33, [12]), (64, [50] * 16), (5, [1])]
-    layers = {
-        "plain": Layer(14, 2, 64),
-        "heads of 128": Layer(8, 8, 128),
-        "window": Layer(8, 2, 64, window=48),
-        "cap": Layer(8, 2, 64, window=48, cap=3.0),
-        "sinks": Layer(8, 2, 64, window=48, sinks=True),
-    }
-    for name, layer in layers.items():
-        found = [
-            relative(one.cpu(), two)
-            for one, two in zip(attend(groups, layer, DTYPE), reference_attention(groups, layer))
-        ]
-        yield (
-            f"{name}: output {found[0]:.1e}, gradients {max(found[1:]):.1e}",
-            (found[0] <= ERROR and max(found[1:]) <= 2 * ERROR),
-        )
-
-
-def attention_memory(models: Path) -> Iterator[Finding]:
-    """Peak memory of attention for 4, 8 and 16 thousand tokens: linear, or a mask was made."""
-    peaks = []
-    for tokens in (4096, 8192, 16384):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        attend([(512, [512] * 7)] * (tokens // 4096), Layer(14, 2, 64), DTYPE)
-        peaks.append(torch.cuda.max_memory_allocated() / tokens)
-    yield ", ".join(f"{peak / 1024:.1f}" for peak in peaks) + " KiB a token", max(peaks) <= 1.1 * min(peaks)
-
-
-def check_head(models: Path) -> Iterator[Finding]:
-    """Log-probs, entropies and gradients of the logit head against float64, and its time."""
-    rows, width, vocabulary = (3000, 896, 151936) if CUDA else (300, 64, 5000)
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = (torch.randn(n, width, generator=generator).to(torch.bfloat16) for n in (rows, vocabulary))
-    targets = torch.randint(vocabulary, (rows,), generator=generator).to(DEVICE)
-    weight = torch.randn(rows, generator=generator).to(DEVICE)
-    own = [hidden.to(DEVICE).requires_grad_(), (0.15 * head).to(DEVICE).requires_grad_()]
-    own = [x.detach().to(DTYPE).requires_grad_() for x in own]
-    logprobs, entropy = logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)
-    (logprobs * weight).sum().backward()
-    wide = [x.detach().double().requires_grad_() for x in own]
-    expected, entropies, gradients = [], [], [torch.zeros_like(x) for x in wide]
-    for part in torch.arange(rows, device=DEVICE).split(500):  # float64 logits of all rows would take 4 GB
-        z = (wide[0][part] @ wide[1].T / TEMPERATURE).log_softmax(-1)
-        chosen = z.gather(1, targets[part, None])[:, 0]
-        for total, gradient in zip(gradients, torch.autograd.grad((chosen * weight[part]).sum(), wide)):
-            total += gradient
-        expected.append(chosen.detach())
-        entropies.append(-(z.detach().exp() * z.detach()).sum(1))
-    found = [relative(one, torch.cat(two)) for one, two in ((logprobs, expected), (entropy, entropies))]
-    yield f"log-probs {found[0]:.1e}, entropies {found[1]:.1e}", max(found) <= 1e-5
-    found = [relative(x.grad, gradient) for x, gradient in zip(own, gradients)]
-    yield f"gradients of hidden {found[0]:.1e} and head {found[1]:.1e}", max(found) <= (5e-3 if CUDA else 1e-5)
-
-    def both() -> None:
-        logits.ChunkedLogprobs.apply(*own, targets, logits.LogitShape(TEMPERATURE), True)[0].sum().backward()
-
-    if CUDA:
-        micro = seconds(both) / rows * 1e6
-        yield f"{micro:.1f} us a token, forward and backward", True
-
-
-def check_activations(models: Path) -> Iterator[Finding]:
-    """A model of 0.5 B: bytes that a token keeps, and the peak of an update, against common/preflight/memory.py."""
-    path, world = write_model(models, QWEN_05B), placement.init(0)
-    policy = model.load(path, world, DTYPE)
-    plan = MemoryPlan(model=path, dtype=DTYPE, size=1)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    batch, tokens = random_rollout(32, 8, 300, 300, QWEN_05B.vocab_size), 8192 if LARGE else 2048
-    micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(tokens), world)
-    gathered, kept = DTYPE.itemsize * plan.parameters, 0.0  # every forward gathers the weights anew
-    for step in range(3):
-        torch.cuda.reset_peak_memory_stats()
-        for micro in micro_batches:
-            before = torch.cuda.memory_allocated()
-            logprobs, _ = model.response_logprobs(policy, micro, 1.0)
-            if step and micro.input_ids.numel() > 0.8 * tokens:
-                kept = max(kept, (torch.cuda.memory_allocated() - before - gathered) / micro.input_ids.numel())
-            logprobs.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    estimated = plan.token_bytes
-    yield f"{kept / 1024:.0f} KiB a token, estimated {estimated / 1024:.0f}", 0.9 <= estimated / kept <= 1.15
-    peak = torch.cuda.max_memory_allocated()
-    expected = plan.update(max(micro.input_ids.numel() for micro in micro_batches))
-    text = f"peak of an update {peak / 2**30:.1f} GiB, computed {expected / 2**30:.1f}"
-    yield text, 0.85 <= expected / peak <= 1.3
-    placement.finish(world)
-
-
-def check_gradient(models: Path) -> Iterator[Finding]:
-    """One gradient, computed in several ways: packed or alone, recomputed, compiled, from host memory."""
-    ways = {
-        "one response at a time": (batching.Compute(1, shared_prompts=False), False),
-        "checkpointing": (batching.Compute(4096, activation_checkpointing=True), False),
-    }
-    if CUDA:
-        ways |= {
-            "--offload all": (batching.Compute(4096), True),
-            "--kernels compile": (batching.Compute(4096, kernels="compile"), False),
-        }
-    world, batch = placement.init(0), random_rollout(4, 8, 60, 40, SMALL.vocab_size)
-    path = write_model(models, SMALL)
-    bounds = {torch.float32: 1e-5, DTYPE: 0.1 if CUDA else 1e-5}
-    usual = {dtype: gradient(path, batch, world, dtype, batching.Compute(4096), False) for dtype in bounds}
-    for name, (compute, offload) in ways.items():
-        for dtype, bound in bounds.items():
-            error = relative(gradient(path, batch, world, dtype, compute, offload), usual[dtype])
-            yield f"{str(dtype).removeprefix('torch.')}, {name}: {error:.1e}", error <= bound
-    placement.finish(world)
-
-
-def gradient(path: str, batch: Rollout, world, dtype: torch.dtype, compute, offload: bool) -> torch.Tensor:
-    """The gradient of the mean log-prob, all parameters in one vector, on the CPU."""
-    policy = model.load(path, world, dtype, compute, offload=offload)
-    micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
-    for micro in micro_batches:
-        (model.response_logprobs(policy, micro, 1.0)[0].sum() / batch.response_mask.sum()).backward()
-    return torch.cat([p.grad.full_tensor().flatten().cpu() for p in policy.parameters()])
-
-
-def check_engine(models: Path) -> Iterator[Finding]:
-    """vLLM in this process: its settings, seeds that repeat, and memory that it gives back."""
-    import numpy
-
-    path, world = write_model(models, QWEN_05B), placement.init(0)
-    policy = model.load(path, world, DTYPE)
-    plan = MemoryPlan(model=path, dtype=DTYPE, size=1, backend="vllm")
-    layout = plan.fitted_layout(1024, 256)
-    torch.cuda.empty_cache()
-    before = used_memory()
-    began = time.perf_counter()
-    engine = engines.start("vllm", path, [1], world, DTYPE, max_model_len=1024, sequences=256, layout=layout)
-    yield f"started in {time.perf_counter() - began:.0f} s", time.perf_counter() - began <= 240
-    config = engine.llm.llm_engine.vllm_config
-    graphs, head = config.compilation_config.cudagraph_mode.name, config.model_config.head_dtype
-    fast = config.use_v2_model_runner and config.scheduler_config.async_scheduling
-    yield f"graphs {graphs}, head {head}, {engine.settings()}", graphs != "NONE" and head == torch.float32
-    yield f"{'second' if fast else 'NOT the second'} model runner, scheduled ahead", fast
-    tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-    yield f"KV cache of {tokens} tokens, planned 1024 x 256", tokens >= 0.9 * 1024 * 256
-    prompts = [[5 + i, 6, 7, 8] for i in range(16)]
-    sample = lambda seed: engine.generate(prompts, n=4, temperature=1.0, max_tokens=32, seed=seed).response_ids
-    first = sample(1)
-    numpy.random.seed(3)
-    yield "the same seed samples the same tokens", sample(1) == first
-    differ = sum(one != two for one, two in zip(sample(2), first)) / len(first)
-    yield f"another seed changes {differ:.0%} of the responses", differ >= 0.9
-    awake = used_memory() - before
-    engine.sleep()
-    held = plan.parameters * DTYPE.itemsize + tokens * engines.kv_bytes_per_token(memory.text_config(path), DTYPE)
-    yield from engine_memory(awake, used_memory() - before, held)
-    taken, used = [], []
-    for _ in range(6):
-        began = time.perf_counter()
-        weight_sync.push(policy, engine)
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-        sample(3)
-        engine.sleep()
-        used.append(used_memory())
-    drift = (max(used[1:]) - min(used[1:])) / 2**20
-    yield f"waking and a push {statistics.median(taken):.2f} s; free memory drifts {drift:.0f} MiB", drift <= 64
-    placement.finish(world, engine)
-
-
-def used_memory() -> int:
-    """Bytes of the GPU that are in use, CUDA's own among them."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def engine_memory(awake: int, asleep: int, held: int) -> Iterator[Finding]:
-    """What an engine takes, awake and asleep, against what common/preflight/memory.py plans.
-
-    held: its weights and KV cache, all in bytes.
-    """
-    gib = lambda size: f"{size / memory.GIB:.1f} GiB"
-    yield f"sleep frees {gib(awake - asleep)} of {gib(held)}", awake - asleep >= 0.95 * held
-    beside, planned = awake - held, memory.ENGINE_WORKSPACE
-    yield f"awake it takes {gib(beside)} beside weights and cache, planned {gib(planned)}", beside <= planned
-    yield f"asleep it keeps {gib(asleep)}, planned {gib(memory.ENGINE_ASLEEP)}", asleep <= memory.ENGINE_ASLEEP
+def tests(models: Path, *, files: tuple[str, ...]) -> Iterator[Finding]:
+    """Files of tests/, in this process. Each test is shown as soon as it ends: a later one may hang."""
+    os.environ["GPU_CHECK_MODELS"] = str(models)
+    os.chdir(ROOT)
+    code = pytest.main([*files, "-p", "no:cacheprovider"], plugins=[Findings()])
+    yield f"pytest {' '.join(files)} ends with {int(code)}", code == 0
 
 
 def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
@@ -521,41 +266,31 @@ class Check:
     needs: tuple[str, ...] = ()  # "a GPU", "vLLM", "2 GPUs"
 
 
-TWO = ("2 GPUs", "vLLM")
+WITH_VLLM, TWO = ("a GPU", "vLLM"), ("2 GPUs", "vLLM")
 ROWS, AS_ABOVE = "each row holds: rollout, gap, gradient, weight sync, checkpoint", "as self-test"
+HF = ("--rollout-backend", "hf")
+FLOAT32 = partial(selftest, flags=("--dtype", "float32"), config=SMALL)
+ENGINE = partial(tests, files=("tests/gpu/test_engine.py",))
+KERNELS = partial(tests, files=("tests/gpu/test_kernels.py",))
+TRAINING = partial(tests, files=("tests/gpu/test_training.py", "tests/trainer/test_precision.py"))
+SERVERS = ("--rollout-placement", "split", "--rollout-devices", "1")
 CHECKS = {  # those first that decide whether the rest is worth its time
     "machine": Check(machine, f"driver >= {NEEDED_DRIVER}, capability >= 8.0, no file of two packages", 60),
-    "engine": Check(
-        check_engine, "start <= 240 s, planned memory and cache, seeds repeat, drift <= 64 MiB", 300, ("a GPU", "vLLM")
-    ),
-    "self-test": Check(selftest, ROWS, 240, ("a GPU", "vLLM")),
-    "self-test-float32": Check(
-        partial(selftest, flags=("--dtype", "float32"), config=SMALL), f"{AS_ABOVE}, gap 1e-4", 240, ("a GPU", "vLLM")
-    ),
-    "attention": Check(check_attention, "relative error <= 1e-2, gradients <= 2e-2 (CPU, float32: 1e-5)", 60),
-    "attention-memory": Check(attention_memory, "linear in the tokens within 10 %", 30, ("a GPU",)),
-    "head": Check(check_head, "log-probs 1e-5, gradients 5e-3 (CPU: 1e-5); the time is only shown", 90),
-    "memory": Check(check_activations, "estimate / measured: activations 0.9-1.15, peak 0.85-1.3", 90, ("a GPU",)),
-    "gradient": Check(check_gradient, "relative difference <= 1e-5 in float32, 0.1 in bfloat16", 150),
-    "self-test-hf": Check(
-        partial(selftest, flags=("--rollout-backend", "hf"), config=QWEN_05B if CUDA else SMALL), AS_ABOVE, 180
-    ),
-    "self-test-lora": Check(
-        partial(selftest, flags=("--rollout-backend", "hf", "--lora-rank", "8")), AS_ABOVE, 180, ("a GPU",)
-    ),
-    "self-test-experts": Check(partial(selftest, config=EXPERTS), AS_ABOVE, 180, ("a GPU", "vLLM")),
+    "engine": Check(ENGINE, "start <= 240 s, planned memory and cache, seeds repeat, drift <= 64 MiB", 300, WITH_VLLM),
+    "self-test": Check(selftest, ROWS, 240, WITH_VLLM),
+    "self-test-float32": Check(FLOAT32, f"{AS_ABOVE}, gap 1e-4", 240, WITH_VLLM),
+    "kernels": Check(KERNELS, "relative errors of attention <= 1e-2, gradients <= 2e-2; log-probs 1e-5", 150),
+    "training": Check(TRAINING, "one gradient in any way, float32 sums, memory as planned, a push, a checkpoint", 240),
+    "self-test-hf": Check(partial(selftest, flags=HF, config=QWEN_05B if CUDA else SMALL), AS_ABOVE, 180),
+    "self-test-lora": Check(partial(selftest, flags=(*HF, "--lora-rank", "8")), AS_ABOVE, 180, ("a GPU",)),
+    "self-test-experts": Check(partial(selftest, config=EXPERTS), AS_ABOVE, 180, WITH_VLLM),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
     "runs": Check(check_runs, "grpo, a resume of it, ppo and prime end without an error", 300),
     "2-ranks": Check(partial(selftest, ranks=2), AS_ABOVE, 240, TWO),
     "rollout-tp-2": Check(partial(selftest, flags=("--rollout-tp", "2"), ranks=2), AS_ABOVE, 240, TWO),
     "sequence-parallel-2": Check(partial(selftest, flags=("--sequence-parallel", "2"), ranks=2), AS_ABOVE, 240, TWO),
     "shard-size-1": Check(partial(selftest, flags=("--shard-size", "1"), ranks=2), AS_ABOVE, 240, TWO),
-    "split": Check(
-        partial(selftest, flags=("--rollout-placement", "split", "--rollout-devices", "1")),
-        AS_ABOVE,
-        300,
-        TWO,
-    ),
+    "split": Check(partial(selftest, flags=SERVERS), AS_ABOVE, 300, TWO),
 }
 
 
@@ -607,8 +342,9 @@ def main(args: Args) -> int:
         print(WITHOUT, end="\n" * bool(WITHOUT))
         return 0
     if args.here:
-        for measured, holds in (finding for name in args.only for finding in CHECKS[name].run(Path(args.models))):
-            print("finding: " + json.dumps([measured, bool(holds)]), flush=True)
+        for name in args.only:
+            for finding in CHECKS[name].run(Path(args.models)):
+                show(finding)
         return 0
     print(WITHOUT, end="\n" * bool(WITHOUT))
     minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)

@@ -59,7 +59,7 @@ LONGEST = (
     "test_traces",
     "test_environments",
     "test_workers",
-    "test_gpu_paths",
+    "test_gpu_check",
     "test_bad_input",
     "test_packing",
     "test_install",

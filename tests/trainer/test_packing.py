@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,33 @@ def test_shared_prompts_change_nothing_but_the_work(models, world, kind, budget)
     assert relative_difference(*gradients) <= 1e-5
 
 
+def test_prompts_that_only_begin_alike_are_not_merged(models, world):
+    """They share more than the tokens from which a prompt is shared, and each has two responses."""
+    generator = torch.Generator().manual_seed(5)
+    beginning = torch.randint(3, 50, (batching.SHARED_PROMPT_MIN_TOKENS + 8,), generator=generator).tolist()
+    prompts = [beginning, beginning, [*beginning, 7], [*beginning, 7], [*beginning, 8], [*beginning, 8]]
+    policy, rollout = model.load(models["tied"], world, torch.float32), random_rollout(6)
+    rollout = dataclasses.replace(rollout, prompt_ids=prompts)
+    micro_batches = batching.pack(rollout, torch.arange(6), Compute(10_000), world)
+    assert sum(run.prompt_length > 0 for run in micro_batches[0].spans.runs) == 3
+    logprobs = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
+    assert torch.allclose(logprobs, by_transformers(models["tied"], rollout)[0], atol=1e-5)
+
+
+def test_dummies_have_no_tokens_that_count_and_come_before_the_reduction():
+    """Another rank has five micro-batches, and this one three. Only the very last backward reduces gradients."""
+    rollout = random_rollout(3)
+    among_others = SimpleNamespace(rank=0, sp_group=None, max=lambda count: 5)
+    budget = max(len(ids) + len(response) for ids, response in zip(rollout.prompt_ids, rollout.response_ids))
+    micro_batches = batching.pack(rollout, torch.arange(3), Compute(budget // 2), among_others)
+    assert [micro.last for micro in micro_batches] == [False] * 4 + [True]
+    assert [bool(micro.response_mask.any()) for micro in micro_batches] == [True] * 3 + [False] * 2
+    assert all(len(micro.rows) == 1 for micro in micro_batches), "a dummy is as short as it can be"
+    assert rollout.response_mask.any(1).all(), "the rollout keeps its mask"
+    nothing = batching.pack(rollout, torch.arange(0), Compute(budget), among_others)
+    assert len(nothing) == 5 and not any(micro.response_mask.any() for micro in nothing)
+
+
 def test_short_prompts_are_not_shared(world):
     rollout = groups_of(random_rollout(8), 4, batching.SHARED_PROMPT_MIN_TOKENS - 2)  # 30 and 31 tokens
     shared, plain = [batching.pack(rollout, torch.arange(8), Compute(999, which), world) for which in (True, False)]
@@ -343,6 +371,12 @@ def test_neighbours_of_similar_length_share_a_call():
     assert starts == [sum(lengths[: lengths.index(run.lengths[0])]) for run in runs]
     (run,) = attention.spans([(2, [3])] * 3, torch.device("cpu")).runs
     assert run == Run(0, [5, 5, 5])
+    # Responses to one prompt may have more padding, because a call copies the prompt. It has a limit, too.
+    few, many = (
+        [run.lengths for run in attention.spans([(40, lengths)], torch.device("cpu")).runs[1:]]
+        for lengths in ([10, 90], [10] * 50 + [900])
+    )
+    assert few == [[10, 90]] and many == [[10] * 50, [900]]
 
 
 def test_mask_comes_from_lengths_not_from_token_ids():

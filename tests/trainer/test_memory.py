@@ -1,0 +1,142 @@
+"""What the trainer holds in memory, and when it lets go: gradients, gathered weights, activations, logits, a push."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, launch, save_model
+from families import save
+from memory_meter import LargestTensor, bytes_in_use
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from common import weight_sync
+from common.data import arithmetic
+from common.rollout.rollout import collate
+from common.trainer import attention, batching, distillation, logits, model
+from common.trainer.batching import Compute
+
+NOISE = 200_000  # bytes that Python itself may allocate in the meantime
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> str:
+    """A model of eight equal layers, with 2.1 million parameters."""
+    config = arithmetic.config()
+    config.num_hidden_layers, config.layer_types = 8, ["full_attention"] * 8
+    return save_model(tmp_path_factory.mktemp("deep"), config, 0.05)
+
+
+def four_rows(world):
+    return collate([[5] * 40] * 4, [[6] * 9] * 4, None, [False] * 4, 0, world.device)
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_and_exchange_what_they_must_and_no_more(deep):
+    """workers/memory.py says what is measured."""
+    printed = launch(ROOT / "tests/workers/memory.py", deep, ranks=2, engine=False).stdout
+    found = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert found["decided"] == [False, False], "ranks that decide differently wait for each other forever"
+    assert found["kept"] == pytest.approx({"without": 0.5, "room": 1.0}, abs=0.1), "without room it is a shard"
+    assert found["over copies"] == 1
+    assert 1 <= found["gathered"] <= 3, "eight layers would be held if none were freed before the next"
+    assert found["widest"] <= 0.5, "a shard is cast before it is gathered, not the whole parameter after it"
+
+
+def free_gathered(policy: torch.nn.Module) -> None:
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def test_forwards_without_a_backward_free_the_gathered_weights(deep, world):
+    """The packing check of load(), old log-probs and old values. The weights of the next update are then gathered."""
+    rollout, weight_bytes = four_rows(world), 2 * 2.1e6  # in bfloat16
+    micro_batches = batching.pack(rollout, torch.arange(4), Compute(1000), world)
+    for value_head, frozen in ((False, model.frozen_logprobs), (True, model.frozen_values)):
+        policy = model.load(deep, world, torch.bfloat16, value_head=value_head)
+        loaded = bytes_in_use()
+        free_gathered(policy)
+        assert loaded - bytes_in_use() <= NOISE < weight_bytes / 10
+        temperature = [] if value_head else [1.0]
+        frozen(policy, rollout, micro_batches, *temperature)  # makes buffers that stay
+        free_gathered(policy)
+        before = bytes_in_use()
+        first = frozen(policy, rollout, micro_batches, *temperature)
+        assert bytes_in_use() - before <= NOISE
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1)
+        assert not torch.equal(frozen(policy, rollout, micro_batches, *temperature), first)
+
+
+def test_checkpointing_keeps_the_input_of_each_layer_alone(deep, world):
+    kept = {}
+    for checkpointing in (False, True):
+        policy = model.load(deep, world, torch.float32, Compute(activation_checkpointing=checkpointing))
+        rollout = collate([[5] * 40] * 8, [[6] * 90] * 8, None, [False] * 8, 0, world.device)
+        (micro,) = batching.pack(rollout, torch.arange(8), Compute(10_000), world)
+        model.response_logprobs(policy, micro, 1.0)[0].sum().backward()  # makes buffers that stay
+        before = bytes_in_use()
+        logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+        kept[checkpointing] = bytes_in_use() - before
+        del logprobs, policy
+    gathered = 4 * 2.1e6  # the weights themselves, which a single rank gathers until the backward
+    assert kept[True] - gathered < 0.3 * (kept[False] - gathered)
+
+
+def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
+    """Forward and backward, of log-probs and of the KL to a teacher, whose rows count as three."""
+    rows, vocabulary, width, chunk = 200, 50, 3, 2000
+    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", chunk)
+    hidden, head = (torch.randn(count, width, requires_grad=True) for count in (rows, vocabulary))
+    targets, shape = torch.arange(rows) % vocabulary, logits.LogitShape()
+    with LargestTensor() as largest:
+        logits.ChunkedLogprobs.apply(hidden, head, targets, shape, True)[0].sum().backward()
+    assert rows * width < largest.elements <= chunk
+    teacher = hidden.detach(), head.detach(), shape
+    with LargestTensor() as largest:
+        distillation.ChunkedKL.apply(hidden, head, targets, shape, *teacher)[0].sum().backward()
+    assert rows * width <= largest.elements <= chunk // 3
+
+
+def test_long_sequences_have_no_matrix_of_attention_weights(world):
+    heads, tokens = 2, 1500
+    qkv = [torch.randn(1, heads, tokens, 8, device=world.device, requires_grad=True) for _ in range(3)]
+    spans = attention.spans([(tokens - 1, [1])], torch.device("cpu"))
+    with LargestTensor() as largest:
+        attention.packed_attention(None, *qkv, None, spans=spans)[0].sum().backward()
+    assert largest.elements < tokens**2 / 4
+
+
+@pytest.mark.parametrize("kind, saved_names", [("grouped", False), ("mixtral", True)])
+def test_a_push_frees_a_full_parameter_before_it_gathers_the_next(
+    kind, saved_names, models, world, tmp_path, monkeypatch
+):
+    """With saved names, experts are cut out of one parameter: all pieces keep it alive."""
+    path = models[kind] if kind in models else save(kind, tmp_path)
+    policy = model.load(path, world, torch.float32)
+    gathered = []
+    gather = weight_sync.gather
+
+    def watched(parameter, dtype):
+        alive = [reference for reference in gathered if not reference.expired()]
+        assert not alive, "the last parameter is still in memory"
+        full = gather(parameter, dtype)
+        gathered.append(StorageWeakRef(full.untyped_storage()))
+        return full
+
+    monkeypatch.setattr(weight_sync, "gather", watched)
+    pairs = iter(weight_sync.FullParameters(policy, torch.bfloat16, saved_names))
+    pushed = 0
+    # A loop variable would keep the tensor while the next one is gathered.
+    while next(pairs, (None, None))[0] is not None:
+        pushed += 1
+    assert pushed >= len(gathered) == len(list(policy.parameters()))
+
+
+def test_nothing_that_is_pushed_or_only_compared_with_has_a_gradient(models, world):
+    policy = model.load(models["tied and grouped"], world, torch.float32)
+    reference = model.load_reference(policy, models["tied and grouped"], world, torch.float32, Compute(), offload=False)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert not any(tensor.requires_grad for _, tensor in weight_sync.FullParameters(policy, torch.bfloat16))
