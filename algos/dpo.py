@@ -31,7 +31,7 @@ import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement
-from common.data import arithmetic
+from common.data import arithmetic, preview
 from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model
@@ -136,6 +136,7 @@ def main(args: Args) -> None:
     settings = settle(args, model_path, size, longest)
     if args.saving.dry_run:
         errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
+        preview.show_pairs(prompts, pairs, tokenizer)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
     world = placement.init(args.seed, sharding=settings.compute)

@@ -20,7 +20,7 @@ import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from common import errors, placement
-from common.data import arithmetic
+from common.data import arithmetic, preview
 from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
@@ -81,7 +81,7 @@ def main(args: Args) -> None:
     prompts = load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     unsolved = next((prompt.id for prompt in prompts if not prompt.solution), None)
     if unsolved:
-        raise errors.BadInput(f'{unsolved}: no "solution" or "response" to learn from')
+        raise errors.BadInput(f'{unsolved}: no "solution", "response" or "completion" to learn from')
     positions = checks.positions_of(model_path)
     prompts, longest = that_fit(prompts, tokenizer, min(args.max_tokens, positions))
     if args.model:
@@ -90,6 +90,7 @@ def main(args: Args) -> None:
     settings = settle(args, model_path, size, longest)
     if args.saving.dry_run:
         errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
+        preview.show_solutions(prompts, tokenizer)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
     world = placement.init(args.seed, sharding=settings.compute)

@@ -35,9 +35,9 @@ from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
 from common import errors, placement
-from common.data import arithmetic, formats
+from common.data import arithmetic, conversations, formats
 from common.data.pairs import split_response
-from common.data.rows import collect, is_chat
+from common.data.rows import collect, missing
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import machine, precision, ranges
 from common.preflight.ranges import LearningRate, Seed
@@ -76,13 +76,24 @@ def load_pairs(dataset: str) -> list[dict]:
         return arithmetic_pairs()
 
     def check(where: str, row: dict) -> dict:
-        (before, chosen), (_, rejected) = split_response(row.get("chosen")), split_response(row.get("rejected"))
-        taken = {"prompt": row.get("prompt") or before, "chosen": chosen, "rejected": rejected}
-        for key, value in taken.items():
-            if not value:
-                raise errors.BadInput(f'{where}: missing key "{key}" (found: {", ".join(row) or "nothing"})')
-            if not isinstance(value, str) and (key != "prompt" or not is_chat(value)):
-                raise errors.BadInput(f'{where}: "{key}" must be a text or messages, got {json.dumps(row[key])[:80]}')
+        taken = {"prompt": row.get("prompt")}
+        for key in ("chosen", "rejected"):
+            if not row.get(key):
+                raise missing(where, row, key)
+            before, taken[key] = split_response(where, key, row[key])
+            taken["prompt"] = taken["prompt"] or before
+            if not isinstance(taken[key], str):
+                said = next(name for name in conversations.SPOKEN_KEYS if taken[key].get(name))
+                raise errors.BadInput(f'{where}: "{key}" has "{said}", and a reward model reads a text')
+            if not taken[key]:
+                raise errors.BadInput(f'{where}: "{key}" must be a non-empty text')
+        if not taken["prompt"]:
+            raise missing(where, row, "prompt")
+        if conversations.looks_like(taken["prompt"]):
+            taken["prompt"] = conversations.read(where, "prompt", taken["prompt"])
+        elif not isinstance(taken["prompt"], str):
+            shown = conversations.shown(taken["prompt"])
+            raise errors.BadInput(f'{where}: "prompt" must be a text or messages, got {shown}')
         return taken
 
     return collect(formats.read(Path(dataset)), check)

@@ -1,7 +1,7 @@
 """Solutions to imitate, as token ids: the data of algos/sft.py.
 
-A solution is one text, or a list of turns: policy, tool, policy, tool ... policy. Each of the policy's turns ends with
-the tokenizer's end token. The column "role" says who speaks between them, if it is not a tool but the "user".
+A solution is one turn, or a list of turns: policy, tool, policy, tool ... policy. Each of the policy's turns ends as
+the chat template ends it. The column "role" says who speaks between them, if it is not a tool but the "user".
 """
 
 from functools import cache
@@ -9,6 +9,7 @@ from functools import cache
 from transformers import PreTrainedTokenizerBase
 
 from common.data.prompts import Prompt
+from common.data.responses import Responses
 from common.data.suffix import Suffix
 from common.errors import BadInput, say
 
@@ -45,17 +46,20 @@ def demonstrations(
     def suffix_of(role: str) -> Suffix:
         return Suffix(tokenizer, [tokenizer.eos_token_id], role)
 
+    encoder = Responses(tokenizer)
     responses = []
     masks = []
     for prompt in prompts:
-        turns = [prompt.solution] if isinstance(prompt.solution, str) else prompt.solution
+        turns = prompt.solution if isinstance(prompt.solution, list) else [prompt.solution]
         ids = []
         mask = []
         for i, text in enumerate(turns):
             # The policy has the first turn, the third, and so on.
             is_policy = i % 2 == 0
-            if is_policy:
-                turn = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            if i == 0:
+                turn = encoder.ids(prompt.id, prompt, text)
+            elif is_policy:
+                turn = encoder.ids_of_text(text)
             else:
                 turn = suffix_of(prompt.meta.get("role", "tool")).ids([text])
             ids += turn

@@ -4,14 +4,16 @@ A row has "prompt", "chosen" and "rejected". The responses are texts, or chat me
 without a prompt has it in the messages of "chosen".
 """
 
-import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from common.data import sources
+from common.data import conversations, sources
+from common.data.conversations import Message
 from common.data.prompts import Prompt, Source, load
-from common.data.rows import collect, lookup, split_conversation
+from common.data.responses import Responses
+from common.data.rows import collect, lookup
+from common.data.templates import as_messages, spoken
 from common.errors import BadInput, say
 
 Pairs = dict[str, list[list[int]]]  # id of the prompt -> token ids of the chosen response and of the rejected one
@@ -30,8 +32,10 @@ def load_pairs(
     """
     prompts = load(dataset, source, "train", tokenizer, max_prompt_tokens)
 
+    encoder = Responses(tokenizer)
+
     def make(where: str, prompt: Prompt) -> list[list[int]]:
-        return pair(where, prompt, sources.columns(prompt.dataset, source.columns), tokenizer)
+        return pair(where, prompt, sources.columns(prompt.dataset, source.columns), encoder)
 
     responses = collect([(prompt.id, prompt) for prompt in prompts], make)
     # Two equal responses have a gradient of 0. A response that is cut would teach where not to stop.
@@ -50,29 +54,32 @@ def load_pairs(
     return usable, pairs
 
 
-def pair(where: str, prompt: Prompt, columns: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def pair(where: str, prompt: Prompt, columns: dict[str, str], encoder: Responses) -> list[list[int]]:
     """Token ids of the chosen and the rejected response of a row. Raises BadInput."""
     # Without --template and instruction, which the messages of a pair do not have.
-    asked = prompt.meta["prompt"]
-    if isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
+    asked = as_messages(prompt.meta["prompt"])
     responses = []
     for name in ("chosen", "rejected"):
         column = columns.get(name, name)
-        value = lookup(prompt.meta, column)
-        before, text = split_response(value)
-        if not isinstance(text, str):
-            shown = json.dumps(value, default=str)[:80]
-            raise BadInput(
-                f'{where}: "{column}" must be a text, or messages of which the assistant\'s is last, got {shown}'
-            )
+        before, turn = split_response(where, column, lookup(prompt.meta, column))
+        if before:
+            before = conversations.with_system(where, prompt.meta, before)
         # Otherwise the pair would answer another question than the one that the policy sees.
         if before and before != asked:
             raise BadInput(f'{where}: the messages before the response in "{column}" are not the row\'s prompt')
-        responses.append(tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
+        responses.append(encoder.ids(where, prompt, turn))
     return responses
 
 
-def split_response(value: Any) -> tuple[Any, Any]:
-    """The messages before a response, and its text. (None, value) if the value is not a list of messages."""
-    return split_conversation(value) if isinstance(value, list) else (None, value)
+def split_response(where: str, column: str, value: Any) -> tuple[list[Message], str | Message]:
+    """The messages before a response, and the response. Raises BadInput."""
+    if isinstance(value, str):
+        return [], value
+    if conversations.looks_like(value):
+        messages = conversations.read(where, column, value)
+        if messages[-1]["role"] == "assistant":
+            return messages[:-1], spoken(messages[-1])
+    raise BadInput(
+        f'{where}: "{column}" must be a text, or messages of which the assistant\'s is last, '
+        f"got {conversations.shown(value)}"
+    )

@@ -6,16 +6,18 @@ All errors in the data are reported before a model is loaded, as `file:line: fou
 import hashlib
 import math
 import random
+import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from pydantic import NonNegativeInt
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.data import sources, templates
+from common.data.conversations import tool_name
 from common.data.rows import Row, collect, lookup, split_weight
-from common.errors import BadInput, say
+from common.errors import BadInput, say, warn
 
 # Text after each question of a built-in data set, unless --template is given.
 INSTRUCTIONS = {
@@ -31,6 +33,8 @@ INSTRUCTIONS = {
 class Source:
     columns: tuple[str, ...] = ()  # Columns of a file or Hub data set: prompt=problem answer=meta.gold.
     template: str = ""  # File that surrounds each {prompt}: a text, or chat messages in a .json file.
+    control_tokens: Literal["keep", "text"] = "keep"
+    """Control tokens that a prompt spells, such as <|im_end|>: keep them, or encode them as text."""
     tools: tyro.conf.Suppress[list | None] = None  # Schemas of --environment's tools, for the chat template.
 
 
@@ -46,10 +50,13 @@ class Prompt:
     text: str  # the text that the model sees, chat template included
     ids: list[int]  # the tokens of the text
     answer: str | None  # the reference answer, if the row has one
-    solution: str | list[str] | None = None  # a worked solution, or alternating turns of policy and tools, for SFT
+    # A response to learn: a text, alternating turns of policy and tools, or a turn with calls or reasoning.
+    solution: templates.Solution = None
     meta: dict[str, Any] = field(default_factory=dict)  # the row; "prompt" is there without template and instruction
     dataset: str = ""  # SPEC of the data set
     weight: float = 1.0  # weight of the data set in the mixture
+    messages: list[dict] = field(default_factory=list)  # what the chat template has written, system prompt included
+    tools: list[dict] | None = None  # schemas that it has written before them
 
 
 def load(
@@ -123,6 +130,7 @@ def load_one(
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     image_reader = make_image_reader(spec, rows, columns, tokenizer)
+    spelled = SpelledTokens(tokenizer, source.control_tokens)
 
     def make(where: str, row: dict) -> Prompt:
         templates.check_columns(where, row, columns)
@@ -130,24 +138,78 @@ def load_one(
         images = None
         if image_reader:
             row, images = image_reader.read(where, row)
-        content, answer, solution = templates.fields(where, row, columns)
+        found = templates.fields(where, row, columns)
         # Chat messages stay as they are.
-        question = content + instruction if isinstance(content, str) else content
-        text = templates.render(where, question, tokenizer, template, source.tools, images)
-        ids = templates.tokenize(where, text, tokenizer)
+        question = found.content + instruction if isinstance(found.content, str) else found.content
+        if template:
+            question = templates.fill(where, template, question)
+        tools = tools_of(where, source.tools, found.tools)
+        text = templates.render(where, question, tokenizer, tools, images, continues=found.continues)
+        quoted = []
+        if not images:
+            quoted = spelled.found(where, templates.as_messages(question))
+        ids = templates.tokenize(where, text, tokenizer, quoted)
         if images:
             ids = images.expand(text, ids)
         # Rewards see the question as the data has it, under one name for all data sets.
-        meta = {**row, "prompt": content}
-        return Prompt(where, text, ids, answer, solution, meta, dataset=spec)
+        meta = {**row, "prompt": found.content}
+        messages = templates.as_messages(question)
+        return Prompt(where, text, ids, found.answer, found.solution, meta, spec, messages=messages, tools=tools)
 
     prompts = collect(rows, make)
+    spelled.warn(spec, len(prompts))
     short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
     if not short:
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_tokens}")
     if len(short) < len(prompts):
         say(f"{spec}: dropped {len(prompts) - len(short)} of {len(prompts)} prompts over {max_tokens} tokens")
     return short
+
+
+def tools_of(where: str, of_environment: list[dict] | None, of_row: list[dict] | None) -> list[dict] | None:
+    """The schemas that the chat template shows. Raises BadInput if the row has other tools than the environment."""
+    if of_environment and of_row:
+        ours, theirs = (sorted(map(tool_name, tools)) for tools in (of_environment, of_row))
+        if ours != theirs:
+            raise BadInput(f'{where}: "tools" has {", ".join(theirs)}, and --environment has {", ".join(ours)}')
+    return of_environment or of_row
+
+
+class SpelledTokens:
+    """Counts the rows in which control tokens are spelled, such as a question about <|im_end|>.
+
+    The tokenizer makes the control token of the text, and the model may take it for the end of the turn.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, treatment: str):
+        """treatment: --control-tokens."""
+        self.pattern = None
+        if tokenizer.chat_template:
+            names = sorted(set(templates.control_tokens(tokenizer).values()), key=len, reverse=True)
+            self.pattern = re.compile("|".join(map(re.escape, names)))
+        self.treatment = treatment
+        self.rows: list[str] = []  # their places
+        self.example = ""  # the first control token
+
+    def found(self, where: str, messages: list[dict]) -> list[str]:
+        """The contents that are to be encoded as text."""
+        if self.pattern is None:
+            return []
+        contents = [message["content"] for message in messages]
+        with_tokens = [content for content in contents if self.pattern.search(content)]
+        if not with_tokens:
+            return []
+        self.rows.append(where)
+        self.example = self.example or self.pattern.search(with_tokens[0])[0]
+        return with_tokens if self.treatment == "text" else []
+
+    def warn(self, spec: str, count: int) -> None:
+        if self.rows and self.treatment != "text":
+            warn(
+                f"{spec}: {len(self.rows)} of {count} prompts spell control tokens, such as {self.example} in "
+                f"{self.rows[0]}; the model reads them as control tokens; --control-tokens text makes text of them",
+                "control-tokens",
+            )
 
 
 def make_image_reader(spec: str, rows: list[Row], columns: dict[str, str], tokenizer: PreTrainedTokenizerBase):

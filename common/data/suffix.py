@@ -8,11 +8,10 @@ earlier turns, and the same text can have other tokens.
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.data.templates import chat_text
+from common.data.templates import TURN, chat_text, turn_end
 from common.errors import BadInput
 
-# Texts to find again in what the template writes.
-TURN = "a5f1-turn"
+# A text to find again in what the template writes.
 OBSERVATION = "c9d3-observation"
 
 
@@ -26,6 +25,7 @@ class Suffix:
         """Raises BadInput if the template cannot show an observation of this role."""
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.turn_end = turn_end(tokenizer)
         self.role = role
         # Better a refusal now than in the middle of the first episode.
         if not tokenizer.chat_template:
@@ -52,7 +52,9 @@ class Suffix:
         if not self.tokenizer.chat_template:
             return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]
-        # The template ends the turn, but the policy has sampled an end token already.
+        # The template ends the turn, but the policy has sampled the end already.
+        if ids[: len(self.turn_end)] == self.turn_end:
+            return ids[len(self.turn_end) :]
         if ids and ids[0] in self.stop_token_ids:
             return ids[1:]
         return ids

@@ -1,7 +1,14 @@
-"""From a row to the text and the token ids that a model sees: the row's fields, --template, and the chat template."""
+"""From a row to the text and the token ids that a model sees: the row's fields, --template, and the chat template.
+
+The rule: a prompt or a response is what the chat template writes. What it leaves out of a message is an error. What we
+add, such as the token that ends a turn, is added only if it is not there.
+"""
 
 import json
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,16 +16,38 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from common.data import conversations
+from common.data.conversations import SPOKEN_KEYS, Message
 from common.data.json_lines import read_value
-from common.data.rows import CONVERSATIONS, is_chat, lookup, missing, split_conversation
+from common.data.rows import CONVERSATIONS, is_chat, lookup, missing
 from common.errors import BadInput
 
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 Template = str | Messages | None
+Solution = str | list[str] | Message | None  # a text, alternating turns, or a turn that says more than a text
 # A chat template raises these for messages that it cannot show.
 REFUSALS = (TemplateError, ValueError, TypeError, IndexError)
 # Stands for a column that a row does not have. None may be the value of a column.
 ABSENT = object()
+SOLUTIONS = ("solution", "response", "completion")  # columns of a worked solution; the first that a row has
+# How prompts begin that have been through a chat template already.
+RENDERED = re.compile(
+    r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\|(?:system|user)\|>"
+    r"|<｜begin▁of▁sentence｜>|<｜User｜>)"
+)
+TURN = "a5f1-turn"  # a text to find again in what a template writes
+THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a row says."""
+
+    content: str | Messages  # the prompt
+    answer: str | None  # the reference answer; some rewards do without
+    solution: Solution  # the response to learn
+    tools: list[dict] | None = None  # schemas beside the messages
+    continues: bool = False  # the prompt ends with words of the assistant, which the policy continues
 
 
 def check_columns(where: str, row: dict, columns: dict[str, str]) -> None:
@@ -37,35 +66,54 @@ def prompt_column(row: dict, columns: dict[str, str]) -> str:
 
 
 def solution_column(row: dict, columns: dict[str, str]) -> str:
-    return columns.get("solution", "solution" if "solution" in row else "response")
+    present = [name for name in SOLUTIONS if name in row]
+    return columns.get("solution") or [*present, "response"][0]
 
 
-def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messages, str | None, str | list | None]:
+def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     """Prompt, answer and solution of a row. `columns` names columns that are not the usual ones. Raises BadInput.
 
-    Usual are "prompt" or "question", a text or chat messages; "answer"; and "solution" or "response", a worked
-    solution. Answer and solution are None if a row has none: some rewards do without an answer. "messages",
-    "conversations" or "chosen" are the prompt, except for a last message of the assistant, which is the solution.
+    Usual are "prompt" or "question", a text or chat messages; "answer"; and "solution", "response" or "completion", a
+    worked solution. "messages", "conversations" or "chosen" are the prompt, except for a last message of the assistant,
+    which is the solution. Such a message at the end of "prompt" is a start that the policy continues.
     """
-    # The prompt, and with a conversation perhaps the solution.
     column = prompt_column(row, columns)
     content = lookup(row, column, ABSENT)
     if content is ABSENT:
         raise missing(where, row, column, cure="; --columns prompt=COLUMN if another column holds it")
-    solution = lookup(row, solution_column(row, columns))
     is_conversation = column in (*CONVERSATIONS, columns.get("chosen", "chosen"))
-    if is_conversation:
-        content, response = split_conversation(content)
-        # A solution of its own goes before the assistant's last message.
-        solution = response if solution is None else solution
-    if is_conversation or isinstance(content, list):
-        if not is_chat(content):
-            raise wrong(where, row, column, "messages with role and content")
+    if isinstance(content, str):
+        content = conversations.from_text(content)
+    turn = None
+    tools = None
+    continues = False
+    if isinstance(content, list) and content:
+        content = conversations.read(where, column, content)
+        content = conversations.with_system(where, row, content)
+        tools = conversations.tools_beside(where, row)
+        if content[-1]["role"] == "assistant":
+            continues = not is_conversation
+            if is_conversation:
+                turn = spoken(content.pop())
+        if not content:
+            raise wrong(where, row, column, "messages that begin before the assistant's")
+    elif is_conversation or isinstance(content, list):
+        raise wrong(where, row, column, "messages with role and content")
     elif not isinstance(content, str) or not content.strip():
         raise wrong(where, row, column, "a non-empty string")
 
-    if not isinstance(solution, str | None) and not is_dialogue(solution):
-        raise wrong(where, row, solution_column(row, columns), "a string, or turns")
+    # A solution of its own goes before the assistant's last message.
+    column = solution_column(row, columns)
+    solution = lookup(row, column)
+    if solution is None:
+        solution = turn
+    elif conversations.looks_like(solution):
+        messages = conversations.read(where, column, solution)
+        if len(messages) != 1 or messages[0]["role"] != "assistant":
+            raise wrong(where, row, column, "one message of the assistant, a string, or turns")
+        solution = spoken(messages[0])
+    elif not isinstance(solution, str) and not is_dialogue(solution):
+        raise wrong(where, row, column, "a string, or turns")
 
     column = columns.get("answer", "answer")
     answer = lookup(row, column)
@@ -74,7 +122,12 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> tuple[str | Messag
         answer = str(int(answer) if int(answer) == answer else answer)
     if not isinstance(answer, str | None):
         raise wrong(where, row, column, "a string or a number")
-    return content, answer, solution
+    return Fields(content, answer, solution, tools, continues)
+
+
+def spoken(turn: Message) -> str | Message:
+    """A turn of the assistant as its text, if it says nothing else. Calls and reasoning stay with it."""
+    return turn if any(turn.get(key) for key in SPOKEN_KEYS) else turn["content"]
 
 
 def wrong(where: str, row: dict, column: str, expected: str) -> BadInput:
@@ -132,31 +185,116 @@ def render(
     where: str,
     content: str | Messages,
     tokenizer: PreTrainedTokenizerBase,
-    template: Template = None,
     tools: list[dict] | None = None,
     images=None,
+    *,
+    continues: bool = False,
 ) -> str:
-    """Text of a prompt. --template is applied first, then the tokenizer's chat template. Raises BadInput.
+    """Text of a prompt, as the tokenizer's chat template writes it. Raises BadInput.
 
-    tools: schemas of the functions that the model may call. images: images.RowImages of the row, or None.
+    tools: schemas of the functions that the model may call. images: images.RowImages of the row, or None. continues:
+    the last message is the assistant's, and the policy continues it.
     """
-    if template:
-        content = fill(where, template, content)
     if not tokenizer.chat_template:
-        return content if isinstance(content, str) else "".join(message["content"] + "\n" for message in content)
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        return without_template(where, content, continues)
+    refuse_rendered(where, content, tokenizer)
+    messages = as_messages(content)
     if images:
         messages = images.as_parts(messages)
     # Many templates refuse a system prompt, or two messages of one role in a row.
     try:
-        return chat_text(messages, tokenizer, tools)
+        text = chat_text(messages, tokenizer, tools, continues=continues)
     except REFUSALS as error:
         raise BadInput(f"{where}: refused by the chat template: {error}") from None
+    check_shown(where, messages, tools, text)
+    return text
 
 
-def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt, with one BOS, which either the chat template has written or the tokenizer adds."""
-    ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+def as_messages(content: str | Messages) -> Messages:
+    """A prompt as messages: a text is what the user says."""
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def without_template(where: str, content: str | Messages, continues: bool) -> str:
+    """The text of a prompt for a model without a chat template: the contents, each with a line end."""
+    if isinstance(content, str):
+        return content
+    for number, message in enumerate(content, 1):
+        said = [key for key in SPOKEN_KEYS if message.get(key)]
+        if said:
+            raise BadInput(f'{where}: message {number} has "{said[0]}", and --model has no chat template to show it')
+    text = "".join(message["content"] + "\n" for message in content)
+    return text.removesuffix("\n") if continues else text
+
+
+def refuse_rendered(where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise BadInput for a text that has been through a chat template: this one would wrap it again."""
+    begins = RENDERED.match(content) if isinstance(content, str) else None
+    # A BOS that the template would write as well has an error of its own, in tokenize().
+    if begins and begins[1] != tokenizer.bos_token:
+        raise BadInput(
+            f"{where}: the prompt begins with {begins[1]}, so it has been through a chat template already, and that of "
+            "--model would wrap it again; give the messages themselves"
+        )
+
+
+def check_shown(where: str, messages: Messages, tools: list[dict] | None, text: str) -> None:
+    """Raise BadInput if the chat template has left out what a message says, or the name of a tool."""
+    for number, message in enumerate(messages, 1):
+        role = message.get("role")
+        for said in all_said(message):
+            if not is_in(said, text):
+                raise BadInput(
+                    f"{where}: the chat template leaves out what message {number} ({role}) says: "
+                    f"{conversations.shown(said)}"
+                )
+    for tool in tools or []:
+        name = conversations.tool_name(tool)
+        if name and name not in text:
+            raise BadInput(
+                f'{where}: the chat template leaves out the tool {name} of "tools"; leave out the column, or take a '
+                "model whose template shows tools"
+            )
+
+
+def all_said(message: Message) -> list[str]:
+    """The texts of a message that a template has to show."""
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    # Many templates drop the thinking of earlier turns, which is what the model has been trained with.
+    if message.get("role") == "assistant":
+        texts = [THINKING.sub("", text) for text in texts]
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        texts.append(function["name"])
+        texts += [value for value in function["arguments"].values() if isinstance(value, str)]
+    return [text.strip() for text in texts]
+
+
+def is_in(said: str, text: str) -> bool:
+    """Whether a template has written this: as it is, as JSON, or at least half of its words.
+
+    Templates write what tools say as JSON, and some rewrite a text a little: Qwen's take out the word /think.
+    """
+    forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+    if any(form in text for form in forms):
+        return True
+    words = said.split()
+    return 2 * sum(word in text for word in words) >= len(words)
+
+
+def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str] = ()) -> list[int]:
+    """Token ids of a prompt, with one BOS, which either the chat template has written or the tokenizer adds.
+
+    quoted: parts of the text, in their order, whose control tokens are encoded as text. Raises BadInput.
+    """
+    if quoted:
+        ids = with_quotes(text, tokenizer, quoted)
+    else:
+        ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    # Some tokenizers end every text. The policy would answer behind the end.
+    if not tokenizer.chat_template and ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        ids = ids[:-1]
     if not ids:
         raise BadInput(f"{where}: the prompt has no token that the tokenizer knows")
     # Models that never saw two of them in a row answer worse, and nothing else would show it.
@@ -170,13 +308,68 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> list[
     return ids
 
 
-def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: list[dict] | None = None) -> str:
-    """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError."""
+def with_quotes(text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str]) -> list[int]:
+    """Token ids of a text in which the quoted parts have no control tokens."""
+    ids = []
+    for quote in quoted:
+        before, _, text = text.partition(quote.strip())
+        ids += tokenizer(before, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(quote.strip(), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return ids + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def chat_text(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict] | None = None,
+    *,
+    continues: bool = False,
+    ended: bool = False,
+) -> str:
+    """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError.
+
+    continues: up to the end of the last message's words, which the policy continues. ended: the conversation as it is,
+    without the beginning of another turn.
+    """
     template = tokenizer.get_chat_template(tools=tools or None)  # some models have several
     # With images, the contents are lists of parts already.
     if is_chat(messages) and takes_parts(tokenizer, template, tuple(message["role"] for message in messages)):
         messages = as_parts(messages)
-    return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(
+        messages,
+        tools or None,
+        tokenize=False,
+        add_generation_prompt=not (continues or ended),
+        continue_final_message=continues,
+    )
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Ids and texts of the control tokens: those of the tokenizer itself, and added ones that are marked as special."""
+    added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with which the chat template ends a turn of the assistant; the end token where it writes none.
+
+    It is not always the tokenizer's: Gemma's turns end with <end_of_turn>, and a base model with a ChatML template has
+    <|endoftext|> as its end token.
+    """
+    end = [tokenizer.eos_token_id]
+    if not tokenizer.chat_template:
+        return end
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+    try:
+        _, _, after = chat_text(messages, tokenizer, ended=True).partition(TURN)
+    except REFUSALS:
+        return end  # it wants other messages first
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    for place, token in enumerate(ids):
+        if token in control_tokens(tokenizer):
+            # Behind other words it would be the start of the next turn.
+            return ids[: place + 1] if not tokenizer.decode(ids[:place]).strip() else end
+    return end
 
 
 def as_parts(messages: Messages) -> Messages:

@@ -13,6 +13,7 @@ from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageText
 
 from common.data import sources
 from common.data.rows import first_line
+from common.data.templates import turn_end
 from common.errors import BadInput
 
 
@@ -26,8 +27,9 @@ def resolve_model(model_path: str) -> str:
 def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTokenizerBase, list[int]]:
     """The model's tokenizer, and the sorted ids of the tokens that end a response. Reads no weights. Raises BadInput.
 
-    End tokens are those of the tokenizer, of config.json and of generation_config.json together: chat models often
-    name <|im_end|> in one of them and <|endoftext|> in another. flag: the flag that named the model.
+    End tokens are those of the tokenizer, of config.json and of generation_config.json together, and the one with which
+    the chat template ends a turn: chat models often name <|im_end|> in one of them and <|endoftext|> in another, and
+    base models with a chat template name it nowhere. flag: the flag that named the model.
     """
     folder = Path(model_path)
     if (folder / "adapter_config.json").is_file():
@@ -58,6 +60,8 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     stops: set[int] = set()
     for ids in (tokenizer.eos_token_id, config.get_text_config().eos_token_id, generation.eos_token_id):
         stops.update(ids if isinstance(ids, list) else [ids])
+    if tokenizer.eos_token_id is not None:
+        stops.add(turn_end(tokenizer)[-1])
     stops.discard(None)
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")

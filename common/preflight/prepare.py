@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import placement, rewards
-from common.data import arithmetic
+from common.data import arithmetic, preview
 from common.data import prompts as data
 from common.data.prompts import Prompt
 from common.data.tokenizer import load_tokenizer, resolve_model
@@ -258,5 +258,4 @@ def show(settings: Settings) -> None:
     width = max(map(len, lines))
     for name, text in lines.items():
         say(f"{name:<{width}}  {text}")
-    first = settings.prompts[0]
-    say(f"the first prompt as the model reads it, {first.id}:\n{settings.tokenizer.decode(first.ids)}")
+    preview.show(settings.prompts, settings.tokenizer, settings.stop_token_ids)

@@ -168,7 +168,6 @@ def test_a_model_of_texts_may_have_the_word_in_its_vocabulary(models, tmp_path):
 
 def test_columns_beside_the_messages_stay_as_they_are(llava, tmp_path):
     beside = {
-        "tools": [{"type": "function", "function": {"name": "f"}}],
         "extra": {"tests": [{"type": "stdin", "text": "1"}], "content": [{"type": "text", "text": "1"}]},
     }
     parts = [{"type": "image"}, {"type": "text", "text": "?"}]

@@ -33,7 +33,7 @@ BAD = [  # content of rows.jsonl -> the whole message; tests/preflight/test_bad_
     (b'{"prompt": [], "answer": 2}', '"prompt" must be messages with role and content, got []'),
     (
         b'{"prompt": [{"text": "x"}], "answer": 2}',
-        '"prompt" must be messages with role and content, got [{"text": "x"}]',
+        '"prompt", message 1: expected a text in "role", got {"text": "x"}',
     ),
     (b'{"question": "x", "answer": true}', '"answer" must be a string or a number, got true'),
     (b'{"question": "x", "answer": NaN}', '"answer" must be a string or a number, got NaN'),

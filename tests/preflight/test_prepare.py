@@ -32,7 +32,9 @@ def test_a_dry_run_shows_a_whole_prompt(layout, tmp_path, capsys):
     flags = {"model": str(folder), "dataset": (str(rows),), "saving": Saving(dry_run=True)}
     grpo.main(grpo.Args(**{**grpo.EMBEDDED, **flags}))
     expected = {"plain": "1+1=", "chat": "user 1+1=\na"}[layout]
-    assert f"{rows}:1:\n{expected}\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"\n{expected}\n" in shown and f"{rows}:1" in shown
+    assert "a response ends with <eos> (1)" in shown
 
 
 def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
