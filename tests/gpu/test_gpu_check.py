@@ -110,9 +110,11 @@ def test_it_ends_when_its_minutes_are_over_and_names_what_it_did_not_reach(ends)
 
 def test_nothing_that_a_check_started_outlives_its_limit(check, monkeypatch):
     """Ranks of torchrun have sessions of their own: killing the check's process would leave them on the GPU."""
-    seconds = "3217.5"
+    seconds = "45.25"  # a number that no other process sleeps
     start = f"import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True).wait()"
+    began = time.monotonic()
     assert check.finish([sys.executable, "-c", start], 1.0)[0] is None
+    assert time.monotonic() - began < 20, "it has waited for what the command started"
     running = lambda: [p for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or [])]
     deadline = time.monotonic() + 10
     while running() and time.monotonic() < deadline:

@@ -1,13 +1,14 @@
 """What the trainer holds in memory, and when it lets go: gradients, gathered weights, activations, logits, a push."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, launch, save_model
 from families import save
 from memory_meter import LargestTensor, bytes_in_use
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common import weight_sync
@@ -140,3 +141,13 @@ def test_nothing_that_is_pushed_or_only_compared_with_has_a_gradient(models, wor
     reference = model.load_reference(policy, models["tied and grouped"], world, torch.float32, Compute(), offload=False)
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert not any(tensor.requires_grad for _, tensor in weight_sync.FullParameters(policy, torch.bfloat16))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_is_asked_to_keep_parameters_in_host_memory(offload, models, world):
+    """On a CPU they are there anyway. tests/gpu/test_training.py looks where they are on a GPU."""
+    with mock.patch.object(model, "fully_shard", wraps=model.fully_shard) as sharded:
+        model.load(models["tied and grouped"], world, torch.float32, offload=offload)
+    assert sharded.call_count == 3  # two layers and the model
+    for call in sharded.call_args_list:
+        assert isinstance(call.kwargs.get("offload_policy"), CPUOffloadPolicy) == offload

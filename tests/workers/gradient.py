@@ -64,6 +64,7 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     def gradients(trained, loss_of, together: int = 1) -> dict[str, torch.Tensor]:
         """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks."""
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, together)
+        assert [micro.last for micro in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
         for micro in micro_batches:
             loss_of(micro).backward()
         given = ((name, parameter.grad) for name, parameter in trained.named_parameters())
