@@ -77,7 +77,7 @@ def test_nodes_without_a_common_file_system_are_told_at_the_start(world, tmp_pat
     """Each would keep its own part of a checkpoint, which nobody could resume."""
     monkeypatch.setattr(directory, "SHARED_SECONDS", 0.2)
     elsewhere = SimpleNamespace(is_main=False, min=world.min)
-    with pytest.raises(RunFailed, match="--run-dir .*: a rank does not see what rank 0 writes there") as failed:
+    with pytest.raises(RunFailed, match="--run-dir ") as failed:
         directory.check_shared(tmp_path, elsewhere)
     assert failed.value.code == "not-shared"
     directory.check_shared(tmp_path, world)

@@ -68,7 +68,7 @@ def test_long_prompts_are_dropped_and_counted_never_cut(rows, capsys):
     kept = load(path, limit=7)
     assert [prompt.text for prompt in kept] == ["1+1="] * 7
     assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 7 tokens\n"
-    with pytest.raises(BadInput, match="all 14 prompts are longer than --max-prompt-tokens 2"):
+    with pytest.raises(BadInput, match="14 prompts .*--max-prompt-tokens 2"):
         load(path, limit=2)
 
 
@@ -100,7 +100,7 @@ def test_raw_gsm8k(tmp_path, rows):
     (prompt,) = load(f"gsm8k:{tmp_path}", limit=500, template=rows("q: {prompt} a:", name="shot.txt"))
     assert prompt.text == "q: How many? a:"  # instead of the instruction
     rows('{"question": "How many?", "answer": "18"}', name="train.jsonl")
-    with pytest.raises(BadInput, match='train.jsonl:1: no "####" in "answer"'):
+    with pytest.raises(BadInput, match='train.jsonl:1: .*"####".*"answer"'):
         load(f"gsm8k:{tmp_path}", limit=500)
 
 
@@ -127,11 +127,11 @@ def test_two_bos_are_refused(rows):
     """The tokenizer writes one and the prompt has one; or the chat template writes one and --template has one."""
     tokenizer = bytes_tokenizer()
     path = rows('{"question": "1+1", "answer": 2}', '{"question": "<bos>1+2", "answer": 3}')
-    with pytest.raises(BadInput, match="rows.jsonl:2: begins with two <bos>; the tokenizer of --model") as said:
+    with pytest.raises(BadInput, match="rows.jsonl:2: .*<bos>.* tokenizer of --model") as said:
         load(path, tokenizer=tokenizer)
     assert said.value.code == "double-bos"
     tokenizer.chat_template = "<bos>{% for m in messages %}{{ m.content }}{% endfor %}="
-    with pytest.raises(BadInput, match="rows.jsonl:1: begins with two <bos>; the chat template of --model") as said:
+    with pytest.raises(BadInput, match="rows.jsonl:1: .*<bos>.* chat template of --model") as said:
         load(path, tokenizer=tokenizer, template=rows("<bos>{prompt}", name="text.txt"))
     assert said.value.code == "double-bos"
     prompt = load(path, tokenizer=tokenizer, template=rows("q<bos>{prompt}", name="text.txt"))[0]
@@ -142,7 +142,7 @@ def test_what_the_chat_template_refuses_is_named(rows):
     strict = arithmetic.tokenizer()
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}="
     path = rows('{"prompt": [{"role": "system", "content": "1"}], "answer": 2}')
-    with pytest.raises(BadInput, match="rows.jsonl:1: refused by the chat template: no system role$"):
+    with pytest.raises(BadInput, match="rows.jsonl:1: .*no system role$"):
         load(path, tokenizer=strict)
 
 
@@ -278,7 +278,7 @@ def test_held_out_prompts(tmp_path, rows):
     assert held_out(dataset[2:]) == [] and held_out(dataset, eval_dataset=other, eval_prompts=12) == ["o.jsonl"] * 12
     with pytest.raises(
         BadInput,
-        match='--eval-dataset "arithmatic": expected arithmetic, sums, gcd, reverse, maze, calculator, guess, squares',
+        match='--eval-dataset "arithmatic": .*arithmetic, ',
     ):
         held_out(dataset, eval_dataset="arithmatic")
 
@@ -308,7 +308,7 @@ def test_every_end_token_ends_a_response(tmp_path):
 def test_prompt_and_response_must_fit_the_model(models):
     prompts = [Prompt("x", "", [1] * 6, "")]
     assert checks.total_tokens(models["untied"], prompts, 250) == 256  # the positions of the model
-    with pytest.raises(BadInput, match="--max-response-tokens 251: with prompts of up to 6 tokens that is 257, and"):
+    with pytest.raises(BadInput, match="--max-response-tokens 251: .*257"):
         checks.total_tokens(models["untied"], prompts, 251)
 
 
@@ -320,7 +320,7 @@ def test_positions_of_longrope_are_those_of_its_short_frequencies(models, tmp_pa
     assert (checks.positions_of(str(tmp_path)), checks.positions_of(models["untied"])) == (64, 256)
     prompts = [Prompt("x", "", [1] * 6, "")]
     assert checks.total_tokens(str(tmp_path), prompts, 100, trains=False) == 106  # an engine alone uses all positions
-    with pytest.raises(BadInput, match=r"is 106, and --model has 64 positions to train on \(longrope: of its 256"):
+    with pytest.raises(BadInput, match=r"106.* --model .*64 .*longrope.* 256"):
         checks.total_tokens(str(tmp_path), prompts, 100)
 
 
@@ -330,6 +330,6 @@ def test_pickled_weights_are_refused_unless_safetensors_are_there_too(models, tm
     assert load_tokenizer(str(tmp_path / "model"))[1] == [1] and has_safetensors(str(tmp_path / "model"))
     (tmp_path / "model/model.safetensors").unlink()
     assert not has_safetensors(str(tmp_path / "model")) and has_safetensors("owner/name")
-    with pytest.raises(BadInput, match="its weights are a pickle, pytorch_model.bin.*save_pretrained$") as error:
+    with pytest.raises(BadInput, match="--model .*pytorch_model.bin") as error:
         load_tokenizer(str(tmp_path / "model"))
     assert error.value.code == "pickle-refused" and "\n" not in str(error.value)

@@ -150,6 +150,13 @@ def run_json(algorithm: str = "grpo", **args) -> bytes:
     return json.dumps({"algorithm": algorithm, "args": args}).encode()
 
 
+def compares_a_group(algorithm: str) -> bool:
+    """Whether its advantages subtract the mean of a group, which a group of one always equals."""
+    module = importlib.import_module(f"algos.{algorithm}")
+    parameters = inspect.signature(getattr(module, "compute_advantages", lambda: None)).parameters
+    return "group_size" in parameters and "baseline" not in parameters
+
+
 # Flags that do not fit each other or the ranks.
 
 for name in ALGORITHM_FILES:
@@ -158,8 +165,7 @@ for name in ALGORITHMS:
     needed = "--teacher x" if name == "opd" else ""
     split = "--rollout-placement split --rollout-devices 0 --max-inflight-batches 2"
     refused(f"{name} {needed} {split}", "--max-inflight-batches", "--tis-cap")
-    takes = inspect.signature(getattr(importlib.import_module(f"algos.{name}"), "compute_advantages", print)).parameters
-    if "group_size" in takes and "baseline" not in takes:  # it subtracts the mean of a group
+    if compares_a_group(name):
         refused(f"{name} --group-size 1", "--group-size")
 
 for word in ("learning-rate 2", "temperature 0", "temperature 0.001", "clip-low 1.5", "max-grad-norm 0", "steps 0"):
@@ -176,12 +182,9 @@ refused("grpo --prompts-per-step 10", "--prompts-per-step", "--mini-batches")
 refused("grpo --rollout-tp 3", "--rollout-tp")
 refused("grpo --sequence-parallel 2", "--sequence-parallel")
 refused("grpo --shard-size 2", "--shard-size")
-refused(
-    "grpo --dataset rows.jsonl --rollout-tp 8", "--rollout-tp", "--model", variables={"WORLD_SIZE": "8"}
-)  # the model has 4 heads
-refused(
-    "grpo --dataset rows.jsonl --sequence-parallel 8", "--sequence-parallel", "--model", variables={"WORLD_SIZE": "8"}
-)
+for flag in ("--rollout-tp", "--sequence-parallel"):
+    # The embedded model has 4 heads.
+    refused(f"grpo --dataset rows.jsonl {flag} 8", flag, "--model", variables={"WORLD_SIZE": "8"})
 refused("grpo --dataset rows.jsonl --train-vision", "--train-vision")
 refused("grpo --dataset rows.jsonl --max-response-tokens 300", "--max-response-tokens", "--model")
 refused("grpo --dataset rows.jsonl --eval-dataset one.jsonl", "2 ranks", files={"one.jsonl": ROWS}, **TWO_RANKS)
@@ -208,6 +211,8 @@ for flags in ("--rollout-devices 0 --rollout-urls http://a", "--rollout-devices 
 for flags in ("--rollout-devices 99", "--rollout-devices 1 1", "--rollout-devices 0 1 2"):
     refused(f"grpo --rollout-placement split {flags}", "--rollout-devices")
 refused("grpo --rollout-placement split --rollout-devices 1 --rollout-tp 2", "--rollout-tp", "--rollout-devices")
+nodes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}  # a device's number means nothing on another node
+refused("grpo --rollout-placement split --rollout-devices 1", "--rollout-devices", "--rollout-urls", variables=nodes)
 for flags in ("--max-inflight-batches 2 --tis-cap 2", "--rollout-urls http://a", "--rollout-devices 0"):
     refused(f"grpo {flags}", "--rollout-placement")
 for url in (f"http://user:{SECRET}@h:1", f"http://h:1?key={SECRET}", f"http://h:1#{SECRET}", "h:1"):
@@ -268,12 +273,8 @@ for config in (
     refused(f"grpo --dataset rows.jsonl {OWN}", "--model model", config.model_type, files=files)
 few = arithmetic.config()
 few.vocab_size = 8
-refused(
-    f"grpo --dataset rows.jsonl {OWN}",
-    "--model model",
-    "config.json",
-    files={"model": lambda folder: save_model(folder, few)},
-)
+files = {"model": lambda folder: save_model(folder, few)}
+refused(f"grpo --dataset rows.jsonl {OWN}", "--model model", "config.json", files=files)
 
 for command in ("grpo --model model", "sft --model model", "dpo --model model", "evaluate --model model"):
     refused(command, "--model model", "pytorch_model.bin", files={"model": pickled}, code="pickle-refused")
@@ -281,6 +282,24 @@ for kind in ("model", "model-cpu", "model-sharded"):
     command = f"grpo --reward {kind}:model"
     refused(command, "--reward", "pytorch_model.bin", files={"model": pickled}, code="pickle-refused")
 refused("train_reward_model --model model", "--model model", files={"model": pickled}, code="pickle-refused")
+
+# A second model is refused under its own flag.
+files = {"model": without("model.safetensors", 50)}
+refused("opd --dataset rows.jsonl --teacher model", "--teacher model", files=files)
+
+
+def other_tokens(folder: Path) -> None:
+    """A model whose tokenizer has two of its tokens the other way round."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    path.write_text(json.dumps(tokenizer))
+
+
+files = {"model": model_folder(other_tokens)}
+refused("opd --dataset rows.jsonl --teacher model", "--teacher model", "--model", "'0'", files=files)
+refused("grpo --reward model:model", "--reward model:model", files={"model": model_folder()})  # it ranks nothing
 
 # Data.
 
@@ -306,17 +325,13 @@ for value in ("\ud800", {"a": 1}, 3, None):
 for value in ("x\ud800", [1], {}, None, True, "\x1b[J"):
     bad_rows(jsonl(GOOD, {**GOOD, "answer": value}), "rows.jsonl:2")
 
-for dataset in (
-    "absent.jsonl",
-    "absent.parquet",
-    "gsm8k:folder",
-    "arithmatic",
-    "arithmetic=0",
-    "arithmetic arithmetic=2",
-):
-    file = "folder/train.jsonl" if dataset == "gsm8k:folder" else dataset.split("=")[0].split()[0]
-    refused(f"grpo --dataset {dataset}", *(["--dataset"] if "arith" in dataset else []), file)
 refused("grpo --dataset", "--dataset")
+refused("grpo --dataset absent.jsonl", "absent.jsonl")
+refused("grpo --dataset absent.parquet", "absent.parquet")
+refused("grpo --dataset gsm8k:folder", "folder/train.jsonl")
+refused("grpo --dataset arithmatic", "--dataset", "arithmatic", "arithmetic")
+refused("grpo --dataset arithmetic=0", "--dataset", "arithmetic=0")
+refused("grpo --dataset arithmetic arithmetic=2", "--dataset", "arithmetic")
 refused(f"grpo --dataset http://user:{SECRET}@h/x", "--dataset")
 folder = folder_with(train__jsonl=ROWS)
 refused("grpo --dataset gsm8k:folder", "folder/train.jsonl:1", '"answer"', files={"folder": folder})
@@ -327,17 +342,18 @@ for rows, named in (
 ):
     refused("grpo --dataset r.parquet", *named, files={"r.parquet": table(*rows)})
 refused("grpo --dataset r.parquet", "r.parquet", "PARQUET", files={"r.parquet": b"PAR1" * 3})
+refused("grpo --dataset rows.jsonl.gz", "rows.jsonl.gz")
+refused("grpo --dataset r.json", "r.json", "str", files={"r.json": b'["1+1="]'})
+refused("grpo --dataset folder", "folder", "README.md", files={"folder": folder_with(README__md=b"")})
+files = {"folder": folder_with(state__json=b"{}", data__arrow=b"")}
+refused("grpo --dataset folder", "folder", "save_to_disk", files=files)
 refused("grpo --columns prompt=x", "--columns", "arithmetic")
 refused("grpo --dataset rows.jsonl --columns gold=x", "--columns", "gold=x", "answer=COLUMN")
 refused("grpo --dataset rows.jsonl --columns answer=meta.gold", "rows.jsonl:1", '"meta.gold"', "question")
 refused("grpo --dataset rows.jsonl --eval-dataset e.jsonl", "e.jsonl")
 refused("grpo --dataset rows.jsonl --eval-dataset maths", "--eval-dataset", "maths")
-refused(
-    "grpo --dataset rows.jsonl --eval-dataset e.jsonl",
-    "e.jsonl:1",
-    "two",
-    files={"e.jsonl": jsonl({**GOOD, "answer": "two"})},
-)
+files = {"e.jsonl": jsonl({**GOOD, "answer": "two"})}
+refused("grpo --dataset rows.jsonl --eval-dataset e.jsonl", "e.jsonl:1", "two", files=files)
 
 refused("grpo --template t.txt", "--template", "t.txt")
 for name, content, named in (
@@ -348,6 +364,9 @@ for name, content, named in (
     ("t.json", b'[{"role": "user", "content": "{prompt}"}]', "--model"),  # it has no chat template
 ):
     refused(f"grpo --template {name}", name, named, files={name: content})
+chat = jsonl({"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "answer": "2"})
+files = {"rows.jsonl": chat, "t.txt": b"{prompt}"}
+refused("grpo --dataset rows.jsonl --template t.txt", "rows.jsonl:1", "--template", files=files)
 
 unsolved = {"rows.jsonl": jsonl(GOOD, {"prompt": "1+1=", "answer": "2"})}
 refused("sft --dataset rows.jsonl", "rows.jsonl:2", '"solution"', '"response"', files=unsolved)
@@ -380,11 +399,13 @@ for name in ("absent.py:score", "absent.json"):
     refused(f"grpo --reward {name}", "--reward", name.split(":")[0])
 refused("grpo --reward model:/nowhere", "--reward model:/nowhere")
 refused("grpo --reward http://127.0.0.1:9", "--reward http://127.0.0.1:9")
+refused("grpo --reward http://127.0.0.1:9", "REWARD_TOKEN", variables={"REWARD_TOKEN": "\u00f6"})
+refused("grpo --reward w.json", "w.json", "gsm8k", files={"w.json": b'{"gsm8k": "x"}'})
 for url in (f"http://u:{SECRET}@h:1", f"htp://u:{SECRET}@h:1", f"http://h:9/?key={SECRET}", f"http://h:9#{SECRET}"):
     refused(f"grpo --reward {url}", "--reward")
 twice = f"http://u:{SECRET}@h:1"
 refused(f"grpo --reward {twice} {twice}", "--reward")
-for name in ("gsm8k", "gsm8k-strict", "math", "dapo", "dapo-lenient"):
+for name in ("gsm8k", "gsm8k-strict", "math", "math-flexible", "dapo", "dapo-lenient"):
     flags = f"format=0.1 {name}" if name == "math" else name
     files = {"rows.jsonl": jsonl({"prompt": "1+1=", "label": 2})}
     refused(f"grpo --dataset rows.jsonl --reward {flags}", "rows.jsonl:1", '"answer"', f"--reward {name}", files=files)
@@ -420,6 +441,21 @@ for source, named in (
 
 for name in ("calculater", "gone.py:Game", "letters.py"):
     refused(f"grpo --environment {name}", "--environment", name.split(":")[0])
+plain = b"""from common.rollout.environments import Environment, Step
+class Plain(Environment):
+    def step(self, text):
+        return Step(done=True)
+class Breaks(Environment):
+    def step(self, text):
+        return 1 / 0
+"""
+for flags, named in (
+    ("plain.py:Plain", ("--environment", "--reward")),  # nothing scores
+    ("plain.py:Breaks --reward gsm8k", ("--environment", "ZeroDivisionError")),
+    ("plain.py:Gone --reward gsm8k", ("plain.py", '"Gone"')),
+):
+    files = {"plain.py": plain}
+    refused(f"grpo --dataset rows.jsonl --environment {flags}", *named, files=files, lines=0)
 
 # The run directory.
 
@@ -489,7 +525,7 @@ for content, named in (
 
 # JSON lines, whoever reads them.
 
-ROLLOUT = dict.fromkeys(traces.KEYS)
+ROLLOUT = dict.fromkeys(traces.KEYS, "")
 for bad in (
     b'{"a": "\0"}',
     b'{"\\u001b]0;title\\u0007": []}',
@@ -551,28 +587,29 @@ lacks = {key: value for key, value in ROLLOUT.items() if key != "advantage"}
 refused("view_rollouts run", "rollouts", files={"run": Path.mkdir})
 refused("view_rollouts run --step 3", "--step", "7", "--rollouts-every", files=STEPS)
 refused("view_rollouts run --html absent/page.html", "--html", "absent", files=STEPS)
+refused("view_rollouts run --color value", "--color", "step_000007.jsonl", files=STEPS)
 refused("view_rollouts step.jsonl", "step.jsonl", files={"step.jsonl": b""})
 refused("view_rollouts step.jsonl", "step.jsonl:2", "'advantage'", files={"step.jsonl": jsonl(ROLLOUT, lacks)})
 refused("replay run --step 0", "--step", files={"run": Path.mkdir})
 refused("replay run --step 1", "run.json", files={"run": Path.mkdir})
 METRICS = {"run/metrics.jsonl": jsonl({"step": 1})}
 refused("replay run --step 9", "--step", files=METRICS | {"run/run.json": b'{"file": "algos/grpo.py", "args": {}}'})
+refused("gpu_check --only nothing", "--only", "nothing", "engine")
 
 
-def from_elsewhere(form: str) -> Make:
-    """A run.json that names a file beside the run, which would leave a trace."""
-
-    def make(path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        evil = path.parent / "evil.py"
-        evil.write_text(f"open({str(path.parent / 'ran')!r}, 'w')\n")
-        path.write_text(json.dumps({"file": form.format(evil), "args": {}}))
-
-    return make
+def from_elsewhere(path: Path) -> None:
+    """A run.json that names a file beside the run, which would leave a trace if it ran."""
+    evil = path.parent / "evil.py"
+    evil.write_text(f"open({str(path.parent / 'ran')!r}, 'w')\n")
+    path.write_text(json.dumps({"file": str(evil), "args": {}}))
 
 
-for form in ("{}", "algos/../{}", "algos/grpo/../x.py", "algos/absent.py"):
-    files = METRICS | {"run/run.json": from_elsewhere(form)}
+def from_file(name: str) -> bytes:
+    return json.dumps({"file": name, "args": {}}).encode()
+
+
+for content in (from_elsewhere, from_file("algos/../scripts/report.py"), from_file("algos/absent.py")):
+    files = METRICS | {"run/run.json": content}
     refused("replay run --step 1", "run/run.json", "algos/", "--file", files=files)
 
 

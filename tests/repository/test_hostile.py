@@ -230,30 +230,19 @@ def test_a_reply_that_comes_byte_by_byte_is_not_waited_for(ask, head):
     assert ask(drip, read_timeout=0.3).score is None and time.monotonic() - began < 3
 
 
-def test_texts_of_a_service_reach_no_terminal_and_no_page(ask, capsys):
-    error = MARKUP + "\x1b[2J\r" + "x" * 5000
-    result = ask(lambda asked: failed(asked, error))
-    warning = capsys.readouterr().err
-    assert warning.count("\n") == 1 and len(warning) < 1000
-    marked = Page(view.to_html(a_row(info={"ungraded": result.info}, score=None), [], True))
-    assert "script" not in marked.tags and "<script>" in marked.text
-    texts = [warning, result.info["error"]]
-    for status in (b"500 \x1b[2J", b"400 " + b"x" * 1000):
-        answer = ask(lambda asked, status=status: whole(error.encode(), status=b"HTTP/1.1 " + status + b"\r\n"))
-        texts.append(answer if isinstance(answer, str) else answer.info["error"])
-    texts.append(capsys.readouterr().err)
-    assert all(texts) and not any(map(HARMFUL.search, texts))
-
-
-def test_a_service_cannot_make_the_token_known(ask, monkeypatch, capsys):
+def test_texts_of_a_service_do_no_harm_and_make_no_token_known(ask, monkeypatch, capsys):
     monkeypatch.setenv("REWARD_TOKEN", "s3cret-token")
-    echo = b"you said: Bearer s3cret-token"
+    text = f"\x1b[2J\rBearer s3cret-token {MARKUP}" + "x" * 5000
     for answer in (
-        lambda asked: whole(echo, status=b"HTTP/1.1 403 no\r\n"),
-        lambda asked: whole(echo, status=b"HTTP/1.1 500 no\r\n"),
-        lambda asked: failed(asked, echo.decode()),
-        lambda asked: whole(json.dumps({"request_id": echo.decode()}).encode()),
+        lambda asked: failed(asked, text),
+        lambda asked: whole(text.encode(), status=b"HTTP/1.1 403 no\r\n"),
+        lambda asked: whole(text.encode(), status=b"HTTP/1.1 500 \x1b[2J\r\n"),
+        lambda asked: whole(json.dumps({"request_id": text}).encode()),
     ):
         result = ask(answer)
-        said = result if isinstance(result, str) else result.info["error"]
-        assert "s3cret" not in said + capsys.readouterr().err and "$REWARD_TOKEN" in said
+        reason = result if isinstance(result, str) else result.info["error"]
+        warning = capsys.readouterr().err
+        assert "$REWARD_TOKEN" in reason and "s3cret" not in reason + warning
+        assert not HARMFUL.search(reason + warning) and warning.count("\n") <= 1 and len(warning) < 1000
+        page = view.to_html(a_row(info={"ungraded": reason}, score=None), [], True)
+        assert "script" not in Page(page).tags and "Bearer" in Page(page).text

@@ -86,7 +86,7 @@ def test_what_it_raises_is_raised_where_its_results_are_wanted():
         return []
 
     wrong.waits = True
-    with pytest.raises(BadInput, match='reward "length" returned 0 results for 2 items'):
+    with pytest.raises(BadInput, match='"length" .*0 .*2'):
         begun(wrong).results("length")
 
 

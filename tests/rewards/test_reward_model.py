@@ -70,7 +70,7 @@ def test_the_raw_prompt_goes_through_the_reward_models_own_template(folder):
 def test_a_template_that_refuses_a_conversation_is_an_error_in_one_line(folder):
     model = RewardModel(folder)
     model.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(BadInput, match="refuses messages of system, assistant: System role not supported"):
+    with pytest.raises(BadInput, match="system, assistant: System role not supported"):
         conversation(model.tokenizer, [{"role": "system", "content": "1+1="}], "2", ended=True)
 
 
@@ -81,33 +81,31 @@ def test_correctness_is_the_graders(folder):
 
 
 def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
-    with pytest.raises(BadInput, match="cannot be loaded"):
+    with pytest.raises(BadInput, match="--reward"):
         rewards.load_one("model:/nowhere")
     two = AutoModelForSequenceClassification.from_config(embedded.config(), dtype=torch.float32)  # two outputs
     two.save_pretrained(tmp_path)
     embedded.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="has 2 outputs"):
+    with pytest.raises(BadInput, match="--reward .* 2 outputs"):
         rewards.load_one(f"model:{tmp_path}")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "x"}, "label2id": {"x": 0}}))
     policy = AutoModelForSequenceClassification.from_pretrained(folder)
     policy.model.save_pretrained(tmp_path)  # a body without a head
-    with pytest.raises(BadInput, match="not a reward model, has no score.weight"):
+    with pytest.raises(BadInput, match="--reward .*score.weight"):
         score(rewards.load_one(f"model:{tmp_path}"), ITEMS)
     torch.save(policy.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        BadInput, match="a pickle, pytorch_model.bin, and only safetensors are read.* convert it"
-    ) as error:
+    with pytest.raises(BadInput, match="--reward .*pytorch_model.bin") as error:
         rewards.load_one(f"model-cpu:{tmp_path}")
     assert error.value.code == "pickle-refused"
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertConfig(**small, num_labels=1).save_pretrained(tmp_path / "bert")
     embedded.tokenizer().save_pretrained(tmp_path / "bert")
-    with pytest.raises(BadInput, match="bert has no head named score .* reward models are decoders"):
+    with pytest.raises(BadInput, match="--reward .*bert .*score"):
         rewards.load_one(f"model:{tmp_path / 'bert'}")
     model = RewardModel(folder)
-    with pytest.raises(BadInput, match="it has 256 positions"):
+    with pytest.raises(BadInput, match="--reward .*256 positions"):
         score(model, [Item("1+1=", "1" * 300, "2")])
 
 
@@ -127,7 +125,7 @@ def test_pairs_may_be_conversations(tmp_path):
     file.write_text(json.dumps({"chosen": [asked, said("2")], "rejected": [asked, said("3")]}))
     assert load_pairs(str(file)) == [{"prompt": [asked], "chosen": "2", "rejected": "3"}]
     file.write_text(json.dumps({"prompt": "1+1=", "chosen": {"text": "2"}, "rejected": "3"}))
-    with pytest.raises(BadInput, match='pairs.jsonl:1: "chosen" must be a text'):
+    with pytest.raises(BadInput, match='pairs.jsonl:1: "chosen" '):
         load_pairs(str(file))
 
 
@@ -163,5 +161,5 @@ def test_sharded_over_two_ranks_gives_the_same_scores(folder):
 def test_in_a_process_on_the_cpu_gives_the_same_scores(folder):
     reward = rewards.load_one(f"model-cpu:{folder}")
     assert score(reward, ITEMS) == pytest.approx(score(RewardModel(folder), ITEMS), abs=1e-5)
-    with pytest.raises(BadInput, match="cannot be loaded"):
+    with pytest.raises(BadInput, match="--reward"):
         rewards.load_one("model-cpu:/nowhere")

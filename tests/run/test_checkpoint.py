@@ -131,9 +131,7 @@ def test_a_run_that_trains_other_parameters_does_not_go_on(models, world, tmp_pa
     saver.save(1, {})
     again = start(models, world, tmp_path)
     next(again.trained["policy"][0].parameters()).requires_grad_(False)
-    with pytest.raises(
-        BadInput, match="trained [0-9,]+ parameters, and this run trains [0-9,]+; --model, --train-vision"
-    ):
+    with pytest.raises(BadInput, match="[0-9,]+ parameters.* [0-9,]+; --model, --train-vision"):
         again.load(tmp_path / "checkpoints/step_000001")
 
 
@@ -428,10 +426,10 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     assert run_directory.find_checkpoint("auto", tmp_path / "nothing") is None
     assert run_directory.find_checkpoint("", tmp_path) is None
     for name in ("step_000020", "step_000030.unfinished/"):
-        with pytest.raises(BadInput, match="no complete checkpoint"):
+        with pytest.raises(BadInput, match="--resume"):
             run_directory.find_checkpoint(f"{tmp_path}/checkpoints/{name}", tmp_path)
     older = str(tmp_path / "checkpoints/step_000002")
-    with pytest.raises(BadInput, match=r"step_000002: --run-dir .* has the newer step_000010; --resume auto"):
+    with pytest.raises(BadInput, match=r"step_000002: --run-dir .* step_000010.*--resume auto"):
         run_directory.check_directory(str(tmp_path), older)
     assert run_directory.check_directory(str(tmp_path / "other"), older) == Path(older)
 
@@ -479,7 +477,7 @@ def test_another_configuration_is_refused(world, tmp_path, before, now, refused)
         assert refused in str(error.value) and "\n" not in str(error.value)
     else:
         check("grpo")
-    with pytest.raises(BadInput, match=r"is a run of grpo.py, not of rloo.py"):
+    with pytest.raises(BadInput, match=r"grpo.py.* rloo.py"):
         check("rloo")
     run_directory.check_configuration(Flags(str(tmp_path / "new"), seed=5), "grpo")
     run_directory.check_configuration(Flags("", seed=5), "grpo")

@@ -171,7 +171,7 @@ def test_a_reward_that_once_taught_something_is_a_warning(capsys):
         trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 2
     trends = Trends()
-    with pytest.raises(RunFailed, match=f"for {SILENT_STEPS} steps") as failed:
+    with pytest.raises(RunFailed, match=f"{SILENT_STEPS} steps") as failed:
         for step in range(1, 1 + SILENT_STEPS):
             trends.check(row(step, advantage=0.0))
     assert step == SILENT_STEPS and failed.value.code == "no-signal"
@@ -204,7 +204,7 @@ def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
 
 
 def test_a_server_that_is_gone_has_a_code():
-    with pytest.raises(RunFailed, match="http://127.0.0.1:9 is gone") as failed:
+    with pytest.raises(RunFailed, match="http://127.0.0.1:9") as failed:
         asyncio.run(ask_all([("http://127.0.0.1:9", {})], 0, None))
     assert failed.value.code == "server-gone"
 

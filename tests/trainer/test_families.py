@@ -198,7 +198,7 @@ def test_logits_that_the_trainer_would_make_otherwise_are_refused(config, world,
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
     reference.save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=f"{config.model_type} models are not supported.* logits"):
+    with pytest.raises(BadInput, match=f"{config.model_type}.* logits"):
         model.load(str(tmp_path), world, torch.float32)
 
 
@@ -208,7 +208,7 @@ def test_a_critic_needs_a_value_head_of_transformers(name, saved):
     if families.has_value_head(name):
         assert hasattr(model.skeleton(config, "m", value_head=True), "score")
     else:
-        with pytest.raises(BadInput, match="because of the value head that transformers lacks"):
+        with pytest.raises(BadInput, match="value head"):
             model.skeleton(config, "m", value_head=True)
 
 

@@ -74,7 +74,7 @@ def test_evaluation_plays_no_episodes_with_images(tmp_path):
 def test_a_teacher_that_sees_nothing_is_refused(models):
     tokenizer = load_tokenizer(models["untied"])[0]
     checks.check_companion("--teacher", models["untied"], tokenizer, [UNSEEN], 8)
-    with pytest.raises(BadInput, match="--teacher .*: sees no images, and prompts have some"):
+    with pytest.raises(BadInput, match="--teacher"):
         checks.check_companion("--teacher", models["untied"], tokenizer, [SEEN], 8)
 
 

@@ -295,7 +295,7 @@ def test_bad_images_are_refused_in_one_line(row, said, saved, tmp_path):
 
 def test_a_model_without_eyes_is_refused(models, tmp_path):
     path = write(tmp_path, ROW)
-    with pytest.raises(BadInput, match="qwen2 models see no images, and .*rows.jsonl has some"):
+    with pytest.raises(BadInput, match="--model .*qwen2.*rows.jsonl"):
         read(path, models["tied"])
 
 
@@ -312,7 +312,7 @@ def images_config(name: str, top: bool = False, decoder: bool = False, **tower):
 
 
 def test_towers_whose_images_have_several_sizes_are_refused():
-    with pytest.raises(BadInput, match="^--model x: llava models .* because of their pixtral; supported are clip_vis"):
+    with pytest.raises(BadInput, match="^--model x: .*pixtral.*clip_vis"):
         model.skeleton(images_config("llava", model_type="pixtral"), "x")
     model.skeleton(images_config("llava", model_type="clip_vision_model"), "x")
 
@@ -339,7 +339,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(processing_smolvlm, "num2words", None)
     make = lambda path: transformers.SmolVLMProcessor(None, arithmetic.tokenizer(), None)
     monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", make)
-    with pytest.raises(BadInput, match="--model smol: its processor .* Install it with `pip install num2words`"):
+    with pytest.raises(BadInput, match="--model smol: .*num2words"):
         images.processor("smol")
 
 
@@ -432,7 +432,7 @@ def test_ids_for_the_engine_and_for_the_trainer(saved, tmp_path):
     assert prompt.ids.compact.count(4) == 1 and prompt.ids.count(4) == 16
     assert [token for token in prompt.ids if token != 4] == [token for token in prompt.ids.compact if token != 4]
     prompt.ids.check(tuple(prompt.ids))
-    with pytest.raises(RunFailed, match="has 2 tokens in vLLM and 17 here"):
+    with pytest.raises(RunFailed, match="2 tokens.* 17"):
         prompt.ids.check([4, 5])
 
 

@@ -83,7 +83,7 @@ def test_each_linear_layer_of_the_decoder_has_adapters(models, world):
     with torch.device("meta"):
         other = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     other.model.layers[0] = torch.nn.Identity()
-    with pytest.raises(BadInput, match="--lora-rank 2: layers of llama have no linear layers to adapt"):
+    with pytest.raises(BadInput, match="--lora-rank 2: .*llama"):
         lora.insert(other, 2, torch.float32)
 
 
