@@ -53,7 +53,8 @@ def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], trun
         raise BadInput(f'reward "{name}" returned {len(results)} results for {len(items)} items')
     for row, result in enumerate(results):
         if not isinstance(result, Result):
-            raise BadInput(f'reward "{name}": row {row} is {result!r:.200}, expected a Result')
+            found = f"{str(result)[:200]!r}, {type(result).__name__}"
+            raise BadInput(f'reward "{name}": row {row} is {found}, expected a Result')
         if result.score is None:
             continue
         if not math.isfinite(result.score):

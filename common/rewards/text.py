@@ -69,7 +69,7 @@ def dapo_reward(item: Item, length: int, truncated: bool, lenient: bool = False)
     if lenient and not right:
         # The reference may be a whole GSM8K solution, or have a currency or a unit that DAPO's code does not know.
         gold = parse_gold(item.answer)
-        right = gold is not None and line == str(gold)
+        right = gold is not None and gold.denominator == 1 and line == str(gold)
     return Result(1.0 if right else -1.0, float(right), line)
 
 
