@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,11 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
 
     column = columns.get("answer", "answer")
     answer = lookup(row, column)
-    if type(answer) in (int, float) and abs(answer) < math.inf:  # False for NaN
-        # A table with nulls has only floats: 34.0 is 34.
-        answer = str(int(answer) if int(answer) == answer else answer)
+    if type(answer) is int:
+        answer = str(answer)
+    elif type(answer) is float and abs(answer) < math.inf:  # False for NaN
+        # Digits alone: a grader would read 1e-05 as 1*e - 05. And 34.0 is 34: a table with nulls has only floats.
+        answer = format(Decimal(repr(answer + 0.0)).normalize(), "f")
     if not isinstance(answer, str | None):
         raise wrong(where, row, column, "a string or a number")
     return Fields(content, answer, solution, tools, continues)

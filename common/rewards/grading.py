@@ -5,12 +5,14 @@ no string.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from common.data.rows import last_box
+from common.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Result:
 
 Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 
-TAIL_CHARACTERS = 2000  # graders look for an answer in the end of a response only
+TAIL_CHARACTERS = 2000  # graders look for a number without a mark in the end of a response only
 # In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.
+BETTER_GRADERS = "--reward math or math-flexible compares expressions, and --reward dapo compares texts"
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
             (?P<whole>[0-9]+)\s+(?P<over>[0-9]+)/(?P<under>[0-9]+)   # mixed: 2 1/2
@@ -45,6 +48,27 @@ _NUMBER = re.compile(
 )
 # \frac{1}{2} matches with the two groups in braces, \frac12 with the two digits.
 _FRACTION = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
+# Units that a reference answer may have behind its number. Another word could change the number, as in "5 dozen".
+# No single letters, because 5m may be a product. \\text{m} and its like are units.
+_UNIT = (
+    "(?:dollar|cent|euro|pound|rupee|yuan|usd|inch|inche|foot|feet|yard|mile|meter|metre|centimeter|centimetre|kilometer"
+    "|kilometre|millimeter|millimetre|mm|cm|km|in|ft|yd|mi|gram|kilogram|ounce|ton|gm|kg|mg|lb|oz|second|minute|hour"
+    "|day|week|month|year|sec|min|hr|liter|litre|gallon|ml|mph|kph|degree|unit|point|integer|digit|way|edge|student"
+    "|meal|multiple|people)s?"
+)
+_LETTER_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshl]\s*\}")
+_WRAPPED_UNIT = re.compile(r"\\(?:mathrm|mbox)\s*\{([^{}]*)\}|\\[ ;]|~")
+# What may stand before and behind the number of a reference answer: brackets, a sign, a currency, a unit, a period.
+_BEFORE = re.compile(r"[\s$£€(]*[+-]?[\s$£€]*")
+_BEHIND = re.compile(
+    rf"""[\s$£€]* (?: \\?% | percent | \^?\{{?(?:\\circ|°)\}}? )?
+        (?: \s* (?:(?:square|cubic|sq\.?)\s+)? {_UNIT}
+            (?: \s*(?:/|\bper\b)\s*(?:{_UNIT}|[hs])\b )? (?: \s*\^\s*\{{?[23]\}}? | [²³] )? )?
+        [\s$).]*""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# "x = 5, y = 6" has two answers, so nothing like this may stand before the last "=".
+_SEVERAL = re.compile(r"[;=<>!]\s*=|[<>;\n]|,(?![0-9]{3})|\b(?:or|and)\b")
 
 
 def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
@@ -52,42 +76,61 @@ def grade_gsm8k(response: str, answer: str, mode: str = "flexible") -> float:
 
     Mode "strict" reads the first number after the last `####`, on its line. Mode "flexible" reads the last `\\boxed{}`
     or `####` line, whichever starts later, and only without either the last number in the text. The answer is a number
-    or a GSM8K solution that ends in `#### number`. Numbers are exact fractions: 0.333 is not 1/3.
+    or a GSM8K solution that ends in `#### number`. Numbers are exact fractions: 0.333 is not 1/3. Raises ValueError if
+    the reference answer is not a number.
     """
     (result,) = gsm8k_reward([Item("", response, answer)], [], [], mode)
+    if result.acc is None:
+        raise ValueError(result.info["error"])
     return result.acc
 
 
 def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], mode: str) -> list[Result]:
-    """grade_gsm8k as a reward, with score = acc."""
+    """grade_gsm8k as a reward, with score = acc. Both are None if the reference answer is not a number."""
     results = []
     for item in items:
         number = extract(item.response, mode)
-        if number is None:
+        gold = parse_gold(item.answer)
+        if gold is None:
+            message = f'gold answer "{item.answer[:60]}" is not a number; {BETTER_GRADERS}'
+            results.append(Result(None, None, number and str(number), {"error": message}))
+        elif number is None:
             results.append(Result(0.0, 0.0))
         else:
-            acc = float(number == parse_gold(item.answer))
+            acc = float(number == gold)
             results.append(Result(acc, acc, str(number)))
     return results
 
 
 def parse_gold(answer: str) -> Fraction | None:
-    """The reference answer as a number, or None if it holds no number."""
-    numbers = find_numbers(answer.rpartition("####")[2])
-    return numbers[0] if numbers else None
+    """The reference answer as a number. None if it is anything else, or anything more: 2\\pi, 10^5, 3 or 4, 5 apples.
+
+    It may have a sign, a currency, a percent sign and a unit of _UNIT, and stand behind `####`, in a box or behind "=".
+    """
+    _, marker, text = answer.rpartition("####")
+    if marker:
+        text = text.strip().split("\n", 1)[0]
+    text = text.strip().strip("$").strip()
+    box = last_box(text)
+    if box and text.rstrip(" .") in (rf"\boxed{{{box[1]}}}", rf"\boxed{box[1]}"):  # and nothing around it
+        text = box[1]
+    text = _LETTER_UNIT.sub(" ", text)
+    text = _clean(_WRAPPED_UNIT.sub(r" \1 ", text))
+    left, equals, right = text.rpartition("=")
+    if _SEVERAL.search(left + equals):
+        return None
+    found = _NUMBER.search(right)
+    if not found or not _BEFORE.fullmatch(right, 0, found.start()) or not _BEHIND.fullmatch(right, found.end()):
+        return None
+    return _value(found, _is_negative(right, found.start()))
 
 
 def extract(response: str, mode: str = "flexible") -> Fraction | None:
     """The number that a response gives as its answer. None if there is none, or if nobody can compute with it."""
     text = response[-TAIL_CHARACTERS:]
-    candidates = []  # (start, text) of the places that are marked as the answer
-    marker = text.rfind("####")
-    if marker >= 0:
-        candidates.append((marker, text[marker + 4 :].split("\n", 1)[0]))
-    box = last_box(text) if mode == "flexible" else None
-    if box:
-        start, content = box
-        candidates.append((start, content.rpartition("=")[2]))  # the 7 of x = 7
+    candidates = marked(text, mode)
+    if not candidates and len(text) < len(response):
+        candidates = marked_earlier(response, mode)
     for _, candidate in sorted(candidates, reverse=True):  # the later one first
         numbers = find_numbers(candidate)
         if numbers:
@@ -97,6 +140,69 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
         return None
     numbers = find_numbers(text)
     return numbers[-1] if numbers else None
+
+
+def marked(text: str, mode: str) -> list[tuple[int, str]]:
+    """(start, text) of the places that are marked as the answer."""
+    candidates = []
+    marker = text.rfind("####")
+    if marker >= 0:
+        line = text[marker + 4 :].split("\n", 1)[0]
+        candidates.append((marker, behind_equals(line)))
+    box = final_box(text) if mode == "flexible" else None
+    if box:
+        start, content = box
+        candidates.append((start, content.rpartition("=")[2]))  # the 7 of x = 7
+    return candidates
+
+
+def marked_earlier(response: str, mode: str) -> list[tuple[int, str]]:
+    """marked() of a response with a long tail behind its answer.
+
+    Far from the end, `####` is often a heading ("#### Step 2"), so there its line must be a number and nothing else.
+    """
+    candidates = []
+    for start, text in marked(response, mode):
+        is_line = response.startswith("####", start)
+        if len(text) <= TAIL_CHARACTERS and not (is_line and parse_gold(text) is None):
+            candidates.append((start, text))
+    return candidates
+
+
+def behind_equals(line: str) -> str:
+    """The right side of the last equation of a line, as 18 of `9*2 = 18`. The line itself if no number is there.
+
+    An equation in brackets behind the answer explains it: `18 (9*2 = 18, so 9 = 3*3)`.
+    """
+    outside = line
+    first = re.search(r"[^\s$*]", line)
+    if first and first[0] != "(":
+        outside = re.sub(r"\([^()]*\)", lambda bracket: " " * len(bracket[0]), line)
+    right = line[outside.rfind("=") + 1 :]
+    return right if _NUMBER.search(_clean(right)) else line
+
+
+def final_box(text: str) -> tuple[int, str] | None:
+    """last_box(), but None if a later box is never closed: then an earlier one is no longer the answer."""
+    text = re.sub(r"\\boxed\s+\{", r"\\boxed{", text)
+    box = last_box(text)
+    opened = text.rfind(r"\boxed{")
+    if box and opened + len(r"\boxed") > box[0]:
+        return None
+    return box
+
+
+def as_list(results: Any, count: int) -> list:
+    """What a reward has returned for `count` items, as a list. Raises BadInput if it is not one value for each item."""
+    expected = f"expected {count} results, one for each item"
+    # The keys of a dict and the letters of a text are values too, but no results. A set has no order.
+    if isinstance(results, Mapping | AbstractSet | str | bytes) or not isinstance(results, Iterable):
+        raise BadInput(f"{expected}; got {type(results).__name__}: {str(results)[:200]!r}")
+    # Arrays and tensors. One that has another dimension would be walked by its rows, and one of dimension 0 not at all.
+    shape = getattr(results, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise BadInput(f"{expected}; got {type(results).__name__} of shape {tuple(shape)}")
+    return list(results)
 
 
 def find_numbers(text: str) -> list[Fraction | None]:

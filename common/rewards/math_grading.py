@@ -11,7 +11,7 @@ import re
 import threading
 
 from common.data.rows import last_box
-from common.rewards.grading import TAIL_CHARACTERS, Result
+from common.rewards.grading import TAIL_CHARACTERS, Result, behind_equals, final_box
 
 TIMEOUT_SECONDS = 5  # for reading one expression, and again for comparing two
 CHECKED_GOLDS = 2000  # answers that are read before a run; an answer of a formula takes up to a tenth of a second
@@ -28,6 +28,29 @@ SYMPY_ERRORS = (
     TypeError,
     ValueError,
 )
+BASE_WORDS = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+    "eleven": "11",
+    "twelve": "12",
+    "sixteen": "16",
+}
+_DIGITS = "[0-9][0-9A-F]{0,50}"
+_BASE = rf"[0-9]{{1,2}}(?![0-9])|{'|'.join(BASE_WORDS)}"
+# A number with a base: 10_2, 1A_{16}, (10)_2, 10_{\text{two}}
+BASED = re.compile(
+    rf"(?<![\w.}}\\])(?:\((?P<inside>{_DIGITS})\)|(?P<digits>{_DIGITS}))_\s*"
+    rf"(?:(?P<bare>{_BASE})|\{{\s*(?P<braced>{_BASE})\s*\}}|\{{\s*\\(?:text|mathrm)\s*\{{\s*(?P<word>{_BASE})\s*\}}\s*\}})"
+)
+# The comma of a list such as 1, 200, which is not the comma of 1,200.
+LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 
 
 def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
@@ -41,21 +64,38 @@ def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
 
 def last_answer(response: str) -> str:
     """The part of a response that is graded: its last box, or its end if there is none."""
-    box = last_box(response[-TAIL_CHARACTERS:])
-    return rf"\boxed{{{box[1]}}}" if box else response[-FLEXIBLE_TAIL_CHARACTERS:]
+    box = answer_box(response)
+    if box is not None:
+        return rf"\boxed{{{box}}}"
+    # A box that was never closed is none, but what stands in it comes after all others.
+    text = response[response.rfind(r"\boxed{") + 1 :].removeprefix("boxed{")
+    text = text[-FLEXIBLE_TAIL_CHARACTERS:]
+    # math-verify would read 10 as the answer in "Answer: 10/2=5". It knows what to do with formulas between dollars.
+    lines = re.findall(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text)
+    if lines and not re.search(r"\$|\\[(\[]", lines[-1]):
+        right = behind_equals(lines[-1])
+        if right != lines[-1]:
+            return f"Answer: {right.strip()}"
+    return text
+
+
+def answer_box(response: str) -> str | None:
+    """The content of the last box. None if there is none, if it is not closed, or if it is longer than any answer."""
+    box = final_box(response)
+    return box[1] if box and len(box[1]) <= TAIL_CHARACTERS else None
 
 
 def grade_by_string(response: str, answer: str, mode: str) -> Result | None:
     """The result where no algebra is needed: there is no answer, or it is the same string. Otherwise None."""
-    box = last_box(response[-TAIL_CHARACTERS:])
+    box = answer_box(response)
     if box is None:
-        nothing_to_read = mode == "boxed" or not response[-FLEXIBLE_TAIL_CHARACTERS:].strip()
+        nothing_to_read = mode == "boxed" or not last_answer(response).strip()
         return Result(0.0, 0.0) if nothing_to_read else None
     # Most right answers are the same string, and sympy takes milliseconds for each.
-    content = plain(box[1])
+    content = plain(box)
     if not content:
         return Result(0.0, 0.0, "")
-    return Result(1.0, 1.0, box[1].strip()) if content == plain(unwrap(answer)) else None
+    return Result(1.0, 1.0, box.strip()) if content == plain(unwrap(answer)) else None
 
 
 def grade_by_algebra(text: str, answer: str) -> Result:
@@ -63,36 +103,41 @@ def grade_by_algebra(text: str, answer: str) -> Result:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("grade_math needs the main thread, for SIGALRM; workers.MathReward works in any")
     # Imported here because sympy takes a second, which only the workers need to pay.
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
     from math_verify.errors import TimeoutException
     from sympy.polys.polyerrors import BasePolynomialError
 
+    from common.rewards.math_equality import equal
+
     read = functools.partial(parse, parsing_timeout=TIMEOUT_SECONDS, raise_on_error=True)
     latex = LatexExtractionConfig()
-    box = last_box(text)
-    if box:
+    box = answer_box(text)
+    if box is not None:
         # math-verify would unite all boxes of a text into a set, so it sees the last one alone.
-        text = rf"\boxed{{{clean(box[1])}}}"
-        extracted = box[1].strip()
+        text = rf"\boxed{{{clean(box)}}}"
+        extracted = box.strip()
         configs = [latex]
     else:
         text = clean(text)
         extracted = None
         configs = [latex, ExprExtractionConfig()]
+    gold_text = delimited(answer)
+    if based(text) != text:
+        text, gold_text = based(text), based(gold_text)
     try:
-        golds = read(delimited(answer), [latex])
+        golds = read(gold_text, [latex])
         if not golds:
             return Result(None, None, extracted, {"error": f"gold answer {answer[:60]!r} cannot be parsed"})
         answers = read(text, configs)
         if box is None and answers and isinstance(answers[-1], str):
             extracted = answers[-1]
         pairs = itertools.product(golds, answers)
-        equal = any(verify(*pair, timeout_seconds=TIMEOUT_SECONDS, raise_on_error=True) for pair in pairs)
+        right = any(equal(*pair, gold_text, text, TIMEOUT_SECONDS) for pair in pairs)
     except TimeoutException:  # a BaseException
         return Result(0.0, 0.0, extracted, {"timeout": 1})
     except (*SYMPY_ERRORS, BasePolynomialError) as error:
         return Result(0.0, 0.0, extracted, {"error": type(error).__name__})
-    return Result(float(equal), float(equal), extracted)
+    return Result(float(right), float(right), extracted)
 
 
 def unreadable_golds(answers: set[str]) -> set[str]:
@@ -128,6 +173,24 @@ def unwrap(answer: str) -> str:
     return whole[1] or whole[2] if whole else answer
 
 
+def based(text: str) -> str:
+    """The text with a letter of its own for each number in another base than ten: math-verify reads 10_2 as 10.
+
+    So 10_2 equals neither 10_3 nor 10 nor 2, and 10_{10} is 10.
+    """
+
+    def symbol(number: re.Match) -> str:
+        digits = number["inside"] or number["digits"]
+        base = number["bare"] or number["braced"] or number["word"]
+        base = int(BASE_WORDS.get(base, base))
+        # Letters are digits only where the base has so many: 5C_2 is a binomial coefficient.
+        if not digits.isdigit() and max(int(digit, 36) for digit in digits) >= base:
+            return number[0]
+        return digits if base == 10 else rf"\theta_{{{int(digits, 36)}0{base:02}}}"
+
+    return BASED.sub(symbol, text)
+
+
 def clean(text: str) -> str:
     """The text without thin spaces and braced commas between digits: math-verify would read 10\\,000 as 10 * 0."""
     text = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9])", "", text.replace(r",\!", ",").strip())
@@ -135,9 +198,17 @@ def clean(text: str) -> str:
     return re.sub(r"(?<!\\right)\.$", "", text)
 
 
+def as_semicolon(comma: re.Match) -> str:
+    """`1, 200` as `1;200`, because 1,200 is another answer. In brackets, where no thousands are, as it is."""
+    before = comma.string[: comma.start()]
+    depth = sum(map(before.count, "([{")) - sum(map(before.count, ")]}"))
+    return comma[0] if depth > 0 else f"{comma[1]};"
+
+
 def plain(text: str) -> str:
     """A form in which the same expression is often the same string."""
     text = clean(text).replace(r"\left", "").replace(r"\right", "")
     text = text.replace("dfrac", "frac").replace("tfrac", "frac")
     text = re.sub(r"\\[()\[\],;:! ]|\$", " ", text)
+    text = LIST_COMMA.sub(as_semicolon, text)
     return re.sub(r"(?<![0-9a-zA-Z])\s+|\s+(?![0-9a-zA-Z])", "", text)  # 2 1/2 is not 21/2, \pi r is not \pir

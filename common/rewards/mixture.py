@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
-from common.rewards.grading import Item, Result, Reward, parse_gold
+from common.rewards.grading import BETTER_GRADERS, Item, Result, Reward, as_list, parse_gold
 
 CALLS_AT_ONCE = 32  # calls of rewards in progress while the engine samples: their threads mostly wait
 SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
@@ -42,12 +42,19 @@ class Graded:
 
 
 def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> Graded:
-    """Call one reward and check what it returns. Raises BadInput on a wrong count, NaN or infinity."""
+    """Call one reward and check what it returns. Raises BadInput on a wrong type or count, NaN or infinity."""
     began = time.perf_counter()
-    results = list(reward(items, lengths, truncated))
+    returned = reward(items, lengths, truncated)
+    try:
+        results = as_list(returned, len(items))
+    except BadInput as wrong:
+        raise BadInput(f'reward "{name}": {wrong}') from None
     if len(results) != len(items):
         raise BadInput(f'reward "{name}" returned {len(results)} results for {len(items)} items')
     for row, result in enumerate(results):
+        if not isinstance(result, Result):
+            found = f"{str(result)[:200]!r}, {type(result).__name__}"
+            raise BadInput(f'reward "{name}": row {row} is {found}, expected a Result')
         if result.score is None:
             continue
         if not math.isfinite(result.score):
@@ -140,7 +147,7 @@ class Rewards:
             self.weights = state["weights"]
 
     def check_answers(self, prompts: list) -> None:
-        """Refuse reference answers that are missing or that the first reward cannot read. Raises BadInput."""
+        """Refuse reference answers that are missing or that a reward cannot read. Raises BadInput."""
         if "environment" in self.rewards and not self.environment:
             raise BadInput("--reward environment: the run has no --environment")
         for name in self.rewards:
@@ -149,20 +156,19 @@ class Rewards:
                 refuse_all(
                     [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
                 )
-        # The first reward says what is right, so it has to read every answer.
-        first = next(iter(self.rewards))
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
-        if first in NUMERIC_REWARDS:
-            unreadable = {answer for answer in answers if parse_gold(answer) is None}
-            fault = "is not a number"
-        elif first.startswith("math"):
-            from common.rewards.math_grading import unreadable_golds
+        for name in self.rewards:
+            unreadable: set[str] = set()
+            if name in NUMERIC_REWARDS:
+                unreadable = {answer for answer in answers if parse_gold(answer) is None}
+                fault = f"is not a number, which --reward {name} needs; {BETTER_GRADERS}"
+            elif name in ("math", "math-flexible"):
+                from common.rewards.math_grading import unreadable_golds
 
-            unreadable = unreadable_golds(answers)
-            fault = "cannot be parsed as LaTeX"
-        else:
-            return
-        refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
+                unreadable = unreadable_golds(answers)
+                fault = "cannot be parsed as LaTeX"
+            # All at once, and the number of them, because one cure often helps all.
+            refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 
     def begin_early(self, prompts: list, tokenizer, step: int = 0, seed: int = 0) -> EarlyGrading:
         """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(early=...)."""

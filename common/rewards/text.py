@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Callable
 
-from common.rewards.grading import Item, Result, Reward
+from common.rewards.grading import TAIL_CHARACTERS, Item, Result, Reward, parse_gold
 
 DAPO_TAIL_CHARACTERS = 300  # DAPO's code reads the end of a response only
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
@@ -58,20 +58,22 @@ def of_each(grade: Callable[..., Result]) -> Reward:
 def dapo_reward(item: Item, length: int, truncated: bool, lenient: bool = False) -> Result:
     """+1 if the last line "Answer: ..." equals the reference answer as a string, otherwise -1.
 
-    The rules are those of DAPO's own grader: neither "34." nor "34.0" is 34.
+    The rules are those of DAPO's own grader: neither "34." nor "34.0" is 34, and it reads the last 300 characters only.
     """
-    text = item.response[-DAPO_TAIL_CHARACTERS:]
-    if lenient:
-        text = text.replace("**", "")
+    text = item.response.replace("**", "") if lenient else item.response[-DAPO_TAIL_CHARACTERS:]
     lines = _ANSWER.findall(text)
     if not lines:
         return Result(-1.0, 0.0)
-    line = normalize_dapo(lines[-1], lenient)
+    line = normalize_dapo(lines[-1][:TAIL_CHARACTERS], lenient)
     right = line == normalize_dapo(item.answer, lenient)
+    if lenient and not right:
+        # The reference may be a whole GSM8K solution, or have a currency or a unit that DAPO's code does not know.
+        gold = parse_gold(item.answer)
+        right = gold is not None and gold.denominator == 1 and line == str(gold)
     return Result(1.0 if right else -1.0, float(right), line)
 
 
-# Accepts Markdown, a period at the end, and any spelling of an integer.
+# Accepts Markdown, a period at the end, any spelling of an integer, and a tail of any length behind the answer.
 dapo_lenient_reward = functools.partial(dapo_reward, lenient=True)
 
 

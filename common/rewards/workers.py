@@ -8,7 +8,8 @@ A request is a batch [items, lengths, truncated], and an answer has a row [score
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -16,7 +17,7 @@ from typing import Any, SupportsFloat
 from common.errors import BadInput, RunFailed, warn
 from common.processes.child import Handler, import_file
 from common.processes.pool import START_SECONDS, Failure, Pool, Program
-from common.rewards.grading import Item, Result
+from common.rewards.grading import Item, Result, as_list
 from common.rewards.math_grading import grade_by_string, last_answer
 
 # After so many batches a worker is replaced, because the caches of sympy grow.
@@ -226,17 +227,15 @@ def to_rows(results: Any, count: int) -> list[list]:
 
     It checks what a user's code has returned, by hand: pydantic takes longer to import than most graders to grade.
     """
-    if not isinstance(results, Iterable):
-        raise BadInput(f"expected {count} results, got {type(results).__name__}")
     rows = []
-    for number, result in enumerate(results):
-        # Numbers of numpy and torch are such, too. A tensor of several numbers raises an error here.
-        if isinstance(result, SupportsFloat):
+    for number, result in enumerate(as_list(results, count)):
+        # Numbers of numpy and torch are such, too.
+        if is_number(result):
             result = Result(float(result), float(result > 0))
         if not isinstance(result, Result):
             raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}")
         for value in (result.score, result.acc):
-            if not isinstance(value, SupportsFloat | None):
+            if value is not None and not is_number(value):
                 raise BadInput(f"result {number}: expected a number or None, got {described(value)}")
         if not isinstance(result.info, dict | None):
             raise BadInput(f"result {number}: expected a dictionary as info, got {described(result.info)}")
@@ -246,6 +245,11 @@ def to_rows(results: Any, count: int) -> list[list]:
     if len(rows) != count:
         raise BadInput(f"returned {len(rows)} results for {count} items")
     return rows
+
+
+def is_number(value: Any) -> bool:
+    """False for a tensor or an array of several numbers, although it has a method __float__."""
+    return isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
 
 
 def described(value: Any) -> str:

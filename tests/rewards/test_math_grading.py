@@ -38,7 +38,7 @@ CASES = [  # in the box, reference answer, accuracy
     ("1,2", "2,1", 1),
     ("(0,1)", "[0,1)", 0),
     (r"x \in [0,1]", "[0,1]", 1),
-    ("x<3", r"(-\infty,3)", 0),
+    ("x<3", r"(-\infty,3)", 1),  # math-verify alone allows it only the other way round
     (r"3 \le x", r"x \ge 3", 1),
     (r"\sqrt{8}", r"2\sqrt{2}", 1),
     ("2.828", r"2\sqrt2", 0),
@@ -88,7 +88,7 @@ RESPONSES = [  # response, mode, reference answer, accuracy
     (f"It is $7$. {REASONING} No, it is $8$.", "flexible", "7", 0),
     (r"\boxed{1} and then \boxed{2}", "boxed", "2", 1),  # math-verify alone makes a set of both
     (r"\boxed{1} and then \boxed{2}", "boxed", "1", 0),
-    (r"\boxed{1} and then \boxed{2", "boxed", "1", 1),
+    (r"\boxed{1} and then \boxed{2", "boxed", "1", 0),  # it has taken the first one back
     (r"\boxed{7", "boxed", "7", 0),
     (r"\boxed7", "boxed", "7", 1),
     (r"\boxed{x = \frac{14}{2}}", "boxed", "7", 1),

@@ -199,7 +199,7 @@ DAPO_CASES = [  # response, reference answer, right for dapo, right for dapo-len
     ("*Answer: 34*", "34", 0, 1),
     (r"\boxed{34}", "34", 0, 0),
     ("The answer is 34", "34", 0, 0),
-    ("Answer: 34" + " " * 300, "34", 0, 0),
+    ("Answer: 34" + " " * 300, "34", 0, 1),
     ("Answer: -34", "34", 0, 0),
     (r"Answer: 90^\circ", "90", 1, 1),
     (r"Answer: 5 \text{ cm}", "5", 1, 1),
