@@ -135,7 +135,7 @@ def main(args: Args) -> None:
     checks.try_rewards(reward, prompts, tokenizer)
     if reward.environment:
         reward.environment.try_out(prompts[0])
-    checks.check_model(args.model, tokenizer, prompts)
+    checks.check_model(args.model, tokenizer, prompts, quantized=args.rollout_backend == "vllm")
     engines.check_family(args.rollout_backend, args.model)
     checks.check_engine_heads(args.model, args.rollout_tp)
     checks.check_images(prompts, Compute(), args.environment)

@@ -39,7 +39,7 @@ from common.data import arithmetic, conversations, formats
 from common.data.pairs import split_response
 from common.data.rows import collect, missing
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.preflight import machine, precision, ranges
+from common.preflight import folders, machine, precision, ranges
 from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -194,8 +194,9 @@ def main(args: Args) -> None:
         state.pop("score.bias")  # it is still zero, because it cancels in every difference of scores
         classifier = AutoModelForSequenceClassification.from_config(reward_model.config, dtype=torch.float32)
         classifier.load_state_dict(state)
-        classifier.to(dtype).save_pretrained(args.output)
-        tokenizer.save_pretrained(args.output)
+        with folders.written_whole(Path(args.output)) as unfinished:
+            classifier.to(dtype).save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
         figures = {"accuracy": right / len(held_out), "margin": margin / len(held_out), "held_out": len(held_out)}
         print(json.dumps({"output": args.output, **figures}))
     placement.finish(world)

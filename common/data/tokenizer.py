@@ -51,21 +51,49 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     # Without the files of a tokenizer transformers makes an empty one.
     if not tokenizer.encode("1 a", add_special_tokens=False):
         raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
-    # This file is optional.
-    try:
-        generation = GenerationConfig.from_pretrained(model_path)
-    except OSError:
-        generation = GenerationConfig()
-    # Each of the three may have a number, a list of them, or None.
+    generation = load_generation_config(model_path, flag)
+    text = config.get_text_config()
+    named = {
+        "the tokenizer": tokenizer.eos_token_id,
+        "config.json": text.eos_token_id,
+        "generation_config.json": generation.eos_token_id,
+    }
     stops: set[int] = set()
-    for ids in (tokenizer.eos_token_id, config.get_text_config().eos_token_id, generation.eos_token_id):
-        stops.update(ids if isinstance(ids, list) else [ids])
+    for file, ids in named.items():
+        # Each of the three may have a number, a list of them, or None.
+        for token in ids if isinstance(ids, list) else [ids]:
+            if token is None:
+                continue
+            # A demonstration would end with a token that has no embedding, and no sampled response could.
+            if type(token) is not int or not 0 <= token < text.vocab_size:
+                raise BadInput(
+                    f"{flag} {model_path}: {file} says that token {token!r} ends a response, and the model has tokens "
+                    f"0 to {text.vocab_size - 1}: name another end token there, or the model that it belongs to"
+                )
+            stops.add(token)
     if tokenizer.eos_token_id is not None:
-        stops.add(turn_end(tokenizer)[-1])
-    stops.discard(None)
+        end = turn_end(tokenizer)[-1]
+        if end < text.vocab_size:
+            stops.add(end)
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
     return tokenizer, sorted(stops)
+
+
+def load_generation_config(model_path: str, flag: str) -> GenerationConfig:
+    """What generation_config.json says; the file is optional. Raises BadInput for one that transformers cannot read:
+    without its end tokens responses would not end, and no export that has it would load.
+    """
+    trouble = f"{flag} {model_path}: generation_config.json cannot be used; mend or delete it"
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except OSError as error:
+        # It is raised without a file, and also for a file that is no JSON.
+        if (Path(model_path) / "generation_config.json").is_file():
+            raise BadInput(f"{trouble}: {first_line(error)}") from None
+        return GenerationConfig()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{trouble}: {first_line(error)}") from None
 
 
 def image_tokens(config) -> tuple[int, ...]:

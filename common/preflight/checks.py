@@ -4,13 +4,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
 
+from common.data import weights
 from common.data.prompts import Prompt
 from common.data.tokenizer import causal_class, image_tokens, load_tokenizer
-from common.errors import BadInput, refuse_all
+from common.errors import BadInput
 from common.placement import Layout
 from common.rewards.grading import Item
 from common.rewards.mixture import Rewards, grade
@@ -43,18 +42,26 @@ def check_images(prompts: list[Prompt], compute: Compute, environment="", layout
 
 
 def check_model(
-    model_path: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], value_head: bool = False
+    model_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+    value_head: bool = False,
+    *,
+    quantized: bool = False,
 ) -> None:
     """Refuse an architecture that cannot be packed, weights that are not those of the architecture, and prompts with
     tokens that have no embedding. The weights of a name on the Hub are checked when they are loaded.
 
-    value_head: the run also trains a copy with a value head. Raises BadInput.
+    value_head: the run also trains a copy with a value head. quantized: only vLLM, which can read quantized weights,
+    loads the model. Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
+    if not quantized:
+        weights.refuse_quantized(config, f"--model {model_path}")
     model.skeleton(config, model_path, value_head=False)
     if value_head:
         model.skeleton(config, model_path, value_head=True)
-    if Path(model_path).is_dir():
+    if Path(model_path).is_dir() and not weights.quantization(config):
         check_weights(model_path)
     # Such a token would raise an error of CUDA that names nothing, in the first forward.
     largest = max(max(prompt.ids) for prompt in prompts)
@@ -73,26 +80,12 @@ def check_compute(model_path: str, compute: Compute) -> None:
     check_heads(config, compute.sequence_parallel, model_path)
 
 
-def check_weights(folder: str) -> None:
+def check_weights(folder: str, flag: str = "--model") -> None:
     """Compare the headers of a folder's weights with the model of its config.json. Raises BadInput naming tensors."""
-    verbosity = logging.get_verbosity()
-    # transformers would print the same as a table, and a progress bar.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        # On the meta device only the headers of the files are read.
-        _, info = causal_class(AutoConfig.from_pretrained(folder)).from_pretrained(
-            folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"--model {folder}: its weights cannot be read, perhaps a copy was cut short: {error}") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    wrong = [f"its weights have no {name}" for name in sorted(info["missing_keys"])]
-    wrong += [f"config.json describes no {name}" for name in sorted(info["unexpected_keys"])]
-    for name, saved, expected in info["mismatched_keys"]:
-        wrong.append(f"{name} is {tuple(saved)} and should be {tuple(expected)}")
-    refuse_all([f"--model {folder}: {text}" for text in wrong])
+    # On the meta device only the headers of the files are read.
+    where = f"{flag} {folder}"
+    described = weights.read(causal_class(AutoConfig.from_pretrained(folder)), folder, where, device_map="meta")
+    weights.check_headers(folder, described.all_tied_weights_keys, where)
 
 
 def positions_of(model_path: str, trains: bool = True) -> int:

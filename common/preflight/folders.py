@@ -5,11 +5,12 @@ checkpoints/step_000010.unfinished/  being written or deleted; the next save rem
 checkpoints/best.json                names the checkpoint with the best eval/accuracy
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import BadInput
 
 COMPLETE = re.compile(r"step_\d{6,}")
+WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)  # files of a model, as transformers names them
 Count = Annotated[int, Field(ge=0, le=2**53)]  # a whole number that a float holds exactly
 STRICT = ConfigDict(strict=True, extra="forbid", validate_by_name=True, serialize_by_alias=True)
 
@@ -156,6 +160,40 @@ def rotate(run_dir: Path, keep: int) -> None:
     for folder in old:
         if folder != best:
             remove(folder)
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write a model into. It becomes `folder` at the end of the block, or nothing does.
+
+    If `folder` is there already, the new files replace those of the same name, and the weights of an older model go.
+    """
+    folder = folder.absolute()  # "." has no name
+    is_new = not folder.exists()
+    # A folder that is there may be a disk of its own, on which the files have to be written to be renamed.
+    unfinished = folder.with_name(f"{folder.name}.unfinished") if is_new else folder / ".unfinished"
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush(path)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    if is_new:
+        unfinished.rename(folder)
+    else:
+        written = {path.name for path in unfinished.iterdir()}
+        # An old index beside new weights, or old shards, would be read in their place.
+        stale = [path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) and path.name not in written]
+        for path in unfinished.iterdir():
+            path.replace(folder / path.name)
+        for path in stale:
+            path.unlink()
+        unfinished.rmdir()
+    flush(folder.parent)
 
 
 def size(count: float) -> str:

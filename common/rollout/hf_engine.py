@@ -6,7 +6,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from common.data.tokenizer import causal_class, has_safetensors, image_tokens
+from common.data import weights
+from common.data.tokenizer import causal_class, image_tokens
 from common.placement import World
 from common.rollout.rollout import Response, Rollout, collate_responses
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns
@@ -45,9 +46,7 @@ class HFEngine:
 
     def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
         config = AutoConfig.from_pretrained(model_path)
-        self.model = causal_class(config).from_pretrained(
-            model_path, dtype=dtype, use_safetensors=has_safetensors(model_path)
-        )
+        self.model = weights.read(causal_class(config), model_path, f"--model {model_path}", dtype=dtype)
         self.model.to(world.device).eval()
         self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.

@@ -294,10 +294,14 @@ class Saver:
 def export(
     policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, world: World
 ) -> None:
-    """Write the policy as a Hugging Face folder in `dtype`. Collective: every rank calls it; rank 0 writes."""
+    """Write the policy as a Hugging Face folder in `dtype`. Collective: every rank calls it; rank 0 writes.
+
+    The folder is there when it is whole: a write that fails leaves an older one as it was.
+    """
     weights = whole_weights(policy, dtype)
     if world.is_main:
-        write_model(policy, weights, tokenizer, folder, dtype)
+        with folders.written_whole(folder) as unfinished:
+            write_model(policy, weights, tokenizer, unfinished, dtype)
     dist.barrier()
 
 
@@ -333,15 +337,15 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
     if image_tokens(policy.config):
         extra_files += ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
     for name in extra_files:
-        # From the model's folder or from the Hub's cache: the run has read these files at its start.
-        file = cached_file(
-            policy.config._name_or_path,
-            name,
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        if file and not folder.samefile(Path(file).parent):
-            shutil.copy(file, folder)
+        copy_file(policy.config._name_or_path, name, folder)
+
+
+def copy_file(model_path: str, name: str, folder: Path) -> None:
+    """Copy a file of a model's folder, or of the Hub's cache, as it is, if the model has such a file."""
+    # The run has read these files at its start, so the cache has them.
+    file = cached_file(model_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if file and not folder.samefile(Path(file).parent):
+        shutil.copy(file, folder)
 
 
 def adapters_of(model: nn.Module) -> AdapterInfo | None:

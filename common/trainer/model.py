@@ -22,10 +22,10 @@ from torch.distributed.fsdp import (
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils.logging import disable_progress_bar
 
-from common.data.tokenizer import causal_class, has_safetensors, image_tokens
-from common.errors import BadInput
+from common.data import weights
+from common.data.tokenizer import causal_class, image_tokens
+from common.errors import BadInput, raise_together
 from common.placement import World, rank_memory
 from common.rollout.rollout import Rollout, collate
 from common.trainer.attention import packed_attention
@@ -65,7 +65,13 @@ def load(
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
     model = build(model_path, world, dtype, compute, value_head)
-    state, buffers = read_weights(model, model_path, compute) if world.is_main else ({}, {})
+    state, buffers, error = {}, {}, None
+    if world.is_main:
+        try:
+            state, buffers = read_weights(model, model_path, compute)
+        except BadInput as refused:
+            error = refused
+    raise_together(error)  # the other ranks would wait for the weights
     use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -94,6 +100,7 @@ def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, v
     # sync.
     AttentionInterface.register("packed", torch.compiler.disable(attend))
     config = AutoConfig.from_pretrained(model_path)
+    weights.refuse_quantized(config, f"--model {model_path}")
     config.get_text_config()._attn_implementation = "packed"
     model = skeleton(config, model_path, value_head)
     # weight_sync needs it for the names of weights. It depends on classes, which FSDP changes.
@@ -112,23 +119,21 @@ def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, v
 def read_weights(model: nn.Module, model_path: str, compute: Compute) -> tuple[dict, dict]:
     """The weights in the files, in float32, and the buffers, such as rotary frequencies, which no file has.
 
-    Only rank 0 reads. The other ranks receive their shards from it.
+    Only rank 0 reads. The other ranks receive their shards from it. Raises BadInput for weights that do not fit.
     """
-    disable_progress_bar()  # transformers' progress bars would interrupt those of the run
     value_head = hasattr(model, "score")
-    source, info = class_of(model.config, value_head).from_pretrained(
+    source = weights.read(
+        class_of(model.config, value_head),
         model_path,
+        f"--model {model_path}",
+        value_head=value_head,
         config=model.config,
         dtype=torch.float32,
-        output_loading_info=True,
-        use_safetensors=has_safetensors(model_path),
     )
     if value_head and image_tokens(model.config):
         from common.trainer import vision
 
         vision.add_value_head(source)
-    if "score.weight" in info["missing_keys"]:
-        nn.init.zeros_(source.score.weight)  # a random head would put noise into every advantage
     state = source.state_dict()
     if compute.lora_rank:
         from common.trainer import lora

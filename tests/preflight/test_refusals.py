@@ -246,6 +246,92 @@ for change, named, more in (
     files = {"model": with_tensors(change)}
     refused(f"grpo --dataset rows.jsonl {OWN}", "--model model", named, files=files, **more)
 
+
+def with_json(file: str, **changes) -> Make:
+    """A model after a change to one of its JSON files, which need not be there."""
+
+    def change(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | changes))
+
+    return model_folder(change)
+
+
+def quantized(method: str, **settings) -> Make:
+    return with_json("config.json", quantization_config={"quant_method": method, "bits": 4, **settings})
+
+
+# Adapters to the embedded model, as peft and --lora-rank write them.
+LAYER = "base_model.model.model.layers.0.mlp.up_proj"
+PAIR_OF_TENSORS = {
+    f"{LAYER}.lora_A.weight": torch.ones(2, 128),
+    f"{LAYER}.lora_B.weight": torch.ones(512, 2),
+}
+
+
+def adapters_with(tensors: dict, keep: int | None = None, **settings) -> Make:
+    """Adapters of which only the first `keep` bytes are left. None: all of them."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        config = {"base_model_name_or_path": "model", "r": 2, "lora_alpha": 4} | settings
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(PAIR_OF_TENSORS | tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        if keep is not None:
+            os.truncate(folder / "adapter_model.safetensors", keep)
+
+    return make
+
+
+# What all that train, and merging, say of a model that transformers would read with a warning, or not at all.
+WHOLE_RUNS = (f"grpo --dataset rows.jsonl {OWN}", "sft --dataset rows.jsonl --model model")
+WHOLE_RUNS += ("dpo --dataset pairs.jsonl --model model --max-response-tokens 48", "merge_lora adapters out")
+PAIRS = {"pairs.jsonl": jsonl(PAIR), "adapters": adapters_with({})}
+BEYOND = {"eos_token_id": [1, 999]}
+for make, *named in (
+    (quantized("fp8", weight_block_size=[128, 128]), "config.json", "quantization_config", "fp8"),
+    (quantized("gptq"), "config.json", "gptq"),
+    (quantized("awq"), "config.json", "awq"),
+    (quantized("bitsandbytes", load_in_4bit=True), "config.json", "bitsandbytes"),
+    (with_json("config.json", quantization_config={"load_in_8bit": True}), "config.json", "bitsandbytes"),
+    (quantized("unheard-of"), "config.json", "unheard-of"),
+    (with_json("config.json", compression_config={"quant_method": "x"}), "config.json", "compression_config"),
+    (with_tensors(lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)})), "model.safetensors", UP, "I8"),
+    (with_json("config.json", tie_word_embeddings=True), "config.json", "lm_head.weight", '"tie_word_embeddings"'),
+    (with_tensors(lambda tensors: tensors.pop(UP)), UP),
+    (with_tensors(lambda tensors: tensors.update({MORE: tensors[UP].clone()})), MORE),
+    (with_json("config.json", **BEYOND), "config.json", "999", "51"),
+    (with_json("generation_config.json", **BEYOND), "generation_config.json", "999", "51"),
+    (with_json("generation_config.json", eos_token_id="a"), "generation_config.json", "'a'"),
+    (with_json("generation_config.json", num_return_sequences=4), "generation_config.json", "num_return_sequences"),
+):
+    for command in WHOLE_RUNS:
+        flag = "--base" if "merge" in command else "--model"
+        refused(command, f"{flag} model", *named, files=PAIRS | {"model": make})
+for content in (b'{"eos_token_id": [1', b"[]"):
+    files = {
+        "model": model_folder(lambda folder, content=content: (folder / "generation_config.json").write_bytes(content))
+    }
+    refused(WHOLE_RUNS[0], "--model model", "generation_config.json", files=files)
+refused(
+    "evaluate --rollout-backend hf --dataset rows.jsonl --model model --max-response-tokens 48",
+    "--model model",
+    "awq",
+    files={"model": quantized("awq")},
+)
+
+for make, *named in (
+    (adapters_with({}, keep=100), "adapter_model.safetensors"),
+    (adapters_with({"base_model.model.lm_head.weight": torch.ones(52, 128)}), "base_model.model.lm_head.weight"),
+    (adapters_with({f"{MORE}.lora_A.weight": torch.ones(2, 128)}), f"{MORE}.lora_A.weight"),
+    (adapters_with({f"{LAYER}.lora_A.weight": torch.ones(2, 64)}), "--base model", "model.layers.0.mlp.up_proj", "64"),
+    (adapters_with({}, use_rslora=True), "adapter_config.json", "use_rslora"),
+    (adapters_with({}, use_dora=True), "adapter_config.json", "use_dora"),
+    (adapters_with({}, alpha_pattern={"up_proj": 8}), "adapter_config.json", "alpha_pattern"),
+    (adapters_with({}, base_model_name_or_path=None), "--base", "adapter_config.json"),
+):
+    refused("merge_lora adapters out", *named, files={"adapters": make, "model": model_folder()})
+
 for pattern, keep in (
     ("model.safetensors", 100_000),
     ("model.safetensors", 50),
