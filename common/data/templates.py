@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from common.data import dates
 from common.data.json_lines import read_value
 from common.data.rows import CONVERSATIONS, is_chat, lookup, missing, split_conversation
 from common.errors import BadInput
@@ -176,7 +177,8 @@ def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: lis
     # With images, the contents are lists of parts already.
     if is_chat(messages) and takes_parts(tokenizer, template, tuple(message["role"] for message in messages)):
         messages = as_parts(messages)
-    return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True)
+    date = dates.variables(tokenizer, template)
+    return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, add_generation_prompt=True, **date)
 
 
 def as_parts(messages: Messages) -> Messages:

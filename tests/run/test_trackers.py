@@ -232,12 +232,12 @@ import sys
 from pathlib import Path
 from common.run import trackers
 
-def opened(run_dir, flags):
+def opened(run_dir, flags, resumed):
     def log(metrics, step):
         if step == 2 or step == 3:
             raise OSError(28, "No space left on device\\nsecond line")
         print("logged", step, metrics)
-    return log, lambda: print("finished")
+    return trackers.Opened(log, lambda: print("finished"))
 
 trackers.open_tensorboard = opened
 sink = trackers.Sink("tensorboard", Path("."), {})
