@@ -35,7 +35,7 @@ from common.data import arithmetic, preview
 from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.preflight import checks, flags, machine, ranges
+from common.preflight import checks, flags, machine, ranges, run_directory
 from common.preflight.offline import settle
 from common.rollout import rollout
 from common.run import checkpoint, guards, job, offline
@@ -127,7 +127,8 @@ def main(args: Args) -> None:
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     model_path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
-    tokenizer, _ = load_tokenizer(model_path)
+    date = run_directory.date_of(args.run_dir, args.saving.resume)
+    tokenizer, _ = load_tokenizer(model_path, date=date)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     checks.total_tokens(model_path, prompts, args.max_response_tokens)
     longest = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # A pair is one forward.

@@ -24,7 +24,7 @@ from common.data import arithmetic, preview
 from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.preflight import checks, flags, machine, ranges
+from common.preflight import checks, flags, machine, ranges, run_directory
 from common.preflight.offline import settle
 from common.rollout import rollout
 from common.run import checkpoint, guards, job, offline
@@ -74,7 +74,8 @@ def main(args: Args) -> None:
         raise errors.BadInput("--lora-rank: needs a --model, because adapters to random weights learn little")
     if args.model:
         model_path = resolve_model(args.model)
-        tokenizer, _ = load_tokenizer(model_path)
+        date = run_directory.date_of(args.run_dir, args.saving.resume)
+        tokenizer, _ = load_tokenizer(model_path, date=date)
     else:
         model_path = str(arithmetic.WARM_START)  # the new model has the sizes of this one
         tokenizer = arithmetic.tokenizer()

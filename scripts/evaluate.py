@@ -85,10 +85,12 @@ def question(prompt: Prompt, template: str = "") -> dict[str, Any]:
     return row
 
 
-def ended(graded: Graded, tokenizer, max_response_tokens: int) -> Graded:
-    """The responses that were not cut off: with an end token after it, half a sentence would teach something else."""
-    length = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return [(text, acc) for text, acc in graded if length(text) + 1 < max_response_tokens]
+def ended(responses: evaluation.Graded) -> Graded:
+    """The responses that were not cut off: with an end token after it, half a sentence would teach something else.
+
+    The engine knows. The text doesn't: it can have other tokens than the ones that were sampled.
+    """
+    return [(response.text, response.acc) for response in responses if not response.truncated]
 
 
 def right(prompt: Prompt, graded: Graded, template: str = "") -> list[dict[str, Any]]:
@@ -159,11 +161,11 @@ def main(args: Args) -> None:
     result["greedy"] = evaluator.greedy_accuracy(prompts, greedy)
     if args.n:
         graded = evaluator.evaluate(prompts, args.n, args.temperature, args.seed, sampled)
-        correct = [int(sum(acc for _, acc in row)) for _, row in graded]  # for each prompt of this rank
+        correct = [int(sum(response.acc for response in row)) for _, row in graded]  # for each prompt of this rank
         for k in [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]:
             name = "sampled" if k == 1 else f"pass@{k}"
             result[name] = world.sum(sum(pass_at_k(args.n, c, k) for c in correct)) / world.sum(len(correct))
-        whole = [(prompt, ended(given, tokenizer, args.max_response_tokens)) for prompt, given in graded]
+        whole = [(prompt, ended(given)) for prompt, given in graded]
         for kept, file, rows_of in (("saved", args.save_right, right), ("pairs", args.save_pairs, pair)):
             if file:
                 rows = [row for given in whole for row in rows_of(*given, args.source.template)]

@@ -31,7 +31,7 @@ from common import errors, rewards
 from common.data import json_lines
 from common.rewards.grading import Item, Result, Reward
 from common.rewards.schema import parse_as
-from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, plain
+from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, group_of, plain
 
 REMEMBERED_REQUESTS = 256  # the service keeps the answers to this many requests
 
@@ -63,7 +63,10 @@ def grade(reward: Reward, asked: Score) -> bytes:
     metas = [dict(row.meta) for row in asked.items]
     lengths = [meta.pop("length", 0) for meta in metas]
     truncated = [meta.pop("truncated", False) for meta in metas]
-    items = [Item(row.prompt, row.response, row.answer, meta) for row, meta in zip(asked.items, metas)]
+    items = [
+        Item(row.prompt, row.response, row.answer, meta, group=group_of(row.id))
+        for row, meta in zip(asked.items, metas)
+    ]
     results = reward(items, lengths, truncated) if items else []
     if len(results) != len(items):
         raise ValueError(f"the grader returned {len(results)} results for {len(items)} items")

@@ -39,7 +39,7 @@ from common.data import arithmetic, conversations, formats
 from common.data.pairs import split_response
 from common.data.rows import collect, missing
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.preflight import folders, machine, precision, ranges
+from common.preflight import checks, folders, machine, precision, ranges
 from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -50,6 +50,8 @@ from common.trainer import batching, model
 class Args:
     model: str = "embedded"  # Folder, Hub name or modelscope:OWNER/NAME. embedded: the warm-started arithmetic model.
     dataset: str = "arithmetic"  # A file pairs.jsonl or pairs.parquet, or arithmetic: pairs of the embedded task.
+    max_tokens: NonNegativeInt = 0
+    """Longest prompt and response together, in tokens. Longer pairs are left out. 0: the model's positions."""
     steps: PositiveInt = 800  # Optimizer steps.
     batch_size: PositiveInt = 64  # Pairs per optimizer step, all ranks together.
     pairs_per_forward: PositiveInt = 64  # Pairs per forward on each rank. It never changes the gradient.
@@ -99,6 +101,23 @@ def load_pairs(dataset: str) -> list[dict]:
     return collect(formats.read(Path(dataset)), check)
 
 
+def that_fit(pairs: list[dict], tokenizer, limit: int) -> list[dict]:
+    """The pairs whose two conversations have at most `limit` tokens each. A printed line counts the others.
+
+    A conversation that is cut would be scored at a place where it has not ended. Raises BadInput if no pair is left.
+    """
+    fitting = []
+    for pair in pairs:
+        sides = (conversation(tokenizer, pair["prompt"], pair[side], ended=True) for side in ("chosen", "rejected"))
+        if max(map(len, sides)) <= limit:
+            fitting.append(pair)
+    if not fitting:
+        raise errors.BadInput(f"all {len(pairs)} pairs have more than {limit} tokens with their prompt")
+    if len(fitting) < len(pairs):
+        errors.say(f"left out {len(pairs) - len(fitting)} of {len(pairs)} pairs with more than {limit} tokens")
+    return fitting
+
+
 def arithmetic_pairs() -> list[dict[str, str]]:
     """Four rows for each training problem of the embedded task: the right solution against four wrong ones.
 
@@ -136,14 +155,17 @@ def main(args: Args) -> None:
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     pairs = load_pairs(args.dataset)
-    if len(pairs) - args.held_out < args.batch_size:
-        raise errors.BadInput(
-            f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
-        )
     if args.model == "embedded":
         args.model = arithmetic.warm_start()
     args.model = resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
+    # scores() adds a token to each conversation, which needs a position, too.
+    positions = checks.positions_of(args.model) - 1
+    pairs = that_fit(pairs, tokenizer, min(args.max_tokens or positions, positions))
+    if len(pairs) - args.held_out < args.batch_size:
+        raise errors.BadInput(
+            f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
+        )
     random.Random(args.seed).shuffle(pairs)
     world, dtype = placement.init(args.seed), precision.choose(args.dtype, args.model)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.data import conversations
+from common.data import conversations, dates
 from common.data.conversations import SPOKEN_KEYS, Message
 from common.data.json_lines import read_value
 from common.data.rows import CONVERSATIONS, is_chat, lookup, missing
@@ -344,6 +344,7 @@ def chat_text(
         tokenize=False,
         add_generation_prompt=not (continues or ended),
         continue_final_message=continues,
+        **dates.variables(tokenizer, template),
     )
 
 

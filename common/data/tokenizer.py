@@ -11,7 +11,7 @@ from huggingface_hub.errors import HTTPError  # raised without a connection; it 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from common.data import sources
+from common.data import dates, sources
 from common.data.rows import first_line
 from common.data.templates import turn_end
 from common.errors import BadInput
@@ -24,12 +24,13 @@ def resolve_model(model_path: str) -> str:
     return model_path
 
 
-def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTokenizerBase, list[int]]:
+def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tuple[PreTrainedTokenizerBase, list[int]]:
     """The model's tokenizer, and the sorted ids of the tokens that end a response. Reads no weights. Raises BadInput.
 
     End tokens are those of the tokenizer, of config.json and of generation_config.json together, and the one with which
     the chat template ends a turn: chat models often name <|im_end|> in one of them and <|endoftext|> in another, and
     base models with a chat template name it nowhere. flag: the flag that named the model.
+    date: what the chat template prints as today's date (common/data/dates.py); "": today's.
     """
     folder = Path(model_path)
     if (folder / "adapter_config.json").is_file():
@@ -51,6 +52,7 @@ def load_tokenizer(model_path: str, flag: str = "--model") -> tuple[PreTrainedTo
     # Without the files of a tokenizer transformers makes an empty one.
     if not tokenizer.encode("1 a", add_special_tokens=False):
         raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")
+    dates.set_date(tokenizer, date)
     generation = load_generation_config(model_path, flag)
     text = config.get_text_config()
     named = {

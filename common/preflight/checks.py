@@ -166,14 +166,14 @@ def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTok
     items = []
     # Data sets of a mixture may have different columns, so each of them is tried.
     tried = Counter()  # data set -> prompts
-    for prompt in prompts:
+    for group, prompt in enumerate(prompts):
         tried[prompt.dataset] += 1
         if tried[prompt.dataset] > 2:
             continue
         solution = prompt.solution[-1] if isinstance(prompt.solution, list) else prompt.solution
         for response in (solution or prompt.answer or "", "I do not know."):
             ids = tokenizer.encode(response, add_special_tokens=False)
-            items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
+            items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids, group))
     lengths = [len(item.response_ids) for item in items]
     for name, function in reward.rewards.items():
         if hasattr(function, "try_out"):

@@ -131,13 +131,15 @@ def load_inputs(args: Flags, size: int, others: dict[str, str]) -> Inputs:
     # Quick things come first: a typing error in --reward or --run-dir is reported before data is read.
     default_reward = "environment" if args.environment else "gsm8k"
     reward_names = args.reward or (default_reward,)
-    reward = rewards.load(reward_names)
+    # The same date in all prompts of a run, whichever day it is resumed on.
+    date = run_directory.date_of(args.run_dir, args.saving.resume)
+    reward = rewards.load(reward_names, date)
     resume = run_directory.check_directory(args.run_dir, args.saving.resume)
     model = args.model
     if model == "embedded":
         model = arithmetic.warm_start(args.environment, args.dataset)
     model = resolve_model(model)
-    tokenizer, stop_token_ids = load_tokenizer(model)
+    tokenizer, stop_token_ids = load_tokenizer(model, date=date)
     source = args.source
     if args.environment:
         # Imported here, because most runs have no environment.

@@ -7,7 +7,9 @@ import dataclasses
 import inspect
 import json
 import tempfile
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from common.data.json_lines import is_count, is_number, read, read_object
 from common.errors import BadInput, redacted
@@ -93,6 +95,35 @@ def check_writable(named: str, flag: str = "--run-dir") -> None:
             pass
     except OSError as error:
         raise BadInput(f"{flag} {named or 'runs'}: {existing} cannot be written to: {error.strerror}") from None
+
+
+def date_of(run_dir: str, resume: str) -> str:
+    """The date on which the run to resume began, for the chat template; "" if none is recorded. Raises BadInput.
+
+    resume: --resume. A checkpoint that is named by its folder lies in RUN/checkpoints/, below that run's run.json.
+    """
+    if not resume:
+        return ""
+    # The run's own file comes first: a run that a checkpoint of another one began has gone on with its date.
+    folders_of_runs = [Path(run_dir)] if run_dir else []
+    if resume != "auto":
+        folders_of_runs.append(Path(resume).absolute().parent.parent)
+    for folder in folders_of_runs:
+        file = folder / "run.json"
+        if not file.is_file():
+            continue
+        day = described(file).get("date", "")
+        if day and not is_date(day):
+            raise BadInput(f'{file}: "date" must be a date such as "2026-05-01", got {day!r:.80}')
+        return day
+    return ""
+
+
+def is_date(text: Any) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except (TypeError, ValueError):
+        return False
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path | None:

@@ -36,10 +36,11 @@ WITH_PROCESSES = ("math", "math-flexible", "reasoning-gym")
 WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
 
-def load_one(spec: str) -> Reward | None:
+def load_one(spec: str, date: str = "") -> Reward | None:
     """One reward of --reward, without its weight. Each branch imports only what its reward needs. Raises BadInput.
 
-    None for "environment": mixture.py has the scores of --environment in its place.
+    None for "environment": mixture.py has the scores of --environment in its place. date: the date of the run, which
+    the chat template of a reward model may print.
     """
     kind, _, rest = spec.partition(":")
     # The last colon, because a path may hold others.
@@ -64,11 +65,11 @@ def load_one(spec: str) -> Reward | None:
     if kind == "model-cpu":
         from common.rewards.model import RewardModelOnCPU
 
-        return RewardModelOnCPU(rest)
+        return RewardModelOnCPU(rest, date)
     if kind in ("model", "model-sharded"):
         from common.rewards.model import RewardModel
 
-        return RewardModel(rest, sharded=kind == "model-sharded")
+        return RewardModel(rest, sharded=kind == "model-sharded", date=date)
     if kind in ("http", "https"):
         from common.rewards.service import RewardService
 
@@ -83,8 +84,11 @@ def load_one(spec: str) -> Reward | None:
     raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(names)}, {WITH_PARAMETERS}')
 
 
-def load(specs: tuple[str, ...]):
-    """The mixture.Rewards of all values of --reward. Asks a service whether it is there. Raises BadInput."""
+def load(specs: tuple[str, ...], date: str = ""):
+    """The mixture.Rewards of all values of --reward. Asks a service whether it is there. Raises BadInput.
+
+    date: the date of the run, as in load_one().
+    """
     from common.rewards.mixture import Rewards
     from common.rewards.weights_file import WeightsFile, check_weights, read_weights
 
@@ -97,7 +101,7 @@ def load(specs: tuple[str, ...]):
         if len(weights) < len(specs):
             raise BadInput(f"--reward {' '.join(specs)}: a reward is named twice")
         check_weights("--reward", {"weights": weights})
-    rewards = {name: load_one(name) for name in weights}
+    rewards = {name: load_one(name, date) for name in weights}
     # A wrong address should be an error now, and not after the models have been loaded.
     for name, reward in rewards.items():
         if name.startswith(("http://", "https://")):

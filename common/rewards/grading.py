@@ -22,6 +22,8 @@ class Item:
     answer: str | None  # reference ("gold") answer; None where the data has none
     meta: dict[str, Any] = field(default_factory=dict)  # other columns of the data set
     response_ids: list[int] = field(default_factory=list)
+    # Responses with the same number are to one row of the data. Two rows may have the same prompt, and other answers.
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,14 @@ def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], trun
     return Graded(results, time.perf_counter() - began)
 
 
-def to_items(prompts: list, responses: list[str], response_ids: list[list[int]]) -> list[Item]:
-    """N items: each prompt with its G responses, which follow each other."""
+def to_items(prompts: list, responses: list[str], response_ids: list[list[int]], first_group: int = 0) -> list[Item]:
+    """N items: each prompt with its G responses, which follow each other. first_group: number of the first prompt."""
     group_size = len(responses) // len(prompts)
     items = []
     for row, (response, ids) in enumerate(zip(responses, response_ids)):
-        prompt = prompts[row // group_size]
-        items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids))
+        place = row // group_size
+        prompt = prompts[place]
+        items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids, first_group + place))
     return items
 
 
@@ -96,7 +97,7 @@ class EarlyGrading:
         if not self.rewards:
             return
         responses = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-        items = to_items([self.prompts[index]], responses, response_ids)
+        items = to_items([self.prompts[index]], responses, response_ids, first_group=index)
         lengths = [len(ids) for ids in response_ids]
         for name, reward in self.rewards.items():
             self.futures[name, index] = self.threads.submit(grade, name, reward, items, lengths, truncated)

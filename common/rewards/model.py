@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common import placement
+from common.data import dates
 from common.data.rows import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
@@ -34,7 +35,8 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         messages.append({"role": "assistant", "content": response})
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            date = dates.variables(tokenizer, tokenizer.chat_template)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **date)
         except TemplateError as error:  # many refuse a system prompt, or two messages of one role in a row
             roles = ", ".join(message["role"] for message in messages)
             raise BadInput(f"the reward model's chat template refuses messages of {roles}: {error}") from None
@@ -61,8 +63,11 @@ def make_batches(lengths: list[int]) -> list[list[int]]:
 class RewardModel:
     """One of the rewards of common/rewards/__init__.py. The first call reads the weights."""
 
-    def __init__(self, path: str, sharded: bool = False):
-        """Reads configuration and tokenizer, no weights. Raises BadInput. sharded: every call is a collective."""
+    def __init__(self, path: str, sharded: bool = False, date: str = ""):
+        """Reads configuration and tokenizer, no weights. Raises BadInput. sharded: every call is a collective.
+
+        date: the date of the run, for the chat template.
+        """
         self.path = path
         self.sharded = sharded
         self.model = None
@@ -71,6 +76,7 @@ class RewardModel:
         try:
             self.config = AutoConfig.from_pretrained(path)
             self.tokenizer = AutoTokenizer.from_pretrained(path)
+            dates.set_date(self.tokenizer, date)
         except (OSError, ValueError) as error:
             raise BadInput(f"{self.flag}: cannot be loaded: {first_line(error)}") from None
         if self.config.num_labels != 1:
@@ -174,14 +180,14 @@ class RewardModelOnCPU:
 
     waits = True  # mixture.py calls it in a thread, because it waits for another process
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, date: str = ""):
         """Reads configuration and tokenizer, no weights. Raises BadInput."""
         self.parameters = RewardModel(path).parameters
         self.spec = f"model-cpu:{path}"
         self.pool = Graders(
             self.spec,
             loader="common.rewards.model:load_on_cpu",
-            arguments=[path],
+            arguments=[path, date],
             item_seconds=60.0,
             workers=1,
             start_seconds=LOAD_SECONDS,
@@ -195,9 +201,9 @@ class RewardModelOnCPU:
         return outcome
 
 
-def load_on_cpu(path: str) -> Handler:
+def load_on_cpu(path: str, date: str) -> Handler:
     """The handler of RewardModelOnCPU's worker, which may take all memory of the machine."""
     placement.use_cores()
-    model = RewardModel(path)
+    model = RewardModel(path, date=date)
     model.load()
     return batch_handler(model, memory_gib=None)

@@ -6,6 +6,9 @@
                       "acc": 1.0 | null, "error": null | "why there is no score", "info": {...}}, ...]}
     GET URL/health   gives {"status": "ok", "name": "...", "version": "..."}
 
+Items whose ids agree up to a dot, such as "3.0" and "3.1", are responses to one row of the data. They come in one
+request, unless a row has more than 64 responses.
+
 "meta" holds the other columns of the data set, "length" (tokens of the response) and "truncated". Token ids stay in the
 trainer. The environment variable REWARD_TOKEN is sent as a bearer token.
 
@@ -19,6 +22,7 @@ import re
 import sys
 import time
 import uuid
+from itertools import groupby
 from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 
@@ -118,7 +122,7 @@ class RewardService:
         Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
         """
         rows = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
-        batches = [rows[start : start + MAX_ITEMS] for start in range(0, len(rows), MAX_ITEMS)]
+        batches = make_batches(rows, [item.group for item in items])
         results: dict[str, Result] = {}
         # The threads are daemons, and leaving the block doesn't wait for them: one refused request ends the call.
         with ThreadPool(min(REQUESTS_AT_ONCE, len(batches) or 1)) as threads:
@@ -213,10 +217,38 @@ def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:
     return bytes(body)
 
 
+def make_batches(rows: list[dict], groups: list[int | None]) -> list[list[dict]]:
+    """The items of each request, at most MAX_ITEMS. Responses to one row of the data stay together where they fit.
+
+    groups: the row of the data that each item belongs to. Items without one are cut anywhere.
+    """
+    batches: list[list[dict]] = [[]]
+    for group, members in groupby(zip(rows, groups), lambda pair: pair[1]):
+        together = [row for row, _ in members]
+        if group is not None and len(batches[-1]) + len(together) > MAX_ITEMS:
+            batches.append([])
+        for row in together:
+            if len(batches[-1]) == MAX_ITEMS:
+                batches.append([])
+            batches[-1].append(row)
+    return [batch for batch in batches if batch]
+
+
+def item_id(row: int, group: int | None) -> str:
+    """ "ROW", or "GROUP.ROW" for an item whose row of the data is known."""
+    return str(row) if group is None else f"{group}.{row}"
+
+
+def group_of(given: str) -> int | None:
+    """The group of an item_id(); None for an id of another form."""
+    form = re.fullmatch(r"(\d{1,9})\.\d+", given, re.ASCII)
+    return int(form[1]) if form else None
+
+
 def encode(row: int, item: Item, length: int, truncated: bool) -> dict:
     """An item of a request."""
     return {
-        "id": str(row),
+        "id": item_id(row, item.group),
         "prompt": item.prompt,
         "response": item.response,
         "answer": item.answer,

@@ -125,13 +125,23 @@ class TriedReward:
         """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
         results: list[Result] = []
         # One prompt after the other: a reward that hangs is known after the first, however few workers there are.
-        rows = zip(items, lengths, truncated)
-        for _, batch in groupby(rows, lambda row: row[0].prompt):
+        for batch in by_row(items, lengths, truncated):
             with refused_as_input():
-                results += self.grade(*map(list, zip(*batch)))
+                results += self.grade(*batch)
             if self.pool.first_loss:
                 raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
         return results
+
+
+def by_row(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[list[list]]:
+    """A batch [items, lengths, truncated] for each row of the data, with all responses to it.
+
+    Two rows that follow each other may have the same prompt, so the row's number counts. An item without a number is
+    known by its prompt.
+    """
+    rows = zip(items, lengths, truncated)
+    batches = groupby(rows, lambda row: (row[0].group, row[0].prompt))
+    return [[list(column) for column in zip(*batch)] for _, batch in batches]
 
 
 @contextlib.contextmanager
@@ -144,7 +154,7 @@ def refused_as_input() -> Iterator[None]:
 
 
 class UserReward(TriedReward):
-    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one prompt."""
+    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one row."""
 
     def __init__(self, path: str, function: str, workers: int = 0, item_seconds: float = 10.0):
         """Raises BadInput if the file cannot be loaded."""
@@ -156,15 +166,13 @@ class UserReward(TriedReward):
 
     def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
-        rows = zip(items, lengths, truncated)
-        batches = [list(zip(*batch)) for _, batch in groupby(rows, lambda row: row[0].prompt)]
         results: list[Result] = []
-        for results_of_prompt in self.pool.map(self.grade_prompt, batches):
-            results += results_of_prompt
+        for results_of_row in self.pool.map(self.grade_row, by_row(items, lengths, truncated)):
+            results += results_of_row
         return results
 
-    def grade_prompt(self, batch: list) -> list[Result]:
-        """The results of one prompt's responses, or Results without a score if the worker was late or died."""
+    def grade_row(self, batch: list) -> list[Result]:
+        """The results of the responses to one row, or Results without a score if the worker was late or died."""
         items = batch[0]
         outcome = self.pool.grade(*batch)
         if not isinstance(outcome, Failure):

@@ -40,6 +40,7 @@ from common.placement import World
 from common.preflight import folders
 from common.preflight.flags import Saving
 from common.preflight.folders import AdapterInfo, RewardState, SavedState
+from common.preflight.run_directory import date_of
 from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
 
@@ -104,6 +105,14 @@ class Saver:
                 f"--resume: this rank finds step {self.step}, other ranks another one; they need one file system",
                 code="not-shared",
             )
+        # The first 48 bits are exact as a float.
+        mark = int(self.data[:12], 16)
+        if self.world.min(mark) != self.world.max(mark):
+            raise RunFailed(
+                "--dataset: the ranks have read different prompts; either a file differs between the nodes, or the "
+                "chat template prints the date and the run began at midnight (UTC): then start it again",
+                code="not-shared",
+            )
         if saved is None:
             return 0
         self.check_fits(saved, folder)
@@ -134,7 +143,7 @@ class Saver:
     def check_fits(self, saved: SavedState, folder: Path) -> None:
         """Compare a checkpoint with this run's data, adapters and trained parameters. Raises BadInput."""
         if saved.data != self.data:
-            problem = f"--resume {folder}: the prompts are not those of that run: a file of --dataset has changed"
+            problem = f"--resume {folder}: the prompts are not those of that run: {self.what_changed(folder)}"
             if self.saving.resume == "auto":
                 raise BadInput(
                     f"{problem}; restore it, or start another run with --resume {folder}", code="data-changed"
@@ -152,6 +161,15 @@ class Saver:
                 f"--resume {folder}: trained {saved.trained:,} parameters, and this run trains {count:,}; --model, "
                 "--train-vision and --freeze-router must be as they were"
             )
+
+    def what_changed(self, folder: Path) -> str:
+        """Why the prompts may differ from those of the run that saved the folder."""
+        if "strftime_now" not in str(self.tokenizer.chat_template) or date_of("", str(folder)):
+            return "a file of --dataset has changed"
+        return (
+            "a file of --dataset has changed, or the date that the chat template prints; that run's run.json doesn't "
+            'name it: add "date": "YEAR-MONTH-DAY" there, the day on which it began'
+        )
 
     def steps(self, run_dir: Path, last: int) -> Iterator[int]:
         """Yield the remaining steps until `last` or a signal. The caller ends each with step_done(). Collective."""

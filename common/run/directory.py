@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from common.data import dates
 from common.errors import BadInput, RunFailed
 from common.placement import World
 
@@ -44,8 +45,10 @@ def check_shared(run_dir: Path, world: World) -> None:
         )
 
 
-def describe(args, name: str, world: World) -> dict:
+def describe(args, name: str, world: World, date: str = "") -> dict:
     """The contents of run.json, with which a run can be repeated: algorithm, flags, versions, commit, hardware.
+
+    date: the one that the chat template prints in this run. A resumed run goes on with it.
 
     "file" is the algorithm's file: its path in this repository, or an absolute one if it is elsewhere.
     """
@@ -64,6 +67,7 @@ def describe(args, name: str, world: World) -> dict:
         "argv": sys.argv,
         "args": dataclasses.asdict(args),
         "seed": args.seed,
+        "date": date or dates.today(),
         "commit": commit,
         "uncommitted_changes": bool(changes) if commit else None,
         "versions": versions,

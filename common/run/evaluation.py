@@ -1,7 +1,7 @@
 """Accuracy of an engine's responses."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.data.prompts import Prompt
 from common.errors import RunFailed
@@ -9,7 +9,16 @@ from common.placement import World
 from common.rewards.mixture import Rewards
 from common.run.sampling import texts_of
 
-Graded = list[tuple[str, float]]  # the text of each response to one prompt, and its accuracy
+
+class Response(NamedTuple):
+    """A graded response."""
+
+    text: str
+    acc: float
+    truncated: bool  # the engine cut it off at the length limit
+
+
+Graded = list[Response]  # the responses to one prompt
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,14 @@ class Evaluator:
         results = self.reward.score(prompts_here, texts, rollout, self.world)
 
         # The rows of a prompt are next to each other: 0 ... n - 1 for the first, n ... 2n - 1 for the second.
+        cut_off = rollout.truncated.tolist()
         graded = []
         scores = []
         for place, prompt in enumerate(prompts_here):
             rows = range(place * n, (place + 1) * n)
             # score() clears the mask of responses that could not be graded, with all others to the same prompt.
             if rollout.response_mask[rows[0]].any():
-                graded.append((prompt, [(texts[row], results[row].acc) for row in rows]))
+                graded.append((prompt, [Response(texts[row], results[row].acc, cut_off[row]) for row in rows]))
                 scores += [results[row].score for row in rows]
         if not self.world.sum(len(graded)):
             raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
@@ -61,5 +71,5 @@ class Evaluator:
 
     def greedy_accuracy(self, prompts: list[Prompt], metrics=None) -> float:
         """Share of the graded prompts of all ranks whose answer at temperature 0 is right."""
-        accuracies = [responses[0][1] for _, responses in self.evaluate(prompts, metrics=metrics)]
+        accuracies = [responses[0].acc for _, responses in self.evaluate(prompts, metrics=metrics)]
         return self.world.sum(sum(accuracies)) / self.world.sum(len(accuracies))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from common import errors, placement, weight_sync
 from common.data import prompts as data
+from common.data.dates import date_of
 from common.placement import World
 from common.preflight.offline import OfflineSettings
 from common.preflight.prepare import Settings
@@ -113,6 +114,7 @@ class Run:
             args.track,
             steps_done,
             args.steps,
+            date_of(settings.tokenizer),
         )
         self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches

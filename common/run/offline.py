@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from common import placement
+from common.data.dates import date_of
 from common.data.prompts import PromptLoader
 from common.placement import World
 from common.preflight.offline import OfflineSettings
@@ -39,7 +40,16 @@ class Run:
         self.steps_wanted, self.world = args.steps, world
         self.saver = checkpoint.Saver(args.saving, trained, loader, None, None, tokenizer, settings.dtype, world)
         done = self.saver.load(settings.resume)
-        self.tracker = Tracker(args.run_dir, settings.name, settings.recorded, world, args.track, done, args.steps)
+        self.tracker = Tracker(
+            args.run_dir,
+            settings.name,
+            settings.recorded,
+            world,
+            args.track,
+            done,
+            args.steps,
+            date_of(tokenizer),
+        )
         self.saver.signals.doing = self.tracker.doing
 
     def steps(self) -> Iterator[int]:

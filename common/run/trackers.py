@@ -1,24 +1,29 @@
 """The trackers of --track, which mirror metrics.jsonl. A package is imported when its tracker is chosen.
 
 Each tracker writes into the run directory and needs no network, unless its own environment variables say otherwise.
-The functions open_NAME return (log, finish): log(metrics, step=step) adds a step, and finish() ends the run.
+The functions open_NAME return an Opened. A resumed run goes on with the tracker's run that it had before: its name for
+it is kept in RUN/tracker.json.
 
 accelerate.tracking has the same five. It needs accelerate's PartialState, which takes over the process: devices,
 variables of torchrun, numbers of threads. TensorBoard's class refuses our flags, because some are tuples. Folders,
 offline modes and exceptions would still be ours, and with them most of this file.
 """
 
+import json
 import logging
 import os
 import pkgutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from common.data.json_lines import read_object
 from common.errors import BadInput, warn
+from common.preflight import folders
 from common.preflight.machine import wandb_mode
 
-Opened = tuple[Callable[..., None], Callable[[], None]]
 PROJECT = "onefile-rl"  # name of the project, or of the experiment, in each tracker
+KEPT_ID = "tracker.json"  # file in the run directory: {tracker: the id of its run}
 # Variables that a package reads when it is imported: no reports to its makers, and no files in the home directory.
 VARIABLES = {
     "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_CACHE_DIR": "{run_dir}/wandb/cache"},
@@ -32,6 +37,23 @@ ERRORS = {  # tracker -> what it raises in addition to OSError, RuntimeError and
 }
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A tracker's run."""
+
+    log: Callable[..., None]  # log(metrics, step=step) adds a step
+    finish: Callable[[], None]  # ends the run
+    id: str = ""  # with which a resumed run finds it again; "" if the folder is enough
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a resumed run goes on with."""
+
+    start: int = 0  # number of steps that are done; 0 for a fresh run
+    id: str = ""  # of the tracker's run; "" makes another one
+
+
 class Sink:
     """Sends metrics to --track. Rank 0 has one.
 
@@ -39,8 +61,8 @@ class Sink:
     all steps.
     """
 
-    def __init__(self, track: str, run_dir: Path, flags: dict):
-        """Raises BadInput if the tracker cannot be opened."""
+    def __init__(self, track: str, run_dir: Path, flags: dict, start: int = 0):
+        """start: number of steps that a resumed run has done. Raises BadInput if the tracker cannot be opened."""
         self.track = track
         self.closed = track == "none"
         self.failed = False
@@ -54,9 +76,12 @@ class Sink:
         if track in ERRORS:
             self.failures += (pkgutil.resolve_name(ERRORS[track]),)
         try:
-            self.send, self.finish = open_tracker(track, run_dir, flags)
+            opened = open_tracker(track, run_dir, flags, Resumed(start, kept_id(track, run_dir) if start else ""))
         except self.failures as error:
             raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
+        self.send = opened.log
+        self.finish = opened.finish
+        keep_id(track, run_dir, opened.id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of a step."""
@@ -84,7 +109,27 @@ class Sink:
         self.failed = True
 
 
-def open_tracker(track: str, run_dir: Path, flags: dict) -> Opened:
+def kept_id(track: str, run_dir: Path) -> str:
+    """The id of the tracker's run that the run in run_dir has had before; "" if there was none. Raises BadInput."""
+    file = run_dir / KEPT_ID
+    if not file.is_file():
+        return ""
+    kept = read_object(file).get(track, "")
+    if not isinstance(kept, str):
+        raise BadInput(f'{file}: "{track}" must be the id of a run, a text; remove the file to begin another one')
+    return kept
+
+
+def keep_id(track: str, run_dir: Path, run_id: str) -> None:
+    """Write the id of the tracker's run, next to those of other trackers that the run has had."""
+    file = run_dir / KEPT_ID
+    if not run_id:
+        return
+    kept = read_object(file) if file.is_file() else {}
+    folders.write(file, json.dumps({**kept, track: run_id}, indent=2) + "\n")
+
+
+def open_tracker(track: str, run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     openers = {
         "wandb": open_wandb,
         "tensorboard": open_tensorboard,
@@ -92,31 +137,35 @@ def open_tracker(track: str, run_dir: Path, flags: dict) -> Opened:
         "trackio": open_trackio,
         "swanlab": open_swanlab,
     }
-    return openers[track](run_dir, flags)
+    return openers[track](run_dir, flags, resumed)
 
 
-def open_wandb(run_dir: Path, flags: dict) -> Opened:
+def open_wandb(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """RUN/wandb; `wandb sync` uploads it later."""
     import wandb
 
-    run = wandb.init(project=PROJECT, name=run_dir.name, dir=run_dir, config=flags, mode=wandb_mode())
-    return run.log, run.finish
+    # "allow" makes the run if it is not there: one that was offline may not have been uploaded yet.
+    resume = {"id": resumed.id, "resume": "allow"} if resumed.id else {}
+    run = wandb.init(project=PROJECT, name=run_dir.name, dir=run_dir, config=flags, mode=wandb_mode(), **resume)
+    return Opened(run.log, run.finish, run.id)
 
 
-def open_tensorboard(run_dir: Path, flags: dict) -> Opened:
+def open_tensorboard(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """RUN/tensorboard; `tensorboard --logdir RUN` shows it. It has no place for the flags."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(run_dir / "tensorboard")
+    # Steps that the resumed run repeats disappear from the curves of the file before.
+    purge_step = resumed.start + 1 if resumed.start else None
+    writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
 
     def log(metrics: dict, step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return log, writer.close
+    return Opened(log, writer.close)
 
 
-def open_mlflow(run_dir: Path, flags: dict) -> Opened:
+def open_mlflow(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """MLFLOW_TRACKING_URI, or RUN/mlflow.db; `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it."""
     import mlflow
 
@@ -127,26 +176,36 @@ def open_mlflow(run_dir: Path, flags: dict) -> Opened:
         if mlflow.get_experiment_by_name(PROJECT) is None:
             mlflow.create_experiment(PROJECT, artifact_location=(run_dir.absolute() / "mlruns").as_uri())
     mlflow.set_experiment(PROJECT)
-    mlflow.start_run(run_name=run_dir.name)
-    mlflow.log_params(flags)
-    return mlflow.log_metrics, mlflow.end_run
+    if resumed.id:
+        # Its flags are those that it began with. mlflow refuses to change one, such as --steps.
+        run = mlflow.start_run(run_id=resumed.id)
+    else:
+        run = mlflow.start_run(run_name=run_dir.name)
+        mlflow.log_params(flags)
+    return Opened(mlflow.log_metrics, mlflow.end_run, run.info.run_id)
 
 
-def open_trackio(run_dir: Path, flags: dict) -> Opened:
+def open_trackio(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """RUN/trackio; `TRACKIO_DIR=RUN/trackio trackio show` shows it. TRACKIO_SPACE_ID uploads to a Space."""
     import trackio
 
-    trackio.init(project=PROJECT, name=run_dir.name, config=flags)
-    return trackio.log, trackio.finish
+    # It knows its runs by their names.
+    if resumed.id:
+        run = trackio.init(project=PROJECT, name=resumed.id, config=flags, resume="allow")
+    else:
+        run = trackio.init(project=PROJECT, name=run_dir.name, config=flags)
+    return Opened(trackio.log, trackio.finish, run.name)
 
 
-def open_swanlab(run_dir: Path, flags: dict) -> Opened:
+def open_swanlab(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """RUN/swanlab; `swanlab sync` uploads it later. SWANLAB_MODE=online uploads at once."""
     import swanlab
 
     mode = os.environ.get("SWANLAB_MODE") or "offline"
-    swanlab.init(project=PROJECT, name=run_dir.name, config=flags, log_dir=str(run_dir / "swanlab"), mode=mode)
-    return swanlab.log, swanlab.finish
+    resume = {"id": resumed.id, "resume": "allow"} if resumed.id else {}
+    log_dir = str(run_dir / "swanlab")
+    run = swanlab.init(project=PROJECT, name=run_dir.name, config=flags, log_dir=log_dir, mode=mode, **resume)
+    return Opened(swanlab.log, swanlab.finish, run.id)
 
 
 def one_line(error: Exception) -> str:

@@ -139,8 +139,21 @@ def new_folder(name: str) -> str:
 class Tracker(Metrics):
     """Records the metrics of each step on every rank. Rank 0 writes them."""
 
-    def __init__(self, run_dir: str, name: str, args, world: World, track: str, start: int, steps: int):
-        """run_dir: "" makes runs/NAME-DATE-TIME. start: number of steps that a resumed run has done. Collective."""
+    def __init__(
+        self,
+        run_dir: str,
+        name: str,
+        args,
+        world: World,
+        track: str,
+        start: int,
+        steps: int,
+        date: str = "",
+    ):
+        """run_dir: "" makes runs/NAME-DATE-TIME. start: number of steps that a resumed run has done. Collective.
+
+        date: of the run, for run.json.
+        """
         super().__init__(world)
         if not run_dir and world.is_main:
             run_dir = new_folder(name)
@@ -160,13 +173,13 @@ class Tracker(Metrics):
         if not world.is_main:
             return
 
-        record = json.dumps(describe(args, name, world), indent=2)
+        record = json.dumps(describe(args, name, world, date), indent=2)
         folders.write(self.run_dir / "run.json", redacted(record) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
         self.forget_steps_after(start)
         # disable=None: a log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
-        self.sink = trackers.Sink(track, self.run_dir, flags(args))
+        self.sink = trackers.Sink(track, self.run_dir, flags(args), start)
 
     def forget_steps_after(self, start: int) -> None:
         """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint."""

@@ -13,6 +13,7 @@ from common.data import arithmetic, pairs
 from common.data.prompts import Prompt, Source
 from common.rewards import grade_gsm8k
 from common.rollout.rollout import collate
+from common.run.evaluation import Response
 from common.trainer.batching import Compute, fill_bins
 
 DPO, SFT = ROOT / "algos/dpo.py", ROOT / "algos/sft.py"
@@ -211,10 +212,11 @@ def test_a_copy_has_the_name_of_its_file(tmp_path):
 
 
 def test_a_response_that_was_cut_off_is_not_kept():
+    """The engine says which one. A long text may have ended by itself, and a short one may have been cut off."""
     evaluate = load_script("scripts/evaluate.py")
     prompt = Prompt("a:1", "1+1=", [1], "2", meta={"prompt": "1+1="})
-    graded = [("222222", 1.0), ("2", 1.0), ("333333", 0.0), ("3", 0.0)]
-    ended = evaluate.ended(graded, arithmetic.tokenizer(), 4)
+    graded = [Response("222222", 1.0, True), Response("2", 1.0, False), Response("333333", 0.0, True)]
+    ended = evaluate.ended([*graded, Response("3", 0.0, False)])
     assert ended == [("2", 1.0), ("3", 0.0)]
     assert evaluate.pair(prompt, ended) == [{"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}]
     assert evaluate.right(prompt, ended) == [{"prompt": "1+1=", "answer": "2", "solution": "2"}]

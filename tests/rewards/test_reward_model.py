@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, launch
 from helpers import load
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
 
 from common import rewards
 from common.data import arithmetic as embedded
@@ -127,6 +127,46 @@ def test_pairs_may_be_conversations(tmp_path):
     file.write_text(json.dumps({"prompt": "1+1=", "chosen": {"text": "2"}, "rejected": "3"}))
     with pytest.raises(BadInput, match='pairs.jsonl:1: "chosen" '):
         load_pairs(str(file))
+
+
+FITS = [  # prompt, chosen, rejected, limit, whether the pair is kept; a token a character, and the end token
+    ("1+1=", "2", "3", 6, True),
+    ("1+1=", "2", "3", 5, False),
+    ("1+1=", "22", "3", 6, False),
+    ("1+1=", "2", "33", 6, False),
+    ("1+1=", "22", "33", 7, True),
+]
+
+
+@pytest.mark.parametrize("prompt, chosen, rejected, limit, kept", FITS)
+def test_pairs_over_the_limit_are_left_out_and_counted(prompt, chosen, rejected, limit, kept, capsys):
+    short = {"prompt": "1", "chosen": "2", "rejected": "3"}
+    pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    fitting = load("scripts/train_reward_model.py").that_fit([pair, short], embedded.tokenizer(), limit)
+    assert fitting == ([pair, short] if kept else [short])
+    said = f"left out 1 of 2 pairs with more than {limit} tokens"
+    assert (said in "".join(capsys.readouterr())) != kept
+
+
+def test_without_any_pair_that_fits_there_is_nothing_to_train():
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    with pytest.raises(BadInput, match="all 1 pairs have more than 5 tokens"):
+        load("scripts/train_reward_model.py").that_fit([pair], embedded.tokenizer(), 5)
+
+
+@pytest.mark.parametrize("given, limit", [(0, None), (5, 5), (10**6, None)])
+def test_the_limit_is_the_flags_or_the_models_positions(given, limit, models, tmp_path):
+    """A token is added to each conversation, and needs a position, too."""
+    script = load("scripts/train_reward_model.py")
+    limit = limit or AutoConfig.from_pretrained(models["untied"]).max_position_embeddings - 1
+    response = "1" * (limit - 1)  # with prompt and end token one more than the limit
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "1", "chosen": response, "rejected": "2"}) + "\n")
+    with pytest.raises(BadInput, match=f"all 1 pairs have more than {limit} tokens"):
+        script.main(script.Args(model=models["untied"], dataset=str(file), max_tokens=given))
+    file.write_text(json.dumps({"prompt": "1", "chosen": response[1:], "rejected": "2"}) + "\n")
+    with pytest.raises(BadInput, match="leaves fewer than one --batch-size"):
+        script.main(script.Args(model=models["untied"], dataset=str(file), max_tokens=given))
 
 
 @pytest.mark.slow

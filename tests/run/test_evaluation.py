@@ -83,7 +83,8 @@ def test_sampled_responses_come_with_their_prompt_and_their_accuracy(world):
     evaluator, prompts = prepared(world, ["yes", "no"], ["yes", "bad"], ["no", "yes"])
     metrics = Metrics(world)
     graded = evaluator.evaluate(prompts, n=2, temperature=0.7, seed=5, metrics=metrics)
-    assert graded == [(prompts[0], [("yes", 1.0), ("no", 0.0)]), (prompts[2], [("no", 0.0), ("yes", 1.0)])]
+    yes, no = ("yes", 1.0, False), ("no", 0.0, False)
+    assert graded == [(prompts[0], [yes, no]), (prompts[2], [no, yes])]
     (asked,) = evaluator.engine.asked
     assert (asked["n"], asked["temperature"], asked["seed"]) == (2, 0.7, 5)
     assert metrics.sums == {"eval/reward": [(2 * (0.25 - 1.5), 4)]}

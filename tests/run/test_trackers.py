@@ -232,12 +232,12 @@ import sys
 from pathlib import Path
 from common.run import trackers
 
-def opened(run_dir, flags):
+def opened(run_dir, flags, resumed):
     def log(metrics, step):
         if step == 2 or step == 3:
             raise OSError(28, "No space left on device\\nsecond line")
         print("logged", step, metrics)
-    return log, lambda: print("finished")
+    return trackers.Opened(log, lambda: print("finished"))
 
 trackers.open_tensorboard = opened
 sink = trackers.Sink("tensorboard", Path("."), {})
@@ -280,3 +280,79 @@ def test_every_tracker_can_be_chosen_and_opened():
     chosen = Flags.__dataclass_fields__["track"].type.__args__
     assert set(chosen) == {"none", *NAMES} and grpo.Args().track == "none"
     assert all(callable(getattr(trackers, f"open_{name}")) for name in NAMES)
+
+
+MORE = f"""sink.close()
+flags = {{**{FLAGS}, "steps": 9, "resume": "auto"}}
+resumed = trackers.Sink(sys.argv[1], run_dir, flags, 1)
+resumed.log(2, {{"step": 2, "loss/policy": 3.0}})
+resumed.close()
+"""
+RESUMED = PROGRAM.replace("sink.close()\nsink.close()\n", MORE)
+
+
+def test_a_resumed_run_goes_on_with_the_same_run_of_its_tracker(tmp_path):
+    """wandb keeps a file for each start, both with one id."""
+    (tmp_path / "home").mkdir()
+    result = run("wandb", tmp_path / "home", RESUMED)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (kept,) = json.loads((tmp_path / "runs/first/tracker.json").read_text()).items()
+    files = glob.glob(f"{tmp_path}/runs/first/wandb/offline-run-*/run-*.wandb")
+    assert kept[0] == "wandb" and {Path(file).name for file in files} == {f"run-{kept[1]}.wandb"}
+    assert "warning[" not in result.stderr and "error" not in result.stderr.lower()
+
+
+def test_a_resumed_run_hides_the_steps_that_it_repeats_from_tensorboard(tmp_path):
+    (tmp_path / "home").mkdir()
+    result = run("tensorboard", tmp_path / "home", RESUMED)
+    assert result.returncode == 0, result.stderr[-2000:]
+    steps, _ = read_tensorboard(tmp_path / "runs/first")
+    assert sorted(steps) == [0, 1, 2] and steps[2] == {"loss/policy": 3.0}
+
+
+@pytest.mark.parametrize("track", ["mlflow", "trackio", "swanlab"])
+def test_the_other_trackers_go_on_with_the_same_run(track, tmp_path):
+    pytest.importorskip(track)
+    (tmp_path / "home").mkdir()
+    result = run(track, tmp_path / "home", RESUMED)
+    assert result.returncode == 0, result.stderr[-2000:]
+    if track == "mlflow":
+        with sqlite3.connect(tmp_path / "runs/first/mlflow.db") as database:
+            assert len(database.execute("select name from runs").fetchall()) == 1
+    if track == "trackio":
+        steps, _ = read_trackio(tmp_path / "runs/first")
+        assert set(steps) == {0, 1, 2, 7}
+
+
+KEPT = [  # what a run directory holds, steps done, the id that the tracker is opened with
+    ({"wandb": "abc"}, 3, "abc"),
+    ({"wandb": "abc", "mlflow": "def"}, 3, "abc"),
+    ({"mlflow": "def"}, 3, ""),
+    (None, 3, ""),
+    # A run that starts again at step 1 has forgotten its metrics, and so makes another run.
+    ({"wandb": "abc"}, 0, ""),
+]
+
+
+@pytest.mark.parametrize("kept, start, expected", KEPT)
+def test_the_id_of_a_trackers_run_is_kept_in_the_run_directory(kept, start, expected, tmp_path, monkeypatch):
+    given = []
+
+    def opened(run_dir, flags, resumed):
+        given.append(resumed)
+        return trackers.Opened(lambda metrics, step: None, lambda: None, resumed.id or "new")
+
+    monkeypatch.setattr(trackers, "open_wandb", opened)
+    monkeypatch.setattr(trackers, "VARIABLES", {})
+    if kept is not None:
+        (tmp_path / "tracker.json").write_text(json.dumps(kept))
+    trackers.Sink("wandb", tmp_path, {}, start).close()
+    assert given == [trackers.Resumed(start, expected)]
+    now = json.loads((tmp_path / "tracker.json").read_text())
+    assert now == {**(kept or {}), "wandb": expected or "new"}
+
+
+def test_a_broken_id_of_a_tracker_is_refused(tmp_path):
+    (tmp_path / "tracker.json").write_text('{"wandb": 3}')
+    with pytest.raises(BadInput, match=r'tracker.json: "wandb" must be the id'):
+        trackers.Sink("wandb", tmp_path, {}, 1)

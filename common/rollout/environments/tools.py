@@ -20,6 +20,7 @@ import ast
 import inspect
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -28,13 +29,40 @@ from pydantic_core import ArgsKwargs
 from common.errors import BadInput
 from common.rollout.environments import Environment, Problem, Step
 
+DECODER = json.JSONDecoder()
+SEPARATOR = re.compile(r"(?<=\})\s*;\s*(?=\{)")  # between two calls of Llama 3
+# Keys next to a call's name and arguments that tell nothing about what to do, as APIs of chat models have them.
+BOOKKEEPING = {"id", "call_id", "index", "type"}
+
 
 class ToolCall(BaseModel):
     """A call as models write it in JSON, or as a line of Python, which may have positional arguments."""
 
+    model_config = ConfigDict(extra="allow")
+
     name: str
     arguments: dict[str, Any] = Field({}, validation_alias=AliasChoices("arguments", "parameters"))
     positional: list = []
+
+    def lost(self, parameters: Collection[str]) -> list[str]:
+        """Keys of the call that may hold arguments, and that nothing reads.
+
+        parameters: names of the tool's parameters.
+        """
+        return [key for key, value in self.model_extra.items() if self.may_hold_arguments(key, value, parameters)]
+
+    def may_hold_arguments(self, key: str, value: Any, parameters: Collection[str]) -> bool:
+        if key == "parameters":
+            # The model gave both, and "arguments" was read.
+            return value not in ({}, None, self.arguments)
+        if key in parameters:
+            return True
+        if key in BOOKKEEPING:
+            return False
+        if "arguments" not in self.model_fields_set:
+            return True
+        # {"arguments": {}, "args": {"item": "pen"}}
+        return not self.arguments and isinstance(value, dict) and bool(value)
 
 
 class Tools(Environment):
@@ -68,11 +96,19 @@ class Tools(Environment):
     def call(self, call: ToolCall | None) -> tuple[str, bool]:
         """(what the model reads, whether the call failed). None is a call that cannot be parsed."""
         if call is None:
-            return self.error('a call is a JSON object with "name" and "arguments", and nothing else'), True
+            form = f'a call is a JSON object with "name" and "{arguments_key(self.format)}", and nothing else'
+            return self.error(form), True
         names = tool_names(type(self))
         if call.name not in names:
             return self.error(f"no tool is named {call.name}; there are {', '.join(names)}"), True
         tool = checked_tool(self, call.name)
+        if call.model_extra:
+            lost = call.lost(tool.json_schema()["properties"])
+            if lost:
+                # Without them the tool might do something else than the model asked for.
+                keys = ", ".join(json.dumps(key) for key in lost)
+                place = f'a call has its arguments in the object "{arguments_key(self.format)}"'
+                return self.error(f"{keys} would be lost; {place}"), True
         try:
             value = tool.validate_python(ArgsKwargs(tuple(call.positional), call.arguments))
             return (value if isinstance(value, str) else json.dumps(value, default=str)), False
@@ -87,6 +123,11 @@ class Tools(Environment):
     def error(self, message: str) -> str:
         """An error as the model reads it."""
         return f"error: {message}" if self.format == "plain" else json.dumps({"error": message})
+
+
+def arguments_key(call_format: str) -> str:
+    """The key under which a model was trained to write arguments."""
+    return "parameters" if call_format == "llama" else "arguments"
 
 
 def tool_names(kind: type[Tools]) -> list[str]:
@@ -137,8 +178,29 @@ def format_of(chat_template: str | dict[str, str] | None) -> str:
 
 def hermes(text: str) -> list[ToolCall | None]:
     """All calls between <tool_call> and </tool_call> or the end of the turn."""
-    marked = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-    return [parse_json(call) for call in marked]
+    calls = []
+    _, opening, rest = text.partition("<tool_call>")
+    while opening:
+        # A string in the arguments may hold the closing tag. So if there is an object, the tag behind it counts.
+        end = end_of_object(rest)
+        behind = rest[end:].lstrip()
+        if behind and not behind.startswith("</tool_call>"):
+            end = 0
+        inside, _, behind = rest[end:].partition("</tool_call>")
+        calls.append(parse_json(rest[:end] + inside))
+        _, opening, rest = behind.partition("<tool_call>")
+    return calls
+
+
+def end_of_object(text: str) -> int:
+    """The place behind the JSON object that the text begins with; 0 if it begins with none."""
+    start = len(text) - len(text.lstrip())
+    if not text.startswith("{", start):
+        return 0
+    try:
+        return DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return 0
 
 
 def llama(text: str) -> list[ToolCall | None]:
@@ -147,8 +209,33 @@ def llama(text: str) -> list[ToolCall | None]:
     # Llama 3 calls tools in a turn of their own. JSON behind other words is no call, and other JSON is an answer.
     if not text.startswith("{"):
         return []
-    calls = [parse_json(call) for call in re.split(r"(?<=\})\s*;\s*(?=\{)", text)]
-    return [call for call in calls if call]
+    calls = []
+    for part in split_objects(text):
+        call = parse_json(part)
+        # An object that has a name and arguments of a wrong form was meant as a call, too.
+        if call or names_a_call(part):
+            calls.append(call)
+    return calls
+
+
+def split_objects(text: str) -> list[str]:
+    """The JSON objects of a text that separates them by ";". A string in one of them may hold "};{"."""
+    parts = []
+    while separator := SEPARATOR.search(text, end_of_object(text)):
+        parts.append(text[: separator.start()])
+        text = text[separator.end() :]
+    return [*parts, text]
+
+
+def names_a_call(text: str) -> bool:
+    """Whether the text is a JSON object with a name, and with arguments that parse_json() cannot read."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    return "arguments" in value or "parameters" in value
 
 
 def parse_json(text: str) -> ToolCall | None:
