@@ -142,12 +142,12 @@ JSON_NUMBERS = [  # in the file, what the graders get
 @pytest.mark.parametrize("written, read", JSON_NUMBERS)
 def test_a_number_in_json_keeps_its_meaning(written, read):
     row = json.loads(f'{{"prompt": "x", "answer": {written}}}')
-    _, answer, _ = fields("d:1", row, {})
+    answer = fields("d:1", row, {}).answer
     assert answer == read
 
 
 def test_a_small_number_in_json_is_graded_as_that_number():
-    _, answer, _ = fields("d:1", json.loads('{"prompt": "x", "answer": 0.00001}'), {})
+    answer = fields("d:1", json.loads('{"prompt": "x", "answer": 0.00001}'), {}).answer
     assert grade_math(r"\boxed{10^{-5}}", answer).acc == 1 and grade_math(r"\boxed{e-5}", answer).acc == 0
 
 
