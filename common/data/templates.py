@@ -200,7 +200,7 @@ def render(
     """
     if not tokenizer.chat_template:
         return without_template(where, content, continues)
-    refuse_rendered(where, content, tokenizer)
+    refuse_rendered(where, content)
     messages = as_messages(content)
     if images:
         messages = images.as_parts(messages)
@@ -230,11 +230,10 @@ def without_template(where: str, content: str | Messages, continues: bool) -> st
     return text.removesuffix("\n") if continues else text
 
 
-def refuse_rendered(where: str, content: str | Messages, tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_rendered(where: str, content: str | Messages) -> None:
     """Raise BadInput for a text that has been through a chat template: this one would wrap it again."""
     begins = RENDERED.match(content) if isinstance(content, str) else None
-    # A BOS that the template would write as well has an error of its own, in tokenize().
-    if begins and begins[1] != tokenizer.bos_token:
+    if begins:
         raise BadInput(
             f"{where}: the prompt begins with {begins[1]}, so it has been through a chat template already, and that of "
             "--model would wrap it again; give the messages themselves"
@@ -245,10 +244,10 @@ def check_shown(where: str, messages: Messages, tools: list[dict] | None, text: 
     """Raise BadInput if the chat template has left out what a message says, or the name of a tool."""
     for number, message in enumerate(messages, 1):
         role = message.get("role")
-        for said in all_said(message):
+        for key, said in all_said(message):
             if not is_in(said, text):
                 raise BadInput(
-                    f"{where}: the chat template leaves out what message {number} ({role}) says: "
+                    f"{where}: the chat template leaves out the {key} of message {number} ({role}): "
                     f"{conversations.shown(said)}"
                 )
     for tool in tools or []:
@@ -260,18 +259,19 @@ def check_shown(where: str, messages: Messages, tools: list[dict] | None, text: 
             )
 
 
-def all_said(message: Message) -> list[str]:
-    """The texts of a message that a template has to show."""
+def all_said(message: Message) -> list[tuple[str, str]]:
+    """(key, text) of all that a message says and a template has to show."""
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     # Many templates drop the thinking of earlier turns, which is what the model has been trained with.
     if message.get("role") == "assistant":
         texts = [THINKING.sub("", text) for text in texts]
+    said = [("content", text.strip()) for text in texts]
     for call in message.get("tool_calls") or []:
         function = call["function"]
-        texts.append(function["name"])
-        texts += [value for value in function["arguments"].values() if isinstance(value, str)]
-    return [text.strip() for text in texts]
+        values = [value for value in function["arguments"].values() if isinstance(value, str)]
+        said += [("tool_calls", text.strip()) for text in (function["name"], *values)]
+    return said
 
 
 def is_in(said: str, text: str) -> bool:

@@ -381,7 +381,8 @@ DIFFERS = (
 DENOMINATOR = "denominator=denominator,\n                        token_weights"
 VALUE_DENOMINATOR = "clip=args.value_clip,\n                        denominator=denominator"
 MEAN_OVER_ROWS = (".sum(1) / lengths.clamp(min=1)).sum() / denominator", ".sum(1) / lengths.clamp(min=1)).mean()")
-ADVANTAGES = "advantages = advantages[:, None]  # (n, 1)\n    per_token"
+COLUMN = "advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage\n"
+ADVANTAGES = f"{COLUMN}    per_token"
 CENTRED = "advantages = (advantages - advantages.mean())[:, None]\n    per_token"
 WHITENED = "advantages = ((advantages - advantages.mean()) / advantages.std())[:, None]\n    per_token"
 
