@@ -168,7 +168,6 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
     If `folder` is there already, the new files replace those of the same name, and the weights of an older model go.
     """
-    folder = folder.absolute()  # "." has no name
     is_new = not folder.exists()
     # A folder that is there may be a disk of its own, on which the files have to be written to be renamed.
     unfinished = folder.with_name(f"{folder.name}.unfinished") if is_new else folder / ".unfinished"
