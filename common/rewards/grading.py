@@ -196,14 +196,14 @@ def final_box(text: str) -> tuple[int, str] | None:
 
 def as_list(results: Any, count: int) -> list:
     """What a reward has returned for `count` items, as a list. Raises BadInput if it is not one value for each item."""
-    expected = f"expected {count} results, one for each item"
+    expected = f"expected {count} results"
     # The keys of a dict and the letters of a text are values too, but no results. A set has no order.
     if isinstance(results, Mapping | AbstractSet | str | bytes) or not isinstance(results, Iterable):
-        raise BadInput(f"{expected}; got {type(results).__name__}: {str(results)[:200]!r}")
-    # Arrays and tensors. One that has another dimension would be walked by its rows, and one of dimension 0 not at all.
+        raise BadInput(f"{expected}, got {type(results).__name__}: {str(results)[:200]!r}")
+    # Arrays and tensors. A column would be read row by row, as if each row were a result.
     shape = getattr(results, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise BadInput(f"{expected}; got {type(results).__name__} of shape {tuple(shape)}")
+        raise BadInput(f"{expected}, got {type(results).__name__} of shape {tuple(shape)}")
     return list(results)
 
 

@@ -201,8 +201,7 @@ def quoted(item: Item) -> str:
 
 def load_math(mode: str) -> Handler:
     # Imported while the worker starts. Otherwise the time limit of the first item would have to pay for it.
-    import math_verify  # noqa: F401
-
+    import common.rewards.math_equality  # noqa: F401
     from common.rewards.math_grading import grade_math
 
     def grade(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
