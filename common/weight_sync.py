@@ -22,7 +22,7 @@ What we rely on:
 - Each parameter can be renamed on its own. It may become several tensors of the files. Two parameters that are parts of
   one tensor in the files are not supported: they would keep names that vLLM doesn't know, and it would refuse them.
 - Tied parameters are sent once, under their first name. The engine ties its own copies.
-tests/core/test_families.py checks all of this for the supported families.
+tests/trainer/test_families.py checks all of this for the supported families.
 """
 
 from collections.abc import Iterator

@@ -146,6 +146,7 @@ class HFEngine:
         weights |= dict(self.model.named_buffers())
         for name, tensor in named_tensors:
             weights[name].copy_(tensor)
+            del tensor  # otherwise it stays in memory while the next one is gathered
         self.weight_version += 1
 
     def sleep(self) -> None:
