@@ -44,7 +44,7 @@ def demonstrations(
     # Making one renders the chat template, so each role has one.
     @cache
     def suffix_of(role: str) -> Suffix:
-        return Suffix(tokenizer, [tokenizer.eos_token_id], role)
+        return Suffix(tokenizer, encoder.end[-1:], role)
 
     encoder = Responses(tokenizer)
     responses = []

@@ -53,7 +53,8 @@ class Suffix:
             return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]
         # The template ends the turn, but the policy has sampled the end already.
-        if ids[: len(self.turn_end)] == self.turn_end:
+        ended = self.turn_end[-1] in self.stop_token_ids
+        if ended and ids[: len(self.turn_end)] == self.turn_end:
             return ids[len(self.turn_end) :]
         if ids and ids[0] in self.stop_token_ids:
             return ids[1:]

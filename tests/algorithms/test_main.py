@@ -110,7 +110,7 @@ def record(world, monkeypatch, tmp_path) -> Callable[..., tuple[Recording, objec
         # Otherwise a reward that fails in the first steps, or often, ends the run.
         monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
         monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
-        monkeypatch.setattr(rewards, "load", lambda specs: Rewards({"judged": judged}, {"judged": 1.0}))
+        monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged}, {"judged": 1.0}))
         recording = watch(monkeypatch, world, noise=0.3)
         algorithm.main(args)
         return recording, args

@@ -182,7 +182,7 @@ def test_a_dialogue_to_learn_has_the_ids_of_the_same_episode(tmp_path, template)
     (ids,), (mask,) = demonstrations([prompt], tokenizer)
     end = templates.turn_end(tokenizer)
     words = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    between = Suffix(tokenizer, [tokenizer.eos_token_id], "user").ids(["4"])
+    between = Suffix(tokenizer, end, "user").ids(["4"])  # what ends a turn also stops a response
     assert ids == words("look") + end + between + words("5") + end
     assert mask == [True] * (len(words("look")) + 1) + [False] * len(between) + [True] * (len(words("5")) + 1)
 

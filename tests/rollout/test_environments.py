@@ -23,7 +23,7 @@ from common.data import arithmetic, tasks
 from common.data.demonstrations import demonstrations
 from common.data.prompts import Prompt, PromptLoader, TrainSource, load
 from common.data.suffix import Suffix
-from common.data.templates import chat_text
+from common.data.templates import chat_text, turn_end
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.processes.pool import Failure
@@ -236,8 +236,9 @@ def test_a_demonstration_has_the_suffix_that_an_episode_would_have():
         said = row["solution"][1]
         (ids,), (mask,) = demonstrations([Prompt("x:1", "", [], None, row["solution"][:3], row)], tokenizer)
         heard = [token for token, own in zip(ids, mask) if not own]
-        assert heard == Suffix(tokenizer, [1], kind.role).ids([said])
-        assert heard != Suffix(tokenizer, [1], "user" if kind.role == "tool" else "tool").ids([said])
+        ends = turn_end(tokenizer)
+        assert heard == Suffix(tokenizer, ends, kind.role).ids([said])
+        assert heard != Suffix(tokenizer, ends, "user" if kind.role == "tool" else "tool").ids([said])
 
 
 # Calls

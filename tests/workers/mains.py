@@ -152,7 +152,7 @@ def signs(model_path: str, runs: Path) -> None:
             pushed = started[-1].pushed
             gains[folder] = preference(pushed[-1], model_path) - preference(pushed[0], model_path)
     (runs / "signs.json").write_text(json.dumps(gains))
-    rewards.load = lambda specs: Rewards({"none": lambda items, *_: [Result(0.0, 0.0)] * len(items)}, {"none": 1.0})
+    rewards.load = lambda *given: Rewards({"none": lambda items, *_: [Result(0.0, 0.0)] * len(items)}, {"none": 1.0})
     given = {**ppo.EMBEDDED, **FLAGS, "model": model_path, "steps": 2, "weight_decay": 0.1}
     ppo.main(ppo.Args(**given, run_dir=str(runs / "ppo-nothing")))
     first, *_, last = started[-1].pushed

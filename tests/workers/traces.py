@@ -39,6 +39,7 @@ FLAGS = {
     "saving": checkpoint.Saving(save_every=1),
 }
 OWN = {name: short_run(name) for name in ALGORITHMS} | {
+    "remax": {},  # without a KL term only some rows have a forward, and which depends on the baselines
     "opd-full": {"full_vocabulary": True},
     "fork": {},
     "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": 0.95},
