@@ -56,7 +56,14 @@ EVERYTHING = COMMON | {
     "warmup_steps": 2,
     "max_grad_norm": 0.03,
 }
-PLAIN = COMMON | {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 1e3, "tis_cap": 0.0, "kl_coef": 0.0}
+PLAIN = COMMON | {
+    "steps": 2,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "max_grad_norm": 1e3,
+    "tis_cap": 0.0,
+    "kl_coef": 0.0,
+}
 # What a file needs besides, in the first and in the second run.
 OWN = {
     "gspo": [{"clip_low": 0.004, "clip_high": 0.006}, {}],
