@@ -11,7 +11,6 @@ Nothing is dropped. A message that can't be read is refused, and the error names
 import json
 from typing import Any
 
-from common.data.rows import CONVERSATIONS
 from common.errors import BadInput
 
 Message = dict[str, Any]
@@ -171,9 +170,12 @@ def tool_name(tool: dict) -> str:
     return function.get("name", "") if isinstance(function, dict) else ""
 
 
-def is_conversation_column(column: str) -> bool:
-    """Whether a column holds a conversation whose last turn, if it is the assistant's, is the response."""
-    return column.rpartition(".")[2] in CONVERSATIONS
+def last_response(messages: list) -> Any:
+    """What the assistant says in a last message of any form. None if somebody else has the last word."""
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    sender = last.get("role", last.get("from"))
+    is_assistant = isinstance(sender, str) and SENDERS.get(sender) == "assistant"
+    return last.get("content", last.get("value")) if is_assistant else None
 
 
 def shown(value: Any) -> str:

@@ -40,13 +40,13 @@ def demonstrations(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[list[int]], list[list[bool]]]:
     """The solutions of prompts as token ids, and for each token whether the policy would say it."""
+    encoder = Responses(tokenizer)
 
     # Making one renders the chat template, so each role has one.
     @cache
     def suffix_of(role: str) -> Suffix:
         return Suffix(tokenizer, encoder.end[-1:], role)
 
-    encoder = Responses(tokenizer)
     responses = []
     masks = []
     for prompt in prompts:

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from transformers import AutoConfig, AutoProcessor
 
-from common.data.rows import CONVERSATIONS, first_line, lookup, split_conversation
+from common.data.conversations import last_response
+from common.data.rows import CONVERSATIONS, first_line, lookup
 from common.data.templates import prompt_column, solution_column
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed
@@ -284,8 +285,7 @@ class ImageReader:
         for column in columns:
             response = lookup(row, column)
             if isinstance(response, list):
-                _, last = split_conversation(response)
-                response = last or " ".join(turn for turn in response if isinstance(turn, str))
+                response = last_response(response) or " ".join(turn for turn in response if isinstance(turn, str))
             for placeholder in self.placeholders.values():
                 if isinstance(response, str) and placeholder in response:
                     raise BadInput(f'{where}: a response in "{column}" has {placeholder}, which stands for an image')

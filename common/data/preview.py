@@ -23,8 +23,7 @@ def show(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, stop_token_i
     """
     for prompt in first_of_each(prompts):
         show_prompt(prompt, tokenizer)
-    ends = ", ".join(f"{tokenizer.decode([token])} ({token})" for token in stop_token_ids)
-    write(visible(f"a response ends with {ends}"))
+    show_ends(stop_token_ids, tokenizer)
 
 
 def show_solutions(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,7 +32,7 @@ def show_solutions(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) ->
         show_prompt(prompt, tokenizer)
         (ids,), (mask,) = demonstrations([prompt], tokenizer)
         show_response("solution", ids, mask, tokenizer)
-    show([], tokenizer, turn_end(tokenizer)[-1:])
+    show_ends(turn_end(tokenizer)[-1:], tokenizer)
 
 
 def show_pairs(prompts: list[Prompt], pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -42,7 +41,7 @@ def show_pairs(prompts: list[Prompt], pairs: Pairs, tokenizer: PreTrainedTokeniz
         show_prompt(prompt, tokenizer)
         for name, ids in zip(("chosen", "rejected"), pairs[prompt.id]):
             show_response(name, ids, [True] * len(ids), tokenizer)
-    show([], tokenizer, turn_end(tokenizer)[-1:])
+    show_ends(turn_end(tokenizer)[-1:], tokenizer)
 
 
 def first_of_each(prompts: list[Prompt]) -> list[Prompt]:
@@ -66,6 +65,11 @@ def show_response(name: str, ids: list[int], mask: list[bool], tokenizer: PreTra
         text = marked([token for token, _ in pairs], tokenizer)
         pieces.append(f"{before}{text}{after}" if learned else text)
     write("".join(pieces))
+
+
+def show_ends(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    ends = ", ".join(f"{tokenizer.decode([token])} ({token})" for token in token_ids)
+    write(visible(f"a response ends with {ends}"))
 
 
 def marked(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

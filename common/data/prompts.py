@@ -145,15 +145,13 @@ def load_one(
             question = templates.fill(where, template, question)
         tools = tools_of(where, source.tools, found.tools)
         text = templates.render(where, question, tokenizer, tools, images, continues=found.continues)
-        quoted = []
-        if not images:
-            quoted = spelled.found(where, templates.as_messages(question))
-        ids = templates.tokenize(where, text, tokenizer, quoted)
+        messages = templates.as_messages(question)
         if images:
-            ids = images.expand(text, ids)
+            ids = images.expand(text, templates.tokenize(where, text, tokenizer))
+        else:
+            ids = templates.tokenize(where, text, tokenizer, spelled.found(where, messages))
         # Rewards see the question as the data has it, under one name for all data sets.
         meta = {**row, "prompt": found.content}
-        messages = templates.as_messages(question)
         return Prompt(where, text, ids, found.answer, found.solution, meta, spec, messages=messages, tools=tools)
 
     prompts = collect(rows, make)

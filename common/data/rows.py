@@ -15,7 +15,6 @@ Row = tuple[str, dict]
 
 # Columns with a whole conversation, as OpenAI and ShareGPT name them.
 CONVERSATIONS = ("messages", "conversations")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 ENDS_WITH_PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
 
@@ -62,26 +61,6 @@ def is_chat(value: Any) -> bool:
 
 def is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def split_conversation(messages: Any) -> tuple[Any, Any]:
-    """The messages before a last one of the assistant, and its text. Without such a message: (messages, None).
-
-    ShareGPT's {"from": "human", "value": ...} becomes {"role": "user", "content": ...}.
-    """
-    if isinstance(messages, list):
-        messages = [in_openai_form(message) for message in messages]
-    if is_chat(messages) and messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
-    return messages, None
-
-
-def in_openai_form(message: Any) -> Any:
-    """ShareGPT's message as OpenAI has it. Any other value stays."""
-    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
-        return message
-    role = SHAREGPT_ROLES.get(str(message["from"]), message["from"])
-    return {"role": role, "content": message["value"]}
 
 
 def first_line(text: object) -> str:

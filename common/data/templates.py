@@ -279,8 +279,8 @@ def is_in(said: str, text: str) -> bool:
 
     Templates write what tools say as JSON, and some rewrite a text a little: Qwen's take out the word /think.
     """
-    forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
-    if any(form in text for form in forms):
+    # Nearly always the first is true, and each message of each row is asked for.
+    if said in text or json.dumps(said)[1:-1] in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
         return True
     words = said.split()
     return 2 * sum(word in text for word in words) >= len(words)
@@ -369,8 +369,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except REFUSALS:
         return end  # it wants other messages first
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    control = control_tokens(tokenizer)
     for place, token in enumerate(ids):
-        if token in control_tokens(tokenizer):
+        if token in control:
             # Behind other words it would be the start of the next turn.
             return ids[: place + 1] if not tokenizer.decode(ids[:place]).strip() else end
     return end

@@ -159,7 +159,6 @@ class Rewards:
                 )
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         for name in self.rewards:
-            unreadable: set[str] = set()
             if name in NUMERIC_REWARDS:
                 unreadable = {answer for answer in answers if parse_gold(answer) is None}
                 fault = f"is not a number, which --reward {name} needs; {BETTER_GRADERS}"
@@ -168,6 +167,8 @@ class Rewards:
 
                 unreadable = unreadable_golds(answers)
                 fault = "cannot be parsed as LaTeX"
+            else:
+                continue
             # All at once, and the number of them, because one cure often helps all.
             refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
 

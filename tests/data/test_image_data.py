@@ -135,6 +135,10 @@ def test_a_template_may_rewrite_what_is_said(llava):
         ([{"prompt": "?", "solution": ["look", "<image>", "7"]}], 'a response in "solution" has <image>'),
         ([ROW | {"response": "<image>"}], 'rows.jsonl:1: a response in "response" has <image>'),
         (
+            [{"conversations": [{"from": "human", "value": "?"}, {"from": "chatgpt", "value": "<image>"}]}],
+            'a response in "conversations" has <image>',
+        ),
+        (
             [{"messages": [user("?"), {"role": "assistant", "content": "<image>"}]}],
             'a response in "messages" has <image>',
         ),
