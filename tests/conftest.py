@@ -216,7 +216,8 @@ def fork(command: list[str], environments: list[dict], timeout: float, cwd, core
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         settings = {"cwd": str(cwd or os.getcwd()), "cores": cores, "stdout": str(out), "stderr": str(err)}
         codes = request_launch(server_connection(), command, environments, timeout, **settings)
-        code = next((code for code in codes if code), 0)
+        # As with torchrun, the rank that failed counts, and not those that were ended because of it.
+        code = next((code for code in codes if code > 0), min(codes))
         return subprocess.CompletedProcess(command, code, *[path.read_text() for path in (out, err)])
 
 

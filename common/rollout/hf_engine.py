@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsPr
 from common.data import weights
 from common.data.tokenizer import causal_class, image_tokens
 from common.placement import World
-from common.rollout.rollout import Response, Rollout, collate_responses
+from common.rollout.rollout import Response, Rollout, collate_responses, spread_seed
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns
 
 
@@ -65,7 +65,7 @@ class HFEngine:
     ) -> Rollout:
         """n responses to each prompt. done is not called: all responses end at the same time."""
         # Without the rank all ranks would draw the same numbers.
-        torch.manual_seed((seed << 12) + self.world.rank)
+        torch.manual_seed(spread_seed((seed << 12) + self.world.rank))
         if reply is not None:
             return self.converse(prompt_ids, n, temperature, max_tokens, reply)
         responses = self.sample([ids for ids in prompt_ids for _ in range(n)], temperature, max_tokens)

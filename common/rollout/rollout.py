@@ -15,6 +15,16 @@ from common.placement import World
 Done = Callable[[int, list[list[int]], list[bool]], None]
 
 
+def spread_seed(seed: int) -> int:
+    """The seed with its upper bits mixed into the lower 32, which are all that torch's generator reads on a CPU.
+
+    A run's own seed stands in the upper bits, so without this all runs on a CPU would sample with the same noise. No
+    two seeds become one. Those below 2**32 stay as they are.
+    """
+    golden_ratio = 0x9E3779B1  # Knuth's multiplier: neighbours end far apart
+    return seed ^ ((seed >> 32) * golden_ratio % 2**32)
+
+
 @dataclass
 class Rollout:
     """N sampled responses, group-major: rows i*G ... i*G+G-1 answer prompt i. T = tokens of the longest response."""

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from common.data.tokenizer import has_safetensors, image_tokens
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
-from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather_prompts
+from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather_prompts, spread_seed
 from common.rollout.turns import Reply
 
 MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
@@ -103,7 +103,7 @@ def request(ids: list[int]) -> dict:
 
 def request_seed(seed: int, number: int, n: int) -> int:
     """Seed of prompt `number` of a step: its n responses take this seed and the next n - 1. It fits into 63 bits."""
-    return ((seed << 20) + number) * n % 2**62
+    return spread_seed(((seed << 20) + number) * n % 2**62)
 
 
 class VLLMEngine:
@@ -163,7 +163,7 @@ class VLLMEngine:
         settings |= {"n": n, "flat_logprobs": True}
         if self.world.device.type == "cpu":
             # vLLM draws from this generator on a CPU. Without the engine's index all engines would draw the same.
-            torch.manual_seed((seed << 12) + self.world.engine_index)
+            torch.manual_seed(spread_seed((seed << 12) + self.world.engine_index))
         if reply is not None:
             from common.rollout.vllm_turns import converse
 

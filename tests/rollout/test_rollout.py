@@ -17,7 +17,7 @@ from common.placement import Layout
 from common.rollout import engines, vllm_engine
 from common.rollout.hf_engine import HFEngine
 from common.rollout.rollout import Rollout, collate, collate_responses, select
-from common.rollout.vllm_engine import EngineConfig
+from common.rollout.vllm_engine import EngineConfig, request_seed
 
 
 def test_select_takes_rows_of_several_rollouts_in_order():
@@ -163,10 +163,10 @@ def test_each_rank_of_the_hf_engine_and_each_step_has_noise_of_its_own(uneven, w
         monkeypatch.setattr(uneven, "world", replace(world, rank=rank, size=3))
         return str(uneven.generate([[20, 30, 40]], 32, 1.0, 1, seed).response_ids)
 
-    noise = [(rank, seed) for rank in range(3) for seed in (0, 1, 2)]
+    noise = [(rank, seed) for rank in range(3) for seed in (0, 1, 2, 2**20, 2**20 + 1, 2**21)]  # and of each run
     found = [sampled(*each) for each in noise]
     assert len(set(found)) == len(noise)
-    assert sampled(*noise[4]) == found[4], "a step that is repeated is the same step"
+    assert sampled(*noise[7]) == found[7], "a step that is repeated is the same step"
 
 
 @pytest.fixture
@@ -217,8 +217,17 @@ def test_each_rank_gets_the_responses_to_its_own_prompts(of_ranks, tp, device):
     noise = {tuple(ids[1:]) for responses in ids_of(found) for ids in responses}
     assert len(noise) == 4 * 3 * 2
     assert ids_of(of_ranks(tp, device, 5)) == ids_of(found), "a step that is repeated is the same step"
-    other_step = ids_of(of_ranks(tp, device, 6))
-    assert noise.isdisjoint(tuple(ids[1:]) for responses in other_step for ids in responses)
+    for other in (6, 2**20 + 5):  # another step, and the same step of a run with the next --seed
+        others = ids_of(of_ranks(tp, device, other))
+        assert noise.isdisjoint(tuple(ids[1:]) for responses in others for ids in responses)
+
+
+def test_the_seeds_of_requests_differ_in_the_bits_that_a_cpu_reads():
+    """torch's generator keeps the lower 32 of them there. Three runs, four steps, four prompts, eight responses."""
+    steps = [run * 2**20 + step for run in (0, 1, 2) for step in (1, 2, 3, 4000)]
+    seeds = [request_seed(step, number, 8) + i for step in steps for number in range(4) for i in range(8)]
+    read = {torch.randint(2**62, (), generator=torch.Generator().manual_seed(seed)).item() for seed in seeds}
+    assert len(read) == len(seeds) == 3 * 4 * 4 * 8
 
 
 def test_a_cpus_bfloat16_head_gives_float32_logits():
