@@ -14,6 +14,8 @@ import math
 import random
 from collections.abc import Iterator
 
+from common.data.functions import functions
+
 HELD_OUT = 256  # problems of each task
 DRAWN = 8192  # problems of `reverse`, `calculator` and `maze`, of which there could be more
 SIDE = 4  # cells of a side of a `maze`
@@ -148,7 +150,15 @@ def guess(draw: random.Random) -> Iterator[Row]:
         yield row(f"{INTERVAL[0]} to {INTERVAL[-1]}?", "", turns) | {"role": "user"}
 
 
-TASKS = {"sums": sums, "gcd": gcd, "reverse": reverse, "maze": maze, "calculator": calculator, "guess": guess}
+TASKS = {
+    "sums": sums,
+    "gcd": gcd,
+    "reverse": reverse,
+    "maze": maze,
+    "calculator": calculator,
+    "guess": guess,
+    "functions": functions,
+}
 NAMES = (*TASKS, "squares")
 
 

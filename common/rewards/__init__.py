@@ -32,7 +32,7 @@ BUILT_IN = {
     "missing-eos": text.missing_eos_reward,
 }
 # The others need an import that takes time, or parameters. load_one() makes them.
-WITH_PROCESSES = ("math", "math-flexible", "reasoning-gym")
+WITH_PROCESSES = ("math", "math-flexible", "code", "code-fraction", "reasoning-gym")
 WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
 
 
@@ -58,6 +58,10 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         from common.rewards.workers import MathReward
 
         return MathReward(spec)
+    if spec in ("code", "code-fraction"):
+        from common.rewards.code import CodeReward
+
+        return CodeReward(spec)
     if spec == "reasoning-gym":
         from common.rewards.reasoning_gym import ReasoningGym
 

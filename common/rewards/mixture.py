@@ -157,6 +157,10 @@ class Rewards:
                 refuse_all(
                     [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
                 )
+        for name, reward in self.rewards.items():
+            check_row = getattr(reward, "check_row", None)
+            if check_row:
+                refuse_all([f"{p.id}: --reward {name}: {fault}" for p in prompts if (fault := complaint(check_row, p))])
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         for name in self.rewards:
             if name in NUMERIC_REWARDS:
@@ -303,6 +307,15 @@ class Rewards:
                 info = {**results[row].info, "ungraded": reason}
                 results[row] = dataclasses.replace(results[row], score=0.0, acc=0.0, info=info)
         return results
+
+
+def complaint(check_row, prompt) -> str:
+    """What a reward says against a row, or nothing."""
+    try:
+        check_row(prompt.answer, prompt.meta)
+    except BadInput as error:
+        return str(error)
+    return ""
 
 
 def std_over_ranks(scores: list[float], world: World) -> float:

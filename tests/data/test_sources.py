@@ -1,7 +1,9 @@
 """Where rows come from: files, --columns, and the two hubs, whose clients are replaced by fakes."""
 
+import contextlib
 import json
 import math
+import random
 import re
 import sys
 import types
@@ -318,6 +320,26 @@ def test_a_task_lists_each_problem_once_and_holds_some_out():
     assert max(answers.values()) < 0.13 * tasks.HELD_OUT, "a model that always says the same would look able"
     assert 0.4 < sum("+" in row["question"] for row in tasks.problems("sums", "test")) / tasks.HELD_OUT < 0.6
     assert [row for _, row in sources.read("sums", "test")] == tasks.problems("sums", "test")
+
+
+def test_the_tests_of_a_function_accept_its_program_alone():
+    """Also a program with True in the place of 1."""
+    rows = tasks.problems("functions", "test") + tasks.problems("functions", "train")
+    assert len(rows) == len({row["question"] for row in rows}) == 1493
+    by_arguments: dict[str, dict] = {}
+    for row in rows:
+        namespace: dict = {}
+        exec(row["answer"], namespace)
+        arguments = row["answer"].partition(":")[0]
+        by_arguments.setdefault(arguments, {})[row["question"]] = namespace["f"]
+        assert row["solution"] == f"```python\n{row['answer']}```" and len(set(row["test_list"])) == 5
+    for row in random.Random(0).sample(rows, 100):
+        accepted = []
+        for question, program in by_arguments[row["answer"].partition(":")[0]].items():
+            with contextlib.suppress(AssertionError):
+                exec("\n".join(row["test_list"]), {"f": program})
+                accepted.append(question)
+        assert accepted == [row["question"]]
 
 
 def test_a_maze_has_one_way_and_the_answer_goes_it():

@@ -1,0 +1,454 @@
+"""Programs that a policy has written run here: without a network, without the user's files, with limits on everything.
+
+    worker (trusted)                    nursery                        keeper, and its program
+    sandbox = Sandbox(["some.module"])
+      starts the nursery     ---->      imports some.module, then
+                                        leaves for namespaces of
+                                        its own: see isolate()
+    sandbox.start("some.module:role", [fd, ...], seconds=10)
+      passes the fds         ---->      forks a keeper     ---->     new namespaces of processes and mounts,
+                                                                     an empty folder /program; forks the program,
+                                                                     which takes limits and runs role(fd, ...)
+    running.ended()          <--------------------------------       "exit 0", "signal 9" or "timeout"
+
+A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery never reads anything but file
+descriptors, so no program finds another one's text, or its tests, in its own memory.
+
+The keeper ends the program after its time, or once the worker closes its end. A process namespace ends with its first
+process, so nothing that the program has started outlives it.
+
+Where the kernel grants no namespaces (in most containers), bubblewrap is tried, and then the limits alone:
+`Sandbox.missing` says what is not isolated. Such a program may end the nursery. The next start() makes a new one.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = str(Path(__file__).parents[2])
+START_SECONDS = 30.0
+CLEAN_UP_SECONDS = 10.0
+WORK = "/program"  # where a program runs, if there are namespaces
+
+MEMORY_BYTES = 2 * 2**30  # addresses of each process
+PROCESSES = 32  # of a program, its threads included
+OPEN_FILES = 64
+FILE_BYTES = 16 * 2**20  # one file
+WORK_BYTES = 64 * 2**20  # all files of a program together
+FIRST_UID = 60000  # root's programs run as a user without rights, each worker's as another one
+
+# A program sees nothing of the trainer's environment. Threads of numpy's libraries would count as processes.
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",  # the same verdict each time, also where the order of a set decides
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+# Parts of the machine that programs see, read-only: Python, what it is linked with, and harmless devices.
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+# Numbers of the kernel's interface.
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+# A second mount of the same files must keep these flags. statvfs() has other numbers for some of them than mount().
+KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
+CAP_DAC_READ_SEARCH = 2
+CAPABILITY_VERSION = 0x20080522
+
+
+class Running:
+    """A program that has been started."""
+
+    def __init__(self, status: socket.socket):
+        self.status = status
+
+    def ended(self) -> str:
+        """Waits for the end: "exit N", "signal N" or "timeout"."""
+        with self.status:
+            return self.status.recv(100).decode() or "signal 9"  # without a word, the keeper itself was killed
+
+    def stop(self) -> None:
+        """End the program now."""
+        self.status.close()
+
+
+class Sandbox:
+    """One nursery. Raises RuntimeError if it does not start. Only one thread may call start()."""
+
+    def __init__(self, modules: list[str], kinds: tuple[str, ...] = ("namespaces", "bubblewrap", "limits")):
+        """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order."""
+        self.modules = modules
+        problems = []
+        for self.kind in kinds:
+            problem = self.open(self.kind)
+            if not problem:
+                break
+            problems.append(f"{self.kind}: {problem}")
+        else:
+            raise RuntimeError(f"the sandbox for programs does not start ({'; '.join(problems)})")
+        self.missing = ""
+        if self.kind == "limits":
+            self.missing = f"the network and the files of this machine are in reach ({'; '.join(problems)})"
+
+    def open(self, kind: str) -> str:
+        """Start the nursery. Returns what went wrong, or nothing."""
+        if kind == "bubblewrap" and shutil.which("bwrap") is None:
+            return "not installed"
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = json.dumps({"kind": kind, "modules": self.modules, "path": import_path()})
+        command = [sys.executable, "-P", "-m", "common.processes.sandbox", str(theirs.fileno()), settings]
+        if kind == "bubblewrap":
+            command = [*bubblewrap(), *command]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                env={**ENVIRONMENT, "PYTHONPATH": ROOT},
+            )
+        self.control.settimeout(START_SECONDS)
+        try:
+            answer = json.loads(self.control.recv(10_000) or b'{"problem": "it ended at once"}')
+        except TimeoutError:
+            answer = {"problem": f"no answer within {START_SECONDS:g} s"}
+        self.control.settimeout(None)
+        if answer["problem"]:
+            self.close()
+        return answer["problem"]
+
+    def start(self, role: str, fds: list[int], seconds: float) -> Running:
+        """Start role(*fds) in a process of its own. The caller may close its copies of the fds afterwards."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        message = json.dumps({"role": role, "seconds": seconds}).encode()
+        with theirs:
+            try:
+                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
+            except OSError:  # the nursery is gone
+                self.close()
+                self.open(self.kind)
+                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
+        return Running(ours)
+
+    def close(self) -> None:
+        """End the nursery."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def import_path() -> list[str]:
+    """Where programs find modules: the standard library, and what is installed beside it."""
+    return [path for path in sys.path if path and path != ROOT and os.path.isdir(path) and is_installed(path)]
+
+
+def is_installed(path: str) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in python_folders())
+
+
+def python_folders() -> list[str]:
+    """Folders with this Python and its packages."""
+    folders = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), *site.getsitepackages()}
+    return sorted(folder for folder in folders if os.path.isdir(folder))
+
+
+# Inside the nursery
+
+
+def main(control_fd: int, settings: dict) -> None:
+    control = socket.socket(fileno=control_fd)
+    modules = {name: importlib.import_module(name) for name in settings["modules"]}
+    set_death_signal(os.getppid())
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel ends programs first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    problem = ""
+    try:
+        if settings["kind"] == "namespaces":
+            isolate()
+        has_rooms = settings["kind"] != "limits" and can_make_room()
+        if settings["kind"] == "namespaces" and not has_rooms:
+            problem = "no namespace of processes"
+    except OSError as error:
+        problem = f"{error.strerror} ({error.filename})"
+    control.send(json.dumps({"problem": problem}).encode())
+    if problem:
+        return
+    sys.path[:] = settings["path"]
+    os.environ.pop("PYTHONPATH", None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1000, 20)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            request = json.loads(message)
+            module, _, function = request["role"].partition(":")
+            role = getattr(modules[module], function)
+            keep(role, fds[0], fds[1:], request["seconds"], has_rooms, settings["kind"] == "bubblewrap")
+        for fd in fds:
+            os.close(fd)
+
+
+def isolate() -> None:
+    """New namespaces for this process: no network, and a file system with Python and nothing of the user's.
+
+    Raises OSError where the kernel refuses. Root needs no user namespace, and its programs become another user.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    call("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | (CLONE_NEWUSER if uid else 0))
+    if uid:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    new = tempfile.mkdtemp(prefix="sandbox-")
+    mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    for path in dict.fromkeys([*SYSTEM, *DEVICES, *python_folders()]):
+        show(path, new)
+    os.mkdir(new + WORK)
+    os.mkdir(f"{new}/old")
+    call("pivot_root", new.encode(), f"{new}/old".encode())
+    os.chdir("/")
+    os.rmdir(f"/old{new}")
+    call("umount2", b"/old", MNT_DETACH)
+    os.rmdir("/old")
+    mount("none", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def show(path: str, new: str) -> None:
+    """Make a path of this machine visible under the new root, read-only."""
+    target = new + path
+    if not os.path.exists(path) or os.path.exists(target):  # absent, or inside a folder that is visible already
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):  # such as /bin, which is usr/bin
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        Path(target).touch()
+    mount(path, target, "", MS_BIND | MS_REC)
+    flags = os.statvfs(path).f_flag
+    kept = sum(of_mount for of_statvfs, of_mount in KEPT_FLAGS.items() if flags & of_statvfs)
+    no_devices = 0 if path in DEVICES else MS_NODEV
+    mount("none", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
+
+
+def bubblewrap() -> list[str]:
+    """The command that starts the nursery where only bubblewrap may make namespaces."""
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-add", "CAP_SYS_ADMIN"]
+    command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", WORK]
+    for path in dict.fromkeys([*SYSTEM, *python_folders(), f"{ROOT}/common"]):
+        command += ["--ro-bind-try", path, path]
+    return command
+
+
+def can_make_room() -> bool:
+    """Whether a keeper may have namespaces of its own. bubblewrap's profile on Ubuntu forbids it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            make_room()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+# Inside a keeper
+
+
+def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_rooms: bool, in_bubblewrap: bool) -> None:
+    """Fork the program, wait for its end, and say how it ended. Never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        status = socket.socket(fileno=status_fd)
+        folder = WORK
+        if has_rooms:
+            make_room()
+        else:
+            folder = tempfile.mkdtemp(prefix="program-")
+            call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.chdir(folder)
+        # bubblewrap's namespace has no other user, and no rights to give up.
+        uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
+        child = os.fork()
+        if child == 0:
+            become(role, fds, folder, seconds, uid)
+        for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
+            os.close(fd)
+        words = wait_for(child, status, seconds)
+        if not has_rooms:
+            end_descendants()
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the worker may not care any more
+            status.send(words.encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def make_room() -> None:
+    """Namespaces of processes and mounts, and an empty folder in memory to work in. Raises OSError."""
+    call("unshare", CLONE_NEWPID | CLONE_NEWNS)
+    mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={WORK_BYTES},nr_inodes=1000")
+
+
+def wait_for(child: int, status: socket.socket, seconds: float) -> str:
+    """How the program has ended. It is killed when its time is up, or when the worker hangs up."""
+    waiting = select.poll()
+    ends = os.pidfd_open(child)
+    waiting.register(ends, select.POLLIN)
+    waiting.register(status, 0)  # hanging up is always reported
+    ready = waiting.poll(seconds * 1000)
+    in_time = any(fd == ends for fd, _ in ready)
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not in_time:
+        return "timeout"
+    return f"exit {code}" if code >= 0 else f"signal {-code}"
+
+
+def end_descendants() -> None:
+    """Kill what a program has left behind. Without a process namespace its orphans become this process's children.
+
+    Processes that fork as fast as they are killed are stopped first, until there are no more to stop.
+    """
+    stopped: set[int] = set()
+    until = time.monotonic() + CLEAN_UP_SECONDS
+    while time.monotonic() < until:
+        found = descendants(os.getpid())
+        for process in found - stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
+        if found <= stopped:
+            break
+        stopped |= found
+    for process in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < until:
+            os.waitpid(-1, 0)
+
+
+def descendants(process: int) -> set[int]:
+    found: set[int] = set()
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in map(int, path.read_text().split()):
+                found |= {child, *descendants(child)}
+    return found
+
+
+# Inside the program's process
+
+
+def become(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None) -> None:
+    """Take the limits, give up all rights, and run the role. uid: the user in root's place. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        keep_only(fds)
+        give_up_rights(folder, uid)
+        set_death_signal(None)
+        limit = lambda what, value: resource.setrlimit(what, (value, value))
+        limit(resource.RLIMIT_AS, MEMORY_BYTES)
+        limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
+        limit(resource.RLIMIT_NPROC, PROCESSES)
+        limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+        limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+        limit(resource.RLIMIT_CORE, 0)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+            del sys.modules[name]
+        code = role(*fds) or 0
+    finally:
+        os._exit(code)
+
+
+def keep_only(fds: list[int]) -> None:
+    """Close all files but the standard ones and those of the role."""
+    start = 3
+    for fd in [*sorted(fds), 4096]:
+        os.closerange(start, fd)
+        start = fd + 1
+
+
+def give_up_rights(folder: str, uid: int | None) -> None:
+    """Become this user, if there is one, and drop every capability for good."""
+    kept = 0
+    if uid is not None:
+        if folder != WORK:
+            os.chown(folder, uid, uid)
+            # Root's Python may be where only root reads.
+            kept = 1 << CAP_DAC_READ_SEARCH
+            call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable; twice 32
+    # A process of the same user could read this one's memory otherwise.
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def set_death_signal(parent: int | None) -> None:
+    """End with the parent. parent: its process id, to see whether it is gone already."""
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+# The kernel's interface
+
+
+def call(name: str, *arguments) -> None:
+    """A function of the C library that returns 0. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    data = options.encode() if options else None
+    if library.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

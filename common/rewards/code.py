@@ -1,0 +1,379 @@
+"""--reward code: the program in a response, run against the tests of its row.
+
+code            1 if all tests pass, otherwise 0
+code-fraction   the share of the tests that pass; acc is that of `code`
+
+The program is the last block in fences, outside <think>. The tests are columns of the row: see tests_of(). Programs are
+hostile until proven otherwise: they run in common/processes/sandbox.py, and their tests in another process, so that no
+program can read its tests, change them, or announce that it has passed. `info` has "passed", "tests" and "failure".
+"""
+
+import ast
+import json
+import os
+import re
+import socket
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.data.rows import lookup
+from common.errors import BadInput, say
+from common.processes.child import Handler
+from common.processes.sandbox import Sandbox
+from common.rewards.grading import Item, Result
+from common.rewards.workers import Graders, refused_as_input
+
+PROGRAM_SECONDS = 10.0  # for all tests of a function together, or for one run with standard input
+RUNS_SECONDS = 60.0  # for all runs with standard input together
+FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+PYTHON = ("python", "python3", "py")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+FORMS = (
+    'a "test" with check(candidate) and "entry_point"; a "test" with functions test_*(); "test_list"; or inputs and '
+    'outputs in "input_output", "tests", "test_cases", "official_tests" or the answer'
+)
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a row, in one of three forms: code, calls of a function, or runs with standard input."""
+
+    # Code: each part is run in the same module, after the set-up.
+    setup: str = ""
+    parts: list[str] = field(default_factory=list)
+    entry_point: str = ""  # the function that check() gets
+    # Calls of a function, or runs: (arguments or standard input, what is expected).
+    cases: list[tuple[Any, Any]] = field(default_factory=list)
+    function: str = ""  # name of the function; "" means runs
+
+
+def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
+    """The tests of a row. Raises BadInput if there are none, or none of a known form.
+
+    test + entry_point          check(candidate), as in HumanEval; the prompt's own helper functions are there
+    test                        functions test_*(), which import the program as `solution`, as in KodCode
+    test_list                   assertions, as in MBPP, after test_setup_code and test_imports
+    input_output, tests, ...    {"inputs": [...], "outputs": [...], "fn_name": a name or nothing}, as in APPS and TACO,
+                                or [{"input": ..., "output": ...}, ...], as in DeepCoder and Codeforces. Both may be
+                                JSON. The reference answer may hold the same, as in PRIME's data.
+    """
+    test = meta.get("test")
+    if isinstance(test, str) and test.strip():
+        if "unittest" in test:
+            raise BadInput('"test" uses unittest; expected functions check(candidate) or test_*()')
+        if re.search(r"^def check\(", test, re.MULTILINE):
+            entry_point = meta.get("entry_point")
+            if not isinstance(entry_point, str) or not entry_point.isidentifier():
+                raise BadInput('"test" has check(candidate), and "entry_point" names no function')
+            return Tests(setup=code_of(meta.get("prompt")), parts=[checked(test)], entry_point=entry_point)
+        return Tests(parts=[checked(test)])
+    test_list = meta.get("test_list")
+    if test_list:
+        if isinstance(test_list, str):
+            test_list = read_json("test_list", test_list)
+        setup = meta.get("test_setup_code") or ""
+        imports = "\n".join(meta.get("test_imports") or ())
+        return Tests(setup=checked(f"{imports}\n{setup}"), parts=[checked(part) for part in test_list])
+    for name in ("input_output", "tests", "test_cases", "official_tests", "public_tests"):
+        value = lookup(dict(meta), name)
+        if value:
+            return cases_of(name, value, meta)
+    if answer and answer.lstrip().startswith(("{", "[")):
+        return cases_of("answer", answer, meta)
+    raise BadInput(f"no tests (found: {', '.join(meta)}); expected {FORMS}")
+
+
+def cases_of(name: str, value: Any, meta: Mapping[str, Any]) -> Tests:
+    """Tests of inputs and outputs. Raises BadInput."""
+    value = read_json(name, value) if isinstance(value, str) else value
+    function = meta.get("fn_name") or meta.get("func_name") or ""
+    if isinstance(value, Mapping):
+        inputs = value.get("inputs", value.get("input"))
+        outputs = value.get("outputs", value.get("output"))
+        function = value.get("fn_name") or function
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+            raise BadInput(f'"{name}": expected as many "inputs" as "outputs", and at least one')
+        cases = list(zip(inputs, outputs))
+    elif isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
+        cases = []
+        for case in value:
+            if "input" not in case or "output" not in case:
+                raise BadInput(f'"{name}": expected "input" and "output" in each test (found: {", ".join(case)})')
+            # In LiveCodeBench's form, which DeepCoder uses, each test names its function.
+            metadata = case.get("metadata")
+            if isinstance(metadata, Mapping):
+                function = metadata.get("func_name") or function
+            cases.append((case["input"], case["output"]))
+    else:
+        raise BadInput(f'"{name}": expected {{"inputs": [...], "outputs": [...]}} or [{{"input": ..., "output": ...}}]')
+    if function:
+        return Tests(function=str(function), cases=[(arguments_of(given), value_of(out)) for given, out in cases])
+    return Tests(cases=[(text_of(given), text_of(out)) for given, out in cases])
+
+
+def read_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f'"{name}" is not JSON: {error}') from None
+
+
+def arguments_of(given: Any) -> list:
+    """The arguments of a call: a list of them, or a text with one JSON value on each line."""
+    if isinstance(given, str):
+        return [value_of(line) for line in given.splitlines() if line.strip()]
+    return given if isinstance(given, list) else [given]
+
+
+def value_of(text: Any) -> Any:
+    """A JSON value, or the text if it is none."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def text_of(value: Any) -> str:
+    """What a program reads or prints. A list has the lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def checked(code: str) -> str:
+    """The code of tests. Raises BadInput if it is none."""
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise BadInput(f"the tests are no Python: {error}") from None
+    return code
+
+
+# The program
+
+
+def program_of(response: str, meta: Mapping[str, Any]) -> str | None:
+    """The program in a response, or None.
+
+    It is the last block in fences, or the last that says python, if one does. A row whose prompt is code, as in
+    HumanEval, gives it the imports and functions of the prompt. There a block may also hold the body of the function
+    alone, and a response without fences is read as what follows the prompt.
+    """
+    _, closed, text = response.rpartition("</think>")
+    if not closed and "<think>" in response:
+        return None
+    prompt = code_of(meta.get("prompt"))
+    name = meta.get("entry_point")
+    blocks = [(match[1].strip().lower(), match[2]) for match in FENCE.finditer(text)]
+    if len(re.findall(r"^[ \t]*```", text, re.MULTILINE)) > 2 * len(blocks):
+        return None  # the last block has no end
+    if not blocks:
+        return continuation(prompt, text, name) if prompt and name else None
+    marked = [block for language, block in blocks if language in PYTHON]
+    block = (marked or [block for _, block in blocks])[-1]
+    if not prompt or not name:
+        return textwrap.dedent(block)
+    if block.startswith((" ", "\t")) and name not in defined(textwrap.dedent(block)):
+        return prompt + block
+    return before(prompt, name) + textwrap.dedent(block)
+
+
+def code_of(prompt: Any) -> str:
+    """The prompt if it is Python that defines a function, otherwise an empty text."""
+    return prompt if isinstance(prompt, str) and defined(prompt) else ""
+
+
+def defined(code: str) -> set[str]:
+    """Names of the functions that code defines. Empty if it is no Python."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def before(prompt: str, name: str) -> str:
+    """The prompt's imports and helper functions: all but the function that is to be written."""
+    kept = [ast.unparse(node) for node in ast.parse(prompt).body if getattr(node, "name", None) != name]
+    return "".join(f"{part}\n" for part in kept)
+
+
+def continuation(prompt: str, text: str, name: str) -> str:
+    """The prompt and the body that a base model has written behind it, up to the next line that is not indented."""
+    if name in defined(text):
+        return before(prompt, name) + text
+    body = []
+    for line in text.split("\n"):
+        if body and line.strip() and not line.startswith((" ", "\t", ")")):
+            break
+        body.append(line)
+    return prompt + "\n".join(body)
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether a program has printed what was expected.
+
+    Spaces at the ends of lines and empty lines at the end do not count. Where the expected number has a point or an
+    exponent, it may differ by a millionth.
+    """
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected)]
+    if lines[0] == lines[1]:
+        return True
+    printed_words, words = printed.split(), expected.split()
+    return len(printed_words) == len(words) and all(map(same_word, printed_words, words))
+
+
+def same_word(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    # A whole number, such as 1000, is expected as it is.
+    if not (NUMBER.fullmatch(printed) and NUMBER.fullmatch(expected) and re.search("[.eE]", expected)):
+        return False
+    value = float(expected)
+    return abs(float(printed) - value) <= 1e-6 * max(1.0, abs(value))
+
+
+# The reward
+
+
+class CodeReward:
+    """The reward, in worker processes with a sandbox each. spec: code, code-fraction."""
+
+    # mixture.py calls it in a thread, because it waits for other processes.
+    waits = True
+
+    def __init__(self, spec: str = "code", workers: int = 0):
+        """Raises BadInput if no sandbox starts."""
+        self.stop = spec == "code"  # the first failure decides
+        loader = "common.rewards.code:load_sandbox"
+        self.pool = Graders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
+        with refused_as_input():
+            missing = self.pool.start()
+        if missing:
+            say(f"--reward {spec}: {missing}; memory, time and processes are limited")
+
+    def check_row(self, answer: str | None, meta: Mapping[str, Any]) -> None:
+        """Raises BadInput if the row has no tests that can be run."""
+        tests_of(answer, meta)
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """Raises RunFailed if no worker can be started."""
+        results: dict[int, Result] = {}
+        questions: dict[int, tuple[str, str]] = {}
+        for row, item in enumerate(items):
+            program = program_of(item.response, item.meta)
+            if program is None:
+                results[row] = Result(0.0, 0.0, None, {"failure": "no program"})
+            else:
+                tests = {**vars(tests_of(item.answer, item.meta)), "stop": self.stop}
+                questions[row] = (program, json.dumps(tests))
+        # Equal programs run once.
+        distinct = list(dict.fromkeys(questions.values()))
+        verdicts = self.pool.verdicts([Item("", program, tests) for program, tests in distinct])
+        verdict_of = dict(zip(distinct, verdicts))
+        for row, question in questions.items():
+            results[row] = verdict_of[question]
+        return [results[row] for row in range(len(items))]
+
+
+# Inside a worker
+
+
+def load_sandbox() -> Handler:
+    sandbox = Sandbox(["common.rewards.code_roles"])
+
+    def answer(request: list) -> list[list]:
+        (item,), _, _ = request
+        tests = json.loads(item["answer"])
+        verdict = run(sandbox, item["response"], tests)
+        acc = float(not verdict["failure"] and verdict["passed"] > 0)
+        score = acc if tests["stop"] else verdict["passed"] / max(1, verdict["total"])
+        info = {"passed": verdict["passed"], "tests": verdict["total"]}
+        if verdict["failure"]:
+            info["failure"] = verdict["failure"]
+        return [[score, acc, item["response"], info]]
+
+    return Handler(answer, facts=sandbox.missing)
+
+
+def run(sandbox: Sandbox, program: str, tests: dict) -> dict:
+    """{"passed": number, "total": number, "failure": the first one, or ""}"""
+    if tests["cases"] and not tests["function"]:
+        return run_with_inputs(sandbox, program, tests)
+    ours, theirs = socket.socketpair()
+    verdict_fd, source, content = in_memory(b""), in_memory(to_bytes(program)), in_memory(json.dumps(tests).encode())
+    roles = "common.rewards.code_roles"
+    with ours, theirs:
+        # The tests outlive the program, so that they can say that it was late.
+        tested = sandbox.start(f"{roles}:serve_calls", [source, theirs.fileno()], PROGRAM_SECONDS)
+        testing = sandbox.start(f"{roles}:run_tests", [content, ours.fileno(), verdict_fd], PROGRAM_SECONDS + 1)
+    os.close(source)
+    os.close(content)
+    ended = testing.ended()
+    written = read_back(verdict_fd)
+    try:
+        verdict = json.loads(written)
+    except ValueError:
+        verdict = {"passed": 0, "total": len(tests["parts"]) or len(tests["cases"]), "failure": f"the tests: {ended}"}
+    if verdict["failure"].startswith("the program has ended"):
+        verdict["failure"] += f": {tested.ended()}"
+    else:
+        tested.stop()
+    return verdict
+
+
+def run_with_inputs(sandbox: Sandbox, program: str, tests: dict) -> dict:
+    """One run for each input."""
+    until = time.monotonic() + RUNS_SECONDS
+    verdict = {"passed": 0, "total": len(tests["cases"]), "failure": ""}
+    for number, (given, expected) in enumerate(tests["cases"], start=1):
+        left = until - time.monotonic()
+        failure = "no time left"
+        if left > 0:
+            failure = run_once(sandbox, program, given, expected, min(PROGRAM_SECONDS, left))
+        if not failure:
+            verdict["passed"] += 1
+            continue
+        verdict["failure"] = verdict["failure"] or f"test {number}: {failure}"
+        if tests["stop"]:
+            break
+    return verdict
+
+
+def run_once(sandbox: Sandbox, program: str, given: str, expected: str, seconds: float) -> str:
+    """Why a run has failed, or nothing."""
+    source, stdin, stdout, stderr = map(in_memory, (to_bytes(program), to_bytes(given), b"", b""))
+    running = sandbox.start("common.rewards.code_roles:run_script", [source, stdin, stdout, stderr], seconds)
+    os.close(source)
+    os.close(stdin)
+    ended = running.ended()
+    printed, errors = read_back(stdout), read_back(stderr)
+    if ended != "exit 0":
+        last = errors.strip().rpartition("\n")[2]
+        return f"{ended}: {last}"[:300] if last else ended
+    if same_output(printed, expected):
+        return ""
+    return f"printed {printed[:100]!r}, expected {expected[:100]!r}"
+
+
+def to_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def in_memory(data: bytes) -> int:
+    """A file without a name, at its beginning."""
+    fd = os.memfd_create("")
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def read_back(fd: int) -> str:
+    """What another process has written, and close the file."""
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return file.read().decode(errors="replace")

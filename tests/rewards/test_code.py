@@ -1,0 +1,456 @@
+"""--reward code: which text is the program, what its tests are, and that no program passes but by being right."""
+
+# ruff: noqa: E501
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from common.errors import BadInput
+from common.processes.sandbox import Sandbox, descendants
+from common.rewards import code
+from common.rewards.code import CodeReward, program_of, run, same_output
+from common.rewards.grading import Item
+
+HUMANEVAL = ROOT.parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl"
+ADD = {
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4\n",
+    "entry_point": "add",
+}
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module")
+def reward():
+    made = CodeReward("code", workers=2)
+    yield made
+    made.pool.close()
+
+
+@pytest.fixture(scope="module", params=["namespaces", "bubblewrap", "limits"])
+def sandbox(request):
+    try:
+        made = Sandbox(["common.rewards.code_roles"], kinds=(request.param,))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+def graded(reward, program: str, meta: dict, answer: str | None = None):
+    (result,) = reward([Item("", f"```python\n{program}\n```", answer, meta)], [1], [False])
+    return result
+
+
+def tried(sandbox, program: str, tests: code.Tests | None = None, stop: bool = True) -> dict:
+    return run(sandbox, program, {**vars(tests or code.tests_of(None, ADD)), "stop": stop})
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# The program
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na = 1\n```", "a = 1\n"),
+        ("Sure:\n```\na = 1\n```\nDone.", "a = 1\n"),
+        ("```python\na = 1\n```\nbetter:\n```python\na = 2\n```", "a = 2\n"),
+        ("```python\na = 1\n```\nprints\n```text\n1\n```", "a = 1\n"),
+        ("```bash\npip\n```\n```\na = 2\n```", "a = 2\n"),
+        ("1. so\n   ```py\n   a = 1\n   ```", "a = 1\n"),
+        ("<think>```python\na = 1\n```</think>```python\na = 2\n```", "a = 2\n"),
+        ("<think>```python\na = 1\n```\n</think>\n```python\na = 2\n```", "a = 2\n"),
+        ("<think>\n```python\na = 1\n```", None),
+        ("```python\na = 1\n```\n```python\na = ", None),
+        ("a = 1", None),
+        ("", None),
+    ],
+)
+def test_the_program_is_the_last_block_in_fences(response, program):
+    assert program_of(response, {}) == program
+
+
+PROMPT = 'import math\n\ndef twice(x):\n    return 2 * x\n\ndef f(x):\n    """Doubles x."""\n'
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "```python\ndef f(x):\n    return twice(x)\n```",  # without the helper of the prompt
+        "```python\n    return twice(x)\n```",  # the body alone
+        f"```python\n{PROMPT}    return twice(x)\n```",
+        "    return twice(x)\n\nprint(f(2))\nassert False",  # a base model goes on and on
+        "    y = math.floor(x)\n\n    return twice(y)",
+    ],
+)
+def test_a_prompt_of_code_gives_the_program_its_helpers(response):
+    namespace: dict = {}
+    exec(program_of(response, {"prompt": PROMPT, "entry_point": "f"}), namespace)
+    assert namespace["f"](3) == 6
+
+
+# The tests
+
+
+ROWS = {
+    "HumanEval": (ADD, RIGHT),
+    "KodCode": ({"test": "from solution import add\n\ndef test_one():\n    assert add(1, 2) == 3\n"}, RIGHT),
+    "MBPP": ({"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"], "test_setup_code": ""}, RIGHT),
+    "MBPP with an import": (
+        {"test_list": ["assert math.isclose(add(1, 2), 3)"], "test_imports": ["import math"]},
+        RIGHT,
+    ),
+    "APPS, standard input": (
+        {"input_output": json.dumps({"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4\n"]})},
+        "print(sum(map(int, input().split())))",
+    ),
+    "APPS, a function": (
+        {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], 4]})},
+        "class Solution:\n    def add(self, a, b):\n        return a + b",
+    ),
+    "DeepCoder": (
+        {"tests": [{"input": "1\n2", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
+        RIGHT,
+    ),
+    "Codeforces": (
+        {"official_tests": [{"input": "1 2", "output": "3"}]},
+        "a, b = map(int, open(0).read().split())\nprint(a + b)",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_of_each_form_pass_and_fail(reward, form):
+    meta, right = ROWS[form]
+    assert graded(reward, right, meta).score == 1.0
+    wrong = right.replace("a + b", "a - b").replace("sum(", "max(")
+    result = graded(reward, wrong, meta)
+    assert (result.score, result.acc) == (0.0, 0.0) and result.info["failure"]
+    assert result.extracted.strip() == wrong.strip()
+
+
+def test_tests_may_stand_in_the_reference_answer(reward):
+    answer = json.dumps({"inputs": ["3"], "outputs": ["9"]})
+    assert graded(reward, "print(int(input()) ** 2)", {"prompt": "Square it."}, answer).score == 1.0
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"test": "def check(candidate):\n    pass"},
+        {"test": "def check(candidate:", "entry_point": "f"},
+        {"test": "import unittest\nclass TestCases(unittest.TestCase): pass", "entry_point": "f"},
+        {"test_list": ["assert f("]},
+        {"input_output": "{"},
+        {"input_output": {"inputs": ["1"], "outputs": []}},
+        {"tests": [{"input": "1"}]},
+        {"tests": [1]},
+    ],
+)
+def test_rows_without_tests_that_can_be_run_are_refused(meta):
+    with pytest.raises(BadInput):
+        code.tests_of(None, meta)
+
+
+def test_fractions_count_assertions_and_cases(sandbox):
+    half = "def add(a, b):\n    return 3"
+    assert tried(sandbox, half, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
+    runs = code.tests_of(None, ROWS["APPS, standard input"][0])
+    assert tried(sandbox, "print(3)", runs, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
+    calls = code.tests_of(None, ROWS["APPS, a function"][0])
+    assert tried(sandbox, half, calls, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("3  \n\n", "3", True),
+        ("1 2", "1  2", True),
+        ("1\n2", "1 2", True),
+        ("3", "4", False),
+        ("", "3", False),
+        ("3 4", "3", False),
+        ("yes", "YES", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.333", "0.33333333", False),
+        ("1e3", "1000.0", True),
+        ("3.0", "3", False),  # a whole number is expected as one
+        ("nan", "0.5", False),
+        ("1000000.1", "1000000.5", True),
+    ],
+)
+def test_what_counts_as_the_same_output(printed, expected, same):
+    assert same_output(printed, expected) is same
+
+
+# Values that pass between the processes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "None", "True", "2**200", "-5", "1.5", "float('inf')", "1j", "'\\ud800 é'", "b'x'", "[1, [2]]", "(1, (2,))",
+        "{1, 2}", "frozenset({1})", "{(1, 2): [3], None: {}}", "range(3)", "__import__('decimal').Decimal('1.10')",
+        "__import__('fractions').Fraction(1, 3)", "__import__('collections').deque([1])", "10**5000",
+    ],
+)  # fmt: skip
+def test_plain_values_arrive_as_they_are(sandbox, value):
+    tests = code.Tests(parts=[f"x = {value}\nassert same(x) == x and type(same(x)) is type(x)"])
+    assert tried(sandbox, "def same(x): return x", tests) == {"passed": 1, "total": 1, "failure": ""}
+
+
+def test_tests_use_objects_callbacks_and_changes_in_place(sandbox):
+    program = (
+        "class Stack:\n"
+        "    limit = 7\n"
+        "    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
+        "    def top(self): return self.items[-1]\n"
+        "def sort(values): values.sort()\n"
+        "def apply(f, x): return f(f(x))\n"
+        "def squares(n): yield from (i * i for i in range(n))\n"
+        "def fail(x): raise ValueError('no ' + x)\n"
+    )
+    test = (
+        "stack = Stack()\nassert stack.push(3).push(4).top() == 4\nassert stack.limit == 7\n"
+        "values = [3, 1, 2]\nsort(values)\nassert values == [1, 2, 3]\n"
+        "assert apply(lambda x: x + [1], []) == [1, 1]\n"
+        "assert list(squares(4)) == [0, 1, 4, 9]\n"
+        "try:\n    fail('way')\nexcept ValueError as error:\n    message = str(error)\n"
+        "assert message == 'no way'\n"
+    )
+    assert tried(sandbox, program, code.Tests(parts=[test])) == {"passed": 6, "total": 6, "failure": ""}
+
+
+# HumanEval
+
+
+def humaneval() -> list[dict]:
+    if not HUMANEVAL.is_file():
+        pytest.skip("needs ../shared/data/humaneval")
+    return [json.loads(line) for line in HUMANEVAL.read_text().splitlines()]
+
+
+def test_every_solution_of_humaneval_passes_and_every_broken_one_fails(reward):
+    """A broken one returns the right value in a list, or, where that is a list, in a tuple."""
+    right, broken = [], []
+    for row in humaneval():
+        meta = {key: row[key] for key in ("prompt", "test", "entry_point")}
+        name = row["entry_point"]
+        solution = row["prompt"] + row["canonical_solution"]
+        wrapped = f"{solution}\n_right = {name}\ndef {name}(*given):\n    return (_right(*given), 0)\n"
+        right.append(Item("", f"```python\n{solution}\n```", None, meta))
+        broken.append(Item("", f"```python\n{wrapped}\n```", None, meta))
+    for items, expected in ((right, 1.0), (broken, 0.0)):
+        results = reward(items, [1] * 164, [False] * 164)
+        odd = [
+            (item.meta["entry_point"], result.info) for item, result in zip(items, results) if result.score != expected
+        ]
+        assert len(results) == 164 and not odd
+
+
+def test_a_base_models_continuation_of_a_humaneval_prompt_is_graded(reward):
+    row = humaneval()[0]
+    result = reward([Item("", row["canonical_solution"] + "\n\nprint('and more')", None, row)], [1], [False])[0]
+    assert result.score == 1.0
+
+
+# Hostile programs: none may pass, none may do harm.
+
+HOSTILE = {
+    "an endless loop": "while True: pass",
+    "an endless loop in the function": "def add(a, b):\n    while True: pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "waiting for input": "input()",
+    "a fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "a thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
+    "10 GB": "x = bytearray(10 * 2**30)",
+    "10 GB in the function": "def add(a, b):\n    return [0] * (10 * 2**30)",
+    "1 GB of output": "for _ in range(1024): print('x' * 2**20)\n" + RIGHT.replace("a + b", "0"),
+    "a file of 1 GB": "f = open('big', 'wb')\nfor _ in range(1024): f.write(bytes(2**20))",
+    "many files": "for i in range(10**7): open(str(i), 'w').write('x')",
+    "many open files": "files = [open('/dev/null') for _ in range(10**5)]",
+    "leaving early": "import os\nos._exit(0)",
+    "leaving early in the function": "def add(a, b):\n    import os\n    os._exit(0)",
+    "sys.exit(0)": "import sys\nsys.exit(0)",
+    "sys.exit(0) in the function": "def add(a, b):\n    import sys\n    sys.exit(0)",
+    "StopIteration": "def add(a, b): raise StopIteration",
+    "printing the verdict": 'print(\'{"passed": 2, "total": 2, "failure": ""}\')\ndef add(a, b): return 0',
+    "writing the verdict into every file": (
+        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, b'{\"passed\": 2, \"total\": 2, \"failure\": \"\"}')\n"
+        "    except OSError: pass\ndef add(a, b): return 0"
+    ),
+    "an object that equals everything": (
+        "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\ndef add(a, b): return Yes()"
+    ),
+    "a number that equals everything": (
+        "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef add(a, b): return Yes(9)"
+    ),
+    "patched built-ins": (
+        "import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.__build_class__ = None\n"
+        "builtins.isinstance = lambda *a: True\nbuiltins.abs = lambda x: 0\ndef add(a, b): return 0"
+    ),
+    "a patched checker": (
+        "import gc, sys\nfor o in gc.get_objects():\n"
+        "    if isinstance(o, dict) and 'check' in o: o['check'] = lambda c: None\n"
+        "sys.modules['tests'] = None\ndef check(candidate): return True\ndef add(a, b): return 0"
+    ),
+    "patched equality of our own code": (
+        "import sys\nfor module in list(sys.modules.values()):\n    try: module.run_tests = module.equal = lambda *a: 0\n"
+        "    except Exception: pass\ndef add(a, b): return 0"
+    ),
+    "answers before they are asked": (
+        "import sys, socket\nf = sys._getframe()\nwhile f:\n    channel = f.f_locals.get('channel')\n"
+        "    if channel: [channel.send({'value': 3}) for _ in range(5)]\n    f = f.f_back\ndef add(a, b): return 0"
+    ),
+    "nonsense to the tests": (
+        "import sys\nf = sys._getframe()\nwhile f:\n    channel = f.f_locals.get('channel')\n"
+        "    if channel: channel.socket.sendall(b'\\xff' * 100)\n    f = f.f_back\ndef add(a, b): return 0"
+    ),
+    "a call into the tests": (
+        "import sys\nf = sys._getframe()\nwhile f:\n    channel = f.f_locals.get('channel')\n"
+        "    if channel: channel.send({'call': 'exit', 'method': '', 'arguments': ['list', [['list', []], ['dict', []]]]})\n"
+        "    f = f.f_back\ndef add(a, b): return 0"
+    ),
+    "reading the tests in memory": (
+        "import gc\nassert 'candidate(1, 2)' in ''.join(o for o in gc.get_objects() if isinstance(o, str))\n" + RIGHT
+    ),
+    "reading the tests in files": (
+        "import os\nfound = ''\nfor fd in range(200):\n    try:\n        os.lseek(fd, 0, 0); found += os.read(fd, 10**6).decode()\n"
+        "    except Exception: pass\nassert 'candidate(1, 2)' in found\n" + RIGHT
+    ),
+    "a signal to its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef add(a, b): return 0",
+    "signals to everybody": (
+        "import os, signal\nfor pid in range(2, 100000):\n    try: os.kill(pid, signal.SIGKILL)\n    except OSError: pass\n"
+        "def add(a, b): return 0"
+    ),
+    "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef add(a, b): return add(a, b)",
+    "deep values": "def add(a, b):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "no program": ")(",
+    "a null byte": "\0",
+    "a crash": "import ctypes\nctypes.string_at(0)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_are_wrong(sandbox, name, monkeypatch):
+    if sandbox.kind == "limits" and name == "signals to everybody" and os.geteuid():
+        pytest.skip("without namespaces it may reach other processes of this user")
+    monkeypatch.setattr(code, "PROGRAM_SECONDS", 1.0)
+    began, before = time.monotonic(), descendants(os.getpid())
+    verdict = tried(sandbox, HOSTILE[name])
+    assert verdict["failure"] and verdict["passed"] < 2, verdict
+    assert time.monotonic() - began < 30
+    # Nothing is left, and the next program finds the sandbox as it was.
+    if sandbox.process.poll() is None:
+        wait_until(lambda: descendants(sandbox.process.pid) <= before)
+    assert tried(sandbox, RIGHT) == {"passed": 2, "total": 2, "failure": ""}
+
+
+def test_a_late_program_is_called_late(sandbox, monkeypatch):
+    monkeypatch.setattr(code, "PROGRAM_SECONDS", 0.5)
+    assert "timeout" in tried(sandbox, HOSTILE["an endless loop in the function"])["failure"]
+    runs = code.tests_of(None, ROWS["APPS, standard input"][0])
+    assert "timeout" in tried(sandbox, "while True: pass", runs)["failure"]
+
+
+@pytest.mark.parametrize("program", ["print(3); import os; os._exit(1)", "print(3)\nraise ValueError", "print(3, 4)"])
+def test_a_script_is_judged_by_its_output_and_its_end(sandbox, program):
+    runs = code.Tests(cases=[("1 2", "3")])
+    assert tried(sandbox, program, runs)["failure"]
+    assert not tried(sandbox, "print(3)\nimport sys\nsys.exit()", runs)["failure"]
+
+
+def test_nothing_outlives_its_program(sandbox):
+    """Neither a process that has left the group, nor a file."""
+    mark = f"left-{sandbox.kind[0]}-{os.getpid()}"  # at most 15 characters
+    program = (
+        f"import os, sys, time\nopen({mark!r}, 'w').write('x')\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import ctypes\n"
+        f"        ctypes.CDLL(None).prctl(15, {mark!r}.encode(), 0, 0, 0)\n        time.sleep(60)\n    os._exit(0)\n"
+        "time.sleep(0.3)\n" + RIGHT
+    )
+    assert tried(sandbox, program) == {"passed": 2, "total": 2, "failure": ""}
+    wait_until(lambda: not processes_with(mark))
+    again = f"import os\nassert not os.path.exists({mark!r}) and os.listdir('.') == []\n" + RIGHT
+    assert not tried(sandbox, again)["failure"]
+
+
+def processes_with(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == mark:
+                found.append(path.parent.name)
+    return found
+
+
+def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbox, tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("x")
+    server = socket.create_server(("127.0.0.1", 0))
+    reach = {
+        "network": f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)",
+        "file": f"open({str(tmp_path / 'secret')!r}).read()",
+        "repository": f"open({str(ROOT / 'README.md')!r}).read()",
+        "Python": "import sys\nopen(sys.prefix + '/sandbox-was-here', 'w')",
+        "system": "open('/usr/sandbox-was-here', 'w')",
+    }
+    if sandbox.kind == "limits":
+        assert "network" in sandbox.missing and "files" in sandbox.missing
+        return
+    assert sandbox.missing == ""
+    for name, program in reach.items():
+        assert tried(sandbox, f"{program}\n{RIGHT}")["failure"], name
+
+
+def test_programs_have_an_environment_and_a_folder_of_their_own(sandbox, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-123456")
+    program = (
+        "import os\nassert 'secret-123456' not in str(os.environ) and 'PYTHONPATH' not in os.environ\n"
+        "open('a', 'w').write('b')\nassert open('a').read() == 'b' and os.listdir('.') == ['a']\n"
+        "import numpy, json\n" + RIGHT
+    )
+    assert not tried(sandbox, program)["failure"]
+
+
+def test_equal_programs_run_once(reward, monkeypatch):
+    asked = []
+    verdicts = reward.pool.verdicts
+    monkeypatch.setattr(reward.pool, "verdicts", lambda items: asked.extend(items) or verdicts(items))
+    items = [Item("", f"{n}:\n```python\n{RIGHT}\n```", None, ADD) for n in range(4)]
+    items.append(Item("", "```python\ndef add(a, b): return 0\n```", None, ADD))
+    results = reward(items, [1] * 5, [False] * 5)
+    assert [result.score for result in results] == [1, 1, 1, 1, 0] and len(asked) == 2
+
+
+def test_the_nursery_ends_with_its_worker():
+    """Also if the worker is killed."""
+    program = (
+        "import sys, time\nfrom common.processes.sandbox import Sandbox, descendants\n"
+        "print(Sandbox(['common.rewards.code_roles']).process.pid, flush=True)\ntime.sleep(60)"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    nursery = int(worker.stdout.readline())
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    # A zombie has no command line.
+    command = Path(f"/proc/{nursery}/cmdline")
+    wait_until(lambda: not command.exists() or not command.read_bytes())
