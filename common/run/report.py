@@ -239,12 +239,21 @@ def responses(rollouts: list[dict]) -> str:
                 f"<td>{short(row['answer'])}",
                 f"<td class={'right' if row['acc'] else 'wrong'}>",
                 "could not be graded" if row["score"] is None else f"{row['score']:g}",
+                why_not(row["info"] or {}),
                 f"<td>{statistics.fmean(advantages or [0.0]):+.2f}",
                 f"<td>{html.escape(row['finish_reason'])}",
             ]
             lines.append("<tr>" + "".join(cells))
             prompt = ""
     return "\n".join([*lines, "</table>"])
+
+
+def why_not(info: dict) -> str:
+    """What the grader says about a response that is not right, such as the first test that a program has failed."""
+    said = [str(info[key]) for key in ("failure", "error", "timeout", "died") if info.get(key)]
+    if "tests" in info:
+        said.insert(0, f"{info['passed']} of {info['tests']} tests passed")
+    return f"<br><small>{html.escape('; '.join(said)[:300])}</small>" if said else ""
 
 
 def short(value) -> str:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, launch
 
 from common.errors import BadInput
 from common.processes.sandbox import Sandbox, descendants
@@ -454,3 +454,31 @@ def test_the_nursery_ends_with_its_worker():
     # A zombie has no command line.
     command = Path(f"/proc/{nursery}/cmdline")
     wait_until(lambda: not command.exists() or not command.read_bytes())
+
+
+def test_a_run_with_programs_on_the_command_line(tmp_path):
+    """The embedded model writes numbers and no programs. The rollouts say so, and rows without tests are refused."""
+    rows = [{"prompt": f"{n}+5=", "answer": str(n + 5), "test_list": ["assert f() == 1"]} for n in range(10, 74)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        "--dataset",
+        data,
+        "--reward",
+        "gsm8k",
+        "code=0.5",
+        "--rollout-backend",
+        "hf",
+        "--steps",
+        1,
+        "--rollouts-every",
+        1,
+    ]
+    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "run")
+    (file,) = (tmp_path / "run" / "rollouts").iterdir()
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert written and {row["info"]["parts"]["code"] for row in written} == {0.0}
+
+    data.write_text(json.dumps({"prompt": "10+5=", "answer": "15"}) + "\n")
+    refused = launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "other", check=False)
+    assert refused.returncode == 2 and f"{data}:1" in refused.stderr and "--reward code" in refused.stderr

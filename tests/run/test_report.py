@@ -62,7 +62,16 @@ def test_phases_lie_on_each_other_step_by_step():
 def test_a_response_is_marked_as_right_by_its_correctness():
     """A right one may have a score of 0, for example with a penalty, and a wrong one a high score."""
     given = {"prompt": "1+1=", "answer": "2", "extracted": "2", "advantage": 0.0, "finish_reason": "stop", "index": 0}
+    given["info"] = {}
     rows = [{**given, "response": "first", "score": 0.0, "acc": 1.0}]
     rows += [{**given, "response": "second", "score": -0.75, "acc": 0.0}]
     marks = dict(re.findall(r"<pre>(first|second)</pre>.*?<td class=(\w+)>", report.responses(rows)))
     assert marks == {"first": "right", "second": "wrong"}
+
+
+def test_a_program_shows_the_first_test_that_it_fails():
+    row = {"prompt": "", "response": "", "answer": None, "extracted": "f", "advantage": 0.0, "finish_reason": "stop"}
+    row |= {"index": 0, "score": 0.0, "acc": 0.0}
+    info = {"passed": 1, "tests": 4, "failure": "f(2) < 3"}
+    shown = report.responses([row | {"info": info}])
+    assert "1 of 4" in shown and "f(2) &lt; 3" in shown
