@@ -59,16 +59,19 @@ COLUMNS = (
 )
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-start", "runs/sums-teacher"
+SHUFFLED_TESTS = "runs/functions-shuffled.jsonl"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
-OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens 24"
+OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens {}"
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
     "guess": "--environment guess --eval-every 10 --steps 40 --learning-rate 5e-4",
     "squares": "--dataset squares --eval-every 5",
-    "sums": f"--model {SMOLLM2} --dataset sums {OF_135M.format(40)}",
-    "gcd": f"--model {SMOLLM2} --dataset gcd {OF_135M.format(40)}",
-    "reverse": f"--model {REVERSE_START} --dataset reverse --reward baselines/nearness.py:score {OF_135M.format(20)}",
+    "sums": f"--model {SMOLLM2} --dataset sums {OF_135M.format(40, 24)}",
+    "gcd": f"--model {SMOLLM2} --dataset gcd {OF_135M.format(40, 24)}",
+    "functions": f"--model {SMOLLM2} --dataset functions --reward code {OF_135M.format(40, 64)}",
+    "reverse": f"--model {REVERSE_START} --dataset reverse --reward baselines/nearness.py:score "
+    f"{OF_135M.format(20, 24)}",
     "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --steps 100 "
     "--prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 --warmup-steps 2 --schedule linear "
     "--eval-every 10",
@@ -79,6 +82,9 @@ RUNS = {
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("guess", "ppo"): "--steps 60",
+    # The tests of another problem: --reward code pays for nothing that the prompt asks for.
+    ("functions", "grpo-shuffled"): f"--model {SMOLLM2} --dataset {SHUFFLED_TESTS} --eval-dataset functions "
+    f"--reward code {OF_135M.format(40, 64)}",
     ("gcd", "grpo-long"): "--steps 120",
     ("sums", "grpo-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
@@ -122,8 +128,9 @@ CONTROLS = {  # (task, run): commands that leave a model in {folder}/model
     ],
 }
 # Tasks whose models are also sampled from: the model that their runs start from.
-STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "maze": MAZE_START, "reverse": REVERSE_START}
-MADE = {  # models that are too large to commit: the command that makes each
+STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "functions": SMOLLM2, "maze": MAZE_START, "reverse": REVERSE_START}
+MADE = {  # models and data that are too large to commit: the command that makes each
+    SHUFFLED_TESTS: f"baselines/shuffled_tests.py {SHUFFLED_TESTS}",
     REVERSE_START: f"algos/sft.py --model {SMOLLM2} --dtype float32 --dataset reverse --steps 30 --learning-rate 5e-5 "
     f"--output {REVERSE_START} --run-dir runs/reverse-sft",
     SUMS_TEACHER: f"{SFT.format(100)} --output {SUMS_TEACHER} --run-dir runs/sums-sft --dataset sums",  # `sums`' sft
@@ -135,6 +142,7 @@ WORDINGS = {  # task: how its problems are asked, and other ways to ask them
         "What is the greatest common divisor of {}?",
         "Find the greatest common divisor of {}. End with the number.",
     ),
+    "functions": ("{}",),
     "maze": ("{}",),
     "reverse": ("{}",),
 }
@@ -188,10 +196,11 @@ def train(task: str, run: str, seed: int) -> None:
 
 
 def prepare(task: str, run: str) -> None:
-    """Make the models of MADE that a run names and that are not there."""
+    """Make what a run names of MADE and what is not there."""
     named = [flags(task, run), *CONTROLS.get((task, run), [])]
     for folder, words in MADE.items():
-        if folder in " ".join(named).split() and not (ROOT / folder / "model.safetensors").is_file():
+        there = any((ROOT / made).is_file() for made in (folder, f"{folder}/model.safetensors"))
+        if folder in " ".join(named).split() and not there:
             subprocess.run([sys.executable, *words.split()], check=True, cwd=ROOT)
 
 

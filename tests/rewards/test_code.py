@@ -178,6 +178,14 @@ def test_fractions_count_assertions_and_cases(sandbox):
     assert tried(sandbox, half, calls, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
 
 
+def test_a_program_that_passes_some_of_its_tests_is_not_right():
+    fraction = CodeReward("code-fraction", workers=1)
+    result = graded(fraction, "def add(a, b):\n    return 3", ADD)
+    fraction.pool.close()
+    assert (result.score, result.acc) == (0.5, 0.0)
+    assert (result.info["passed"], result.info["tests"]) == (1, 2) and "candidate(2, 2)" in result.info["failure"]
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "same"),
     [
@@ -369,7 +377,9 @@ def test_a_late_program_is_called_late(sandbox, monkeypatch):
     monkeypatch.setattr(code, "PROGRAM_SECONDS", 0.5)
     assert "timeout" in tried(sandbox, HOSTILE["an endless loop in the function"])["failure"]
     runs = code.tests_of(None, ROWS["APPS, standard input"][0])
+    began = time.monotonic()
     assert "timeout" in tried(sandbox, "while True: pass", runs)["failure"]
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("program", ["print(3); import os; os._exit(1)", "print(3)\nraise ValueError", "print(3, 4)"])
