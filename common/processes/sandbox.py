@@ -173,7 +173,8 @@ def is_installed(path: str) -> bool:
 
 def python_folders() -> list[str]:
     """Folders with this Python and its packages."""
-    folders = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), *site.getsitepackages()}
+    folders = {sys.prefix, sys.base_prefix, *site.getsitepackages()}
+    folders |= {os.path.realpath(folder) for folder in folders}  # .venv may be a link
     return sorted(folder for folder in folders if os.path.isdir(folder))
 
 

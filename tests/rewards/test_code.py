@@ -451,6 +451,15 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     assert sandbox.missing == ""
     for name, program in reach.items():
         assert tried(sandbox, f"{program}\n{RIGHT}")["failure"], name
+    mounted = "import os, sys\nassert all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ('/usr', sys.prefix))\n"
+    assert not tried(sandbox, mounted + RIGHT)["failure"]
+
+
+def test_programs_of_root_are_not_root(sandbox):
+    if os.geteuid() or sandbox.kind == "bubblewrap":
+        pytest.skip("tests run as another user, or root has no other user to become")
+    verdict = tried(sandbox, "import os\nassert os.getuid() and os.getgid() and not os.getgroups()\n" + RIGHT)
+    assert not verdict["failure"]
 
 
 def test_programs_have_an_environment_and_a_folder_of_their_own(sandbox, monkeypatch):
