@@ -415,10 +415,11 @@ def test_nothing_outlives_its_program(sandbox):
     """Neither a process that has left the group, nor a file."""
     mark = f"left-{sandbox.kind[0]}-{os.getpid()}"  # at most 15 characters
     program = (
-        f"import os, sys, time\nopen({mark!r}, 'w').write('x')\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import ctypes\n"
-        f"        ctypes.CDLL(None).prctl(15, {mark!r}.encode(), 0, 0, 0)\n        time.sleep(60)\n    os._exit(0)\n"
-        "time.sleep(0.3)\n" + RIGHT
+        f"import ctypes, os, time\nopen({mark!r}, 'w').write('x')\nready, tell = os.pipe()\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"        ctypes.CDLL(None).prctl(15, {mark!r}.encode(), 0, 0, 0)\n"
+        "        os.write(tell, b'x')\n        time.sleep(60)\n    os._exit(0)\n"
+        "os.read(ready, 1)\n" + RIGHT
     )
     assert tried(sandbox, program) == {"passed": 2, "total": 2, "failure": ""}
     wait_until(lambda: not processes_with(mark))
@@ -451,6 +452,8 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     assert sandbox.missing == ""
     for name, program in reach.items():
         assert tried(sandbox, f"{program}\n{RIGHT}")["failure"], name
+    shown = {Path(path).parts[1] for path in (*SYSTEM, *DEVICES, *python_folders(), WORK, "/proc", str(ROOT))}
+    assert not tried(sandbox, f"import os\nassert {{*os.listdir('/')}} <= {shown}\n{RIGHT}")["failure"]
     mounted = "import os, sys\nassert all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ('/usr', sys.prefix))\n"
     assert not tried(sandbox, mounted + RIGHT)["failure"]
 
