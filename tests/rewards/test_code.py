@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, launch
 
 from common.errors import BadInput
-from common.processes.sandbox import Sandbox, descendants
+from common.processes.sandbox import DEVICES, SYSTEM, WORK, Sandbox, descendants, python_folders
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
 from common.rewards.grading import Item
