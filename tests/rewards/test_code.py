@@ -259,6 +259,13 @@ def test_tests_use_objects_callbacks_and_changes_in_place(sandbox):
     assert tried(sandbox, program, code.Tests(parts=[test])) == {"passed": 6, "total": 6, "failure": ""}
 
 
+def test_a_program_may_call_what_a_test_gives_it_and_nothing_behind_it(sandbox):
+    """The attributes of a function lead to all that the test knows."""
+    program = "def apply(f):\n    f._channel.call(f._name, ['__globals__'], {}, 'getattr')\n    return 'in'\n"
+    verdict = tried(sandbox, program, code.Tests(parts=["assert apply(lambda: 1) != 'in'"]))
+    assert "not given" in verdict["failure"]
+
+
 # HumanEval
 
 
@@ -303,6 +310,7 @@ HOSTILE = {
     "a thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
     "40 threads": "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(0.1,)).start()\n" + RIGHT,
     "40 processes": "import os, time\nfor _ in range(40): os.fork() or (time.sleep(9), os._exit(0))\n" + RIGHT,
+    "3 GB": "import mmap\nx = mmap.mmap(-1, 3 * 2**30)\n" + RIGHT,
     "10 GB": "x = bytearray(10 * 2**30)\n" + RIGHT,
     "10 GB in the function": "def add(a, b):\n    return [0] * (10 * 2**30)",
     "1 GB of output": "for _ in range(1024): print('x' * 2**20)\n" + RIGHT.replace("a + b", "0"),
