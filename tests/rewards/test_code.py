@@ -5,6 +5,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -431,6 +432,9 @@ def test_nothing_outlives_its_program(sandbox):
     )
     assert tried(sandbox, program) == {"passed": 2, "total": 2, "failure": ""}
     wait_until(lambda: not processes_with(mark))
+    where = tried(sandbox, "import os\nraise ValueError(f'<{os.getcwd()}>')")["failure"]
+    folder = Path(re.search("<(.*)>", where)[1])
+    assert folder.is_absolute() and not folder.exists()
     again = f"import os\nassert not os.path.exists({mark!r}) and os.listdir('.') == []\n" + RIGHT
     assert not tried(sandbox, again)["failure"]
 
