@@ -130,13 +130,16 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
 def read_answer(where: str, row: dict, columns: dict[str, str]) -> str | list | dict | None:
     """The reference answer of a row. A number is its digits. Raises BadInput if the row has two that differ."""
     usual = [columns["answer"]] if "answer" in columns else ANSWERS
+    # A null in one of these columns says that the row has no answer.
+    if all(lookup(row, column, ABSENT) is ABSENT for column in usual):
+        return answer_of_solution(lookup(row, columns.get("solution", "solution")))
     found = {}
     for column in usual:
         answer = as_answer(where, row, column)
         if answer is not None:
             found[column] = answer
     if not found:
-        return answer_of_solution(lookup(row, columns.get("solution", "solution")))
+        return None
     (first, answer), *others = found.items()
     for column, other in others:
         if other != answer:

@@ -263,6 +263,7 @@ def of_verl(truth, **columns) -> dict:
         ({"prompt": [ASKED], "solution": "2+3 is 5"}, None, None),
         ({"prompt": [ASKED], "solution": "$2$ and $3$ make $5$"}, None, None),
         ({"prompt": [ASKED], "solution": ["look", "4", "5"]}, None, None),
+        ({"prompt": [ASKED], "solution": "5", "answer": None}, None, None),
         ({"prompt": [ASKED]}, None, None),
     ],
 )
