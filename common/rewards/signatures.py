@@ -13,7 +13,7 @@ Worker processes import this file, so it imports no torch.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def quoted_names(names: Any) -> str:
+def quoted_names(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
