@@ -201,7 +201,7 @@ def as_result(returned: Any, score: str, acc: str) -> Any:
     info = {}
     for key, value in returned.items():
         if key == "extra_logs" and isinstance(value, Mapping):
-            info |= {name: plain(only(logged)) for name, logged in value.items()}
+            info |= {name: only(plain(logged)) for name, logged in value.items()}
         elif key not in (score, acc):
             info[key] = plain(value)
     correct = returned.get(acc)

@@ -147,7 +147,11 @@ def test_what_trl_logs_is_in_the_info_of_each_response():
         return torch.tensor([1.0, -1.0])
 
     results = graded(tell, item("a"), item("b"))
-    assert [result.info for result in results] == [{"read": "A", "mean": 0.5}, {"read": "B", "mean": 0.5}]
+    # As JSON, because that is how a worker answers.
+    assert [json.loads(json.dumps(result.info, default=str)) for result in results] == [
+        {"read": "A", "mean": 0.5},
+        {"read": "B", "mean": 0.5},
+    ]
     assert [result.score for result in results] == [1.0, -1.0]
 
 
@@ -263,7 +267,7 @@ def test_openrlhf_gets_the_reference_as_its_label(answer, row, label):
         ({"rewards": [2.0], "scores": torch.tensor([0.0])}, Result(2.0, 0.0)),
         (
             {"rewards": 2.0, "scores": 1.0, "extra_logs": {"digits": torch.tensor([3]), "why": ["x"]}},
-            Result(2.0, 1.0, None, {"digits": [3], "why": "x"}),
+            Result(2.0, 1.0, None, {"digits": 3, "why": "x"}),
         ),
     ],
 )
