@@ -152,6 +152,8 @@ def load_one(
             ids = templates.tokenize(where, text, tokenizer, spelled.found(where, messages))
         # Rewards see the question as the data has it, under one name for all data sets.
         meta = {**row, "prompt": found.content}
+        if found.other_answer is not None:
+            meta["answer"] = found.other_answer
         return Prompt(where, text, ids, found.answer, found.solution, meta, spec, messages=messages, tools=tools)
 
     prompts = collect(rows, make)

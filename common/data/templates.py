@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data import conversations, dates
 from common.data.conversations import SPOKEN_KEYS, Message
 from common.data.json_lines import read_value
-from common.data.rows import CONVERSATIONS, is_chat, lookup, missing
+from common.data.rows import CONVERSATIONS, is_chat, last_box, lookup, missing
 from common.errors import BadInput
 
 Messages = list[Message]
@@ -31,6 +31,9 @@ REFUSALS = (TemplateError, ValueError, TypeError, IndexError)
 # Stands for a column that a row does not have. None may be the value of a column.
 ABSENT = object()
 SOLUTIONS = ("solution", "response", "completion")  # columns of a worked solution; the first that a row has
+# Columns of a reference answer. verl's data has the second one. If a row has several, they must agree.
+ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth")
+FORMULA = re.compile(r"\s*(\$+)([^$]+)\1\s*")  # one formula between dollars, and nothing else
 # How prompts begin that have been through a chat template already.
 RENDERED = re.compile(
     r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<\|(?:system|user)\|>"
@@ -45,10 +48,11 @@ class Fields:
     """What a row says."""
 
     content: str | Messages  # the prompt
-    answer: str | None  # the reference answer; some rewards do without
+    answer: str | None  # the reference answer as a text; some rewards do without
     solution: Solution  # the response to learn
     tools: list[dict] | None = None  # schemas beside the messages
     continues: bool = False  # the prompt ends with words of the assistant, which the policy continues
+    other_answer: list | dict | None = None  # a reference answer that is no text
 
 
 def check_columns(where: str, row: dict, columns: dict[str, str]) -> None:
@@ -74,7 +78,7 @@ def solution_column(row: dict, columns: dict[str, str]) -> str:
 def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     """Prompt, answer and solution of a row. `columns` names columns that are not the usual ones. Raises BadInput.
 
-    Usual are "prompt" or "question", a text or chat messages; "answer"; and "solution", "response" or "completion", a
+    Usual are "prompt" or "question", a text or chat messages; ANSWERS; and "solution", "response" or "completion", a
     worked solution. "messages", "conversations" or "chosen" are the prompt, except for a last message of the assistant,
     which is the solution. Such a message at the end of "prompt" is a start that the policy continues.
     """
@@ -116,16 +120,64 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     elif not isinstance(solution, str) and not is_dialogue(solution):
         raise wrong(where, row, column, "a string, or turns")
 
-    column = columns.get("answer", "answer")
+    answer = read_answer(where, row, columns)
+    other_answer = None
+    if isinstance(answer, list | dict):
+        answer, other_answer = None, answer
+    return Fields(content, answer, solution, tools, continues, other_answer)
+
+
+def read_answer(where: str, row: dict, columns: dict[str, str]) -> str | list | dict | None:
+    """The reference answer of a row. A number is its digits. Raises BadInput if the row has two that differ."""
+    usual = [columns["answer"]] if "answer" in columns else ANSWERS
+    # A null in one of these columns says that the row has no answer.
+    if all(lookup(row, column, ABSENT) is ABSENT for column in usual):
+        return answer_of_solution(lookup(row, columns.get("solution", "solution")))
+    found = {}
+    for column in usual:
+        answer = as_answer(where, row, column)
+        if answer is not None:
+            found[column] = answer
+    if not found:
+        return None
+    (first, answer), *others = found.items()
+    for column, other in others:
+        if other != answer:
+            raise BadInput(
+                f'{where}: "{first}" is {conversations.shown(answer)} and "{column}" is {conversations.shown(other)}; '
+                f"choose the reference answer with --columns answer={first} or answer={column}"
+            )
+    return answer
+
+
+def as_answer(where: str, row: dict, column: str) -> str | list | dict | None:
+    """The value of a column as a reference answer. Raises BadInput if it is none."""
     answer = lookup(row, column)
     if type(answer) is int:
-        answer = str(answer)
-    elif type(answer) is float and abs(answer) < math.inf:  # False for NaN
+        return str(answer)
+    if type(answer) is float and abs(answer) < math.inf:  # False for NaN
         # Digits alone: a grader would read 1e-05 as 1*e - 05. And 34.0 is 34: a table with nulls has only floats.
-        answer = format(Decimal(repr(answer + 0.0)).normalize(), "f")
-    if not isinstance(answer, str | None):
+        return format(Decimal(repr(answer + 0.0)).normalize(), "f")
+    if not isinstance(answer, str | list | dict | None):
         raise wrong(where, row, column, "a string or a number")
-    return Fields(content, answer, solution, tools, continues)
+    return answer
+
+
+def answer_of_solution(solution: Any) -> str | None:
+    """The reference answer in a column "solution", where TRL's data often has it.
+
+    It is the content of the last box, or the whole text if that is nothing but one word or one formula. A worked
+    solution without a box is not taken for an answer.
+    """
+    if not isinstance(solution, str):
+        return None
+    box = last_box(solution)
+    if box:
+        return box[1]
+    formula = FORMULA.fullmatch(solution)
+    if formula:
+        return formula[2].strip()
+    return solution.strip() if len(solution.split()) == 1 else None
 
 
 def spoken(turn: Message) -> str | Message:

@@ -3,6 +3,8 @@
 A reward is a function: reward(items, lengths, truncated) -> list[Result], in the order of the items. Lengths count
 response tokens; truncated says which responses were cut off by the length limit.
 
+A user's function may also have the signature of another library: signatures.py makes a reward of it.
+
 --reward gsm8k                            one reward
 --reward gsm8k=1.0 format=0.1             several rewards, with weights
 --reward weights.json                     {"version": 1, "weights": {"gsm8k": 1.0, "format": 0.1}}; the file is read

@@ -81,8 +81,9 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
         value = lookup(dict(meta), name)
         if value:
             return cases_of(name, value, meta)
-    if answer and answer.lstrip().startswith(("{", "[")):
-        return cases_of("answer", answer, meta)
+    value = meta.get("answer") if answer is None else answer.strip()
+    if isinstance(value, list | dict) or (value and value.startswith(("{", "["))):
+        return cases_of("answer", value, meta)
     raise BadInput(f"no tests (found: {', '.join(meta)}); expected {FORMS}")
 
 

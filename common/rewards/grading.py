@@ -35,6 +35,8 @@ class Result:
 
 
 Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
+# A key of Result.info: the reward does not apply to this response. Then the score is None, and nothing has failed.
+NOT_APPLIED = "not_applied"
 
 TAIL_CHARACTERS = 2000  # graders look for a number without a mark in the end of a response only
 # In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
-from common.rewards.grading import BETTER_GRADERS, Item, Result, Reward, as_list, parse_gold
+from common.rewards.grading import BETTER_GRADERS, NOT_APPLIED, Item, Result, Reward, as_list, parse_gold
 
 CALLS_AT_ONCE = 32  # calls of rewards in progress while the engine samples: their threads mostly wait
 SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
@@ -154,9 +154,7 @@ class Rewards:
         for name in self.rewards:
             if name in COMPARING_REWARDS:
                 cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
-                refuse_all(
-                    [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
-                )
+                refuse_all([f"{p.id}: {no_answer(p)}, {cure}" for p in prompts if p.answer is None])
         for name, reward in self.rewards.items():
             check_row = getattr(reward, "check_row", None)
             if check_row:
@@ -246,19 +244,26 @@ class Rewards:
         return grades
 
     def mix(self, grades: dict[str, Graded]) -> list[Result]:
-        """The weighted sum of each row, or None if a reward with a weight has no score. info["parts"]: all scores."""
+        """The weighted sum of each row, or None if a reward with a weight has no score. info["parts"]: all scores.
+
+        A reward that does not apply to a response is left out of its sum. The first that applies has its acc.
+        """
         mixed = []
         for row in zip(*(graded.results for graded in grades.values())):
-            first = row[0]
             weights = [self.weights[name] for name in grades]
+            applied = [(weight, result) for weight, result in zip(weights, row) if NOT_APPLIED not in result.info]
+            first = applied[0][1] if applied else row[0]
             # Without the first reward there is no acc, whatever its weight is.
-            failed = [r for weight, r in zip(weights, row) if r.score is None and (weight or r is first)]
+            failed = [result for weight, result in applied if result.score is None and (weight or result is first)]
             info = dict(first.info)
             if failed:
                 score = None
                 info["ungraded"] = failed[0].info or "no score"
+            elif not applied:
+                score = None
+                info["ungraded"] = f"no reward applies: {info[NOT_APPLIED]}"
             else:
-                score = sum(weight * result.score for weight, result in zip(weights, row) if weight)
+                score = sum(weight * result.score for weight, result in applied if weight)
             if len(row) > 1:
                 info["parts"] = {name: result.score for name, result in zip(grades, row)}
             mixed.append(dataclasses.replace(first, score=score, info=info))
@@ -287,14 +292,20 @@ class Rewards:
     def drop_ungraded(self, results: list[Result], rollout, group_size: int, world: World, step) -> list[Result]:
         """Take prompts with an ungraded response out of the step. Collective: every rank calls it. Raises RunFailed."""
         missing = [row for row, result in enumerate(results) if result.score is None]
+        # Where no reward applies, nothing has failed.
+        failed = [row for row in missing if NOT_APPLIED not in results[row].info]
         total = world.sum(len(missing))
+        failures = world.sum(len(failed))
         count = world.sum(len(results))
         if not total:
             return results
         when = "evaluation" if step is None else f"step {step}"
-        reason = f": {results[missing[0]].info['ungraded']}" if missing else ""
+        reason = f": {results[(failed or missing)[0]].info['ungraded']}" if missing else ""
         message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
-        if step is not None and (step - self.first_step < SETUP_STEPS or total > MAX_UNGRADED_SHARE * count):
+        if step is not None and total == count and not failures:
+            raise RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")
+        is_setup = step is not None and step - self.first_step < SETUP_STEPS
+        if step is not None and failures and (is_setup or failures > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
             raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
         say(message)
@@ -316,6 +327,14 @@ def complaint(check_row, prompt) -> str:
     except BadInput as error:
         return str(error)
     return ""
+
+
+def no_answer(prompt) -> str:
+    """What a prompt without a reference answer has in its place."""
+    if prompt.meta.get("answer") is not None:
+        kind = type(prompt.meta["answer"]).__name__
+        return f"the reference answer is a {kind}, and not a text or a number"
+    return f'no "answer" (found: {", ".join(prompt.meta)})'
 
 
 def std_over_ranks(scores: list[float], world: World) -> float:

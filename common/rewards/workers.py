@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from common.errors import BadInput, RunFailed, warn
+from common.errors import BadInput, RunFailed, say, warn
 from common.processes.child import Handler, import_file
 from common.processes.pool import START_SECONDS, Failure, Pool, Program
 from common.rewards.grading import Item, Result, as_list
@@ -113,7 +113,7 @@ class TriedReward:
         self.name = name
         self.pool = pool
         with refused_as_input():
-            pool.start()
+            self.facts = pool.start()  # what the worker says about the code
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises BadInput or RunFailed if the code is wrong."""
@@ -154,7 +154,7 @@ def refused_as_input() -> Iterator[None]:
 
 
 class UserReward(TriedReward):
-    """A user's function (items, lengths, truncated) -> Results or numbers, called with all responses to one row."""
+    """A user's function with one of the signatures of signatures.py. A request has all responses to one row."""
 
     def __init__(self, path: str, function: str, workers: int = 0, item_seconds: float = 10.0):
         """Raises BadInput if the file cannot be loaded."""
@@ -163,6 +163,7 @@ class UserReward(TriedReward):
         name = f"{path}:{function}"
         loader = "common.rewards.workers:load_function"
         super().__init__(name, Graders(name, loader, [path, function], item_seconds, workers))
+        say(f'reward "{name}" has {self.facts}')
 
     def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Rows whose worker was late or died have no score. Raises BadInput or RunFailed if the function is wrong."""
@@ -211,22 +212,25 @@ def load_math(mode: str) -> Handler:
 
 
 def load_function(path: str, name: str, memory_gib: float = 8.0) -> Handler:
-    """A function of a user's file. Raises what importing the file raises."""
+    """A function of a user's file. Raises what importing the file raises, BadInput for an unknown signature."""
+    from common.rewards.signatures import adapt
+
     function = getattr(import_file(Path(path), "reward"), name, None)
     if not callable(function):
         raise BadInput(f'{path} has no function "{name}"')
-    return batch_handler(function, memory_gib)
+    grade, signature = adapt(function)
+    return batch_handler(grade, memory_gib, facts=signature)
 
 
-def batch_handler(grade: Callable, memory_gib: float | None) -> Handler:
-    """A handler that grades the batches of Graders.grade()."""
+def batch_handler(grade: Callable, memory_gib: float | None, facts: str = "") -> Handler:
+    """A handler that grades the batches of Graders.grade(). facts: for TriedReward.facts."""
 
     def answer(request: list) -> list[list]:
         items, lengths, truncated = request
         results = grade([Item(**fields) for fields in items], lengths, truncated)
         return to_rows(results, len(items))
 
-    return Handler(answer, memory_gib)
+    return Handler(answer, memory_gib, facts)
 
 
 def to_rows(results: Any, count: int) -> list[list]:

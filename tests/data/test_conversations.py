@@ -9,6 +9,7 @@ from common.data.demonstrations import demonstrations
 from common.data.prompts import Source, load
 from common.data.suffix import Suffix
 from common.errors import BadInput
+from common.rewards.mixture import Rewards
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -233,3 +234,76 @@ def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt(tmp_path, monkey
     monkeypatch.setattr(type(tokenizer), "__call__", ending)
     prompt, _ = one(tmp_path, {"prompt": "2+3?"}, "")
     assert prompt.ids[-1] != tokenizer.eos_token_id
+
+
+def of_verl(truth, **columns) -> dict:
+    row = {"data_source": "sums", "prompt": [ASKED], "ability": "math", "extra_info": {"index": 0, "answer": "no"}}
+    return row | {"reward_model": {"style": "rule", "ground_truth": truth}} | columns
+
+
+@pytest.mark.parametrize(
+    "row, answer, other",
+    [
+        (of_verl("5"), "5", None),
+        (of_verl(5), "5", None),
+        (of_verl(5.0), "5", None),
+        (of_verl(["5", "five"]), None, ["5", "five"]),
+        (of_verl({"target": ["5"]}), None, {"target": ["5"]}),
+        (of_verl(None), None, None),
+        (of_verl("5", answer=5), "5", 5),
+        (of_verl("5", ground_truth="5"), "5", None),
+        (of_verl("5", reward_model="rule"), None, None),
+        ({"prompt": [ASKED], "ground_truth": "5"}, "5", None),
+        ({"prompt": [ASKED], "answer": ["5", "five"]}, None, ["5", "five"]),
+        ({"prompt": [ASKED], "answer": "5", "solution": "$6$"}, "5", "5"),
+        # TRL's data often has the answer alone in "solution", and SFT's has the working there.
+        ({"prompt": [ASKED], "solution": "5"}, "5", None),
+        ({"prompt": [ASKED], "solution": " $\\frac{5}{1} + 0$\n"}, r"\frac{5}{1} + 0", None),
+        ({"prompt": [ASKED], "solution": "2+3 is \\boxed{5}."}, "5", None),
+        ({"prompt": [ASKED], "solution": "2+3 is 5"}, None, None),
+        ({"prompt": [ASKED], "solution": "$2$ and $3$ make $5$"}, None, None),
+        ({"prompt": [ASKED], "solution": ["look", "4", "5"]}, None, None),
+        ({"prompt": [ASKED], "solution": "5", "answer": None}, None, None),
+        ({"prompt": [ASKED]}, None, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_reference_of_rows_of_verl_and_trl_is_found(tmp_path, row, answer, other, kind):
+    """A list or an object reaches rewards as item.meta["answer"]: graders that compare texts need one."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps(row) + "\n")
+    (prompt,) = load((str(path),), Source(), "train", tokenizer_with(CHATML), 512)
+    assert prompt.text == USER + NEXT and prompt.meta["prompt"] == [ASKED]
+    assert prompt.answer == answer and prompt.meta.get("answer") == other
+    if "extra_info" in row:
+        assert prompt.meta["extra_info"] == row["extra_info"] and prompt.meta["reward_model"] == row["reward_model"]
+
+
+@pytest.mark.parametrize(
+    "row, first, second",
+    [
+        (of_verl("5", answer="2+3=5\n#### 5"), "answer", "reward_model.ground_truth"),
+        (of_verl(["5"], answer="5"), "answer", "reward_model.ground_truth"),
+        (of_verl("5", ground_truth="6"), "reward_model.ground_truth", "ground_truth"),
+        ({"prompt": [ASKED], "answer": "5", "ground_truth": 6}, "answer", "ground_truth"),
+    ],
+)
+def test_two_references_that_differ_are_refused_until_one_is_chosen(tmp_path, row, first, second):
+    with pytest.raises(BadInput, match=f'rows.jsonl:1: "{first}" is .* "{second}" is .*--columns answer={first}'):
+        one(tmp_path, row)
+    for column in (first, second):
+        prompt, _ = one(tmp_path, row, columns=(f"answer={column}",))
+        value = templates.lookup(row, column)
+        assert prompt.answer == (None if isinstance(value, list) else str(value))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "dapo", "math"])
+def test_a_grader_that_compares_texts_refuses_a_reference_that_is_none(tmp_path, name):
+    prompt, _ = one(tmp_path, of_verl(["5", "five"]))
+    with pytest.raises(BadInput, match="rows.jsonl:1: the reference answer is a list, and not a text or a number"):
+        Rewards({name: None}, {name: 1.0}).check_answers([prompt])
