@@ -235,11 +235,12 @@ def test_a_report_that_cannot_be_written_leaves_no_tracker_open(tracker):
 
 def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path, monkeypatch):
     (tmp_path / "rollouts").mkdir()
-    for name in ("step_000001", "step_000003", "step_000005", "refused_000006", "step_notes"):
+    for name in ("step_000001", "step_000002", "step_000003", "step_000005", "refused_000006", "step_notes"):
         (tmp_path / f"rollouts/{name}.jsonl").write_text("")
     given = []
     monkeypatch.setattr(tracking.trackers, "Sink", lambda *arguments: given.append(arguments))
     Tracker(str(tmp_path), "grpo", grpo.Args(), world, "wandb", 2, 9).bar.close()
     ((track, folder, _, start, repeated),) = given
     assert (track, folder, start, repeated) == ("wandb", tmp_path, 2, {3, 5})
-    assert sorted(file.stem for file in (tmp_path / "rollouts").iterdir()) == ["step_000001", "step_notes"]
+    left = sorted(file.stem for file in (tmp_path / "rollouts").iterdir())
+    assert left == ["step_000001", "step_000002", "step_notes"]
