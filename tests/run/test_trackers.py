@@ -154,7 +154,7 @@ def run(track: str, home: Path, program: str = PROGRAM, **variables) -> subproce
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME", "NETRC"):
         kept.pop(name, None)
     command = [sys.executable, "-c", program, track]
-    return subprocess.run(command, cwd=home.parent, env=kept | variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=home.parent, env=kept | variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
