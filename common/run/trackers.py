@@ -1,19 +1,21 @@
-"""The trackers of --track, which mirror metrics.jsonl. A package is imported when its tracker is chosen.
+"""The trackers of --track: they get metrics.jsonl, tables of responses, and report.html at the end of a run.
 
-Each tracker writes into the run directory and needs no network, unless its own environment variables say otherwise.
-The functions open_NAME return an Opened. A resumed run goes on with the tracker's run that it had before: its name for
-it is kept in RUN/tracker.json.
+A package is imported when its tracker is chosen. Each tracker writes into the run directory and needs no network,
+unless its own environment variables say otherwise. The functions open_NAME return an Opened. A resumed run goes on with
+the tracker's run that it had before: its name for it is kept in RUN/tracker.json.
 
 accelerate.tracking has the same five. It needs accelerate's PartialState, which takes over the process: devices,
 variables of torchrun, numbers of threads. TensorBoard's class refuses our flags, because some are tuples. Folders,
 offline modes and exceptions would still be ours, and with them most of this file.
 """
 
+import contextlib
 import json
 import logging
 import os
 import pkgutil
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +23,20 @@ from common.data.json_lines import read_object
 from common.errors import BadInput, warn
 from common.preflight import folders
 from common.preflight.machine import wandb_mode
+from common.run import response_table
+from common.run.response_table import Table
 
 PROJECT = "onefile-rl"  # name of the project, or of the experiment, in each tracker
+TABLES = "responses"  # name of the tables in each tracker
+LISTED_TABLES = 100  # tables of a run that mlflow lists
 KEPT_ID = "tracker.json"  # file in the run directory: {tracker: the id of its run}
 # Variables that a package reads when it is imported: no reports to its makers, and no files in the home directory.
 VARIABLES = {
-    "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_CACHE_DIR": "{run_dir}/wandb/cache"},
+    "wandb": {
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_CACHE_DIR": "{run_dir}/wandb/cache",
+        "WANDB_DATA_DIR": "{run_dir}/wandb/data",
+    },
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
     "trackio": {"TRACKIO_DIR": "{run_dir}/trackio"},
 }
@@ -42,6 +52,8 @@ class Opened:
     """A tracker's run."""
 
     log: Callable[..., None]  # log(metrics, step=step) adds a step
+    table: Callable[[Table], None]  # adds the table of a step
+    file: Callable[[Path], None]  # adds a file of the run, or replaces it
     finish: Callable[[], None]  # ends the run
     id: str = ""  # with which a resumed run finds it again; "" if the folder is enough
 
@@ -55,14 +67,24 @@ class Resumed:
 
 
 class Sink:
-    """Sends metrics to --track. Rank 0 has one.
+    """Sends metrics, tables of responses and the report to --track. Rank 0 has one.
 
-    A tracker that fails after it was opened does not end the run: its first failure is a warning, and metrics.jsonl has
-    all steps.
+    A tracker that fails after it was opened does not end the run: its first failure is a warning, and the run directory
+    has everything.
     """
 
-    def __init__(self, track: str, run_dir: Path, flags: dict, start: int = 0):
-        """start: number of steps that a resumed run has done. Raises BadInput if the tracker cannot be opened."""
+    def __init__(
+        self,
+        track: str,
+        run_dir: Path,
+        flags: dict,
+        start: int = 0,
+        repeated: Collection[int] = (),
+    ):
+        """start: number of steps that a resumed run has done. repeated: later steps that wrote rollouts before.
+
+        Raises BadInput if the tracker cannot be opened.
+        """
         self.track = track
         self.closed = track == "none"
         self.failed = False
@@ -75,12 +97,14 @@ class Sink:
         # Each package is imported only if it was chosen, and so are its exceptions.
         if track in ERRORS:
             self.failures += (pkgutil.resolve_name(ERRORS[track]),)
+        resumed = Resumed(start, kept_id(track, run_dir) if start else "")
+        # Trackers keep what they have. With an id it is the same run, which has the tables of these steps already.
+        self.has_tables = frozenset(repeated if resumed.id else ())
         try:
-            opened = open_tracker(track, run_dir, flags, Resumed(start, kept_id(track, run_dir) if start else ""))
+            opened = open_tracker(track, run_dir, flags, resumed)
         except self.failures as error:
             raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
-        self.send = opened.log
-        self.finish = opened.finish
+        self.opened = opened
         keep_id(track, run_dir, opened.id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -88,9 +112,31 @@ class Sink:
         if self.closed:
             return
         try:
-            self.send({name: value for name, value in metrics.items() if name != "step"}, step=step)
+            self.opened.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
         except self.failures as error:
             self.warn_once(error, f"at step {step}")
+
+    def wants_table(self, step: int) -> bool:
+        """Whether the tracker has no table of this step yet. Without a tracker nobody needs one."""
+        return not self.closed and step not in self.has_tables
+
+    def table(self, table: Table) -> None:
+        """Send the responses of a step."""
+        if not self.wants_table(table.step):
+            return
+        try:
+            self.opened.table(table)
+        except self.failures as error:
+            self.warn_once(error, f"with the responses of step {table.step}")
+
+    def file(self, path: Path) -> None:
+        """Send a file of the run directory."""
+        if self.closed:
+            return
+        try:
+            self.opened.file(path)
+        except self.failures as error:
+            self.warn_once(error, f"with {path.name}")
 
     def close(self) -> None:
         """End the tracker's run. A run that fails may close it twice."""
@@ -98,13 +144,13 @@ class Sink:
             return
         self.closed = True
         try:
-            self.finish()
+            self.opened.finish()
         except self.failures as error:
             self.warn_once(error, "at the end")
 
     def warn_once(self, error: Exception, when: str) -> None:
         if not self.failed:
-            message = f"--track {self.track} failed {when}: {one_line(error)}; metrics.jsonl has all steps"
+            message = f"--track {self.track} failed {when}: {one_line(error)}; the run directory has everything"
             warn(message, "tracker-failed")
         self.failed = True
 
@@ -147,27 +193,42 @@ def open_wandb(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     # "allow" makes the run if it is not there: one that was offline may not have been uploaded yet.
     resume = {"id": resumed.id, "resume": "allow"} if resumed.id else {}
     run = wandb.init(project=PROJECT, name=run_dir.name, dir=run_dir, config=flags, mode=wandb_mode(), **resume)
-    return Opened(run.log, run.finish, run.id)
+
+    def table(table: Table) -> None:
+        # One for each step, with a slider between them. A table that grows is not known to an offline run that goes on.
+        run.log({TABLES: wandb.Table(columns=table.columns, data=table.rows)}, step=table.step)
+
+    def file(path: Path) -> None:
+        # A link would be broken on the machine that uploads the folder later.
+        copy = shutil.copy(path, run.dir)
+        run.save(copy, base_path=run.dir, policy="now", glob=False)
+
+    return Opened(run.log, table, file, run.finish, run.id)
 
 
 def open_tensorboard(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
-    """RUN/tensorboard; `tensorboard --logdir RUN` shows it. It has no place for the flags."""
+    """RUN/tensorboard; `tensorboard --logdir RUN` shows it. It has no place for the flags or for files."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps that the resumed run repeats disappear from the curves of the file before.
-    purge_step = resumed.start + 1 if resumed.start else None
+    # Steps that the resumed run repeats disappear from the file before. The first file says where it starts, too:
+    # TensorBoard takes only the second start of a run for a resume.
+    purge_step = resumed.start + 1 if resumed.start else 0
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
 
     def log(metrics: dict, step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return Opened(log, writer.close)
+    def table(table: Table) -> None:
+        writer.add_text(TABLES, response_table.markdown(table), table.step)
+
+    return Opened(log, table, lambda path: None, writer.close)
 
 
 def open_mlflow(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """MLFLOW_TRACKING_URI, or RUN/mlflow.db; `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it."""
     import mlflow
+    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
     # Otherwise it reports each step of making a new database.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -182,7 +243,25 @@ def open_mlflow(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     else:
         run = mlflow.start_run(run_name=run_dir.name)
         mlflow.log_params(flags)
-    return Opened(mlflow.log_metrics, mlflow.end_run, run.info.run_id)
+    # A tag of the run lists its tables. It has room for about 130 of these paths.
+    listed = json.loads(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+
+    def table(table: Table) -> None:
+        # mlflow adds to a file by reading it again, and would make numbers of texts. So each step has its own file.
+        path = f"{TABLES}/step_{table.step:06d}.json"
+        with foreign_errors():
+            if len(listed) < LISTED_TABLES:
+                columns = dict(zip(table.columns, zip(*table.rows)))
+                mlflow.log_table(columns, path)
+                listed.append(path)
+            else:
+                mlflow.log_dict({"columns": table.columns, "data": table.rows}, path)
+
+    def file(path: Path) -> None:
+        with foreign_errors():
+            mlflow.log_artifact(str(path))
+
+    return Opened(mlflow.log_metrics, table, file, mlflow.end_run, run.info.run_id)
 
 
 def open_trackio(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
@@ -194,7 +273,16 @@ def open_trackio(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
         run = trackio.init(project=PROJECT, name=resumed.id, config=flags, resume="allow")
     else:
         run = trackio.init(project=PROJECT, name=run_dir.name, config=flags)
-    return Opened(trackio.log, trackio.finish, run.name)
+
+    def table(table: Table) -> None:
+        trackio.log({TABLES: trackio.Table(columns=table.columns, data=table.rows)}, step=table.step)
+
+    def file(path: Path) -> None:
+        # The runs of a project share its artifacts.
+        with foreign_errors():
+            trackio.log_artifact(path, name=f"{run.name}-{path.name}", type="report", overwrite=True)
+
+    return Opened(trackio.log, table, file, trackio.finish, run.name)
 
 
 def open_swanlab(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
@@ -205,7 +293,24 @@ def open_swanlab(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     resume = {"id": resumed.id, "resume": "allow"} if resumed.id else {}
     log_dir = str(run_dir / "swanlab")
     run = swanlab.init(project=PROJECT, name=run_dir.name, config=flags, log_dir=log_dir, mode=mode, **resume)
-    return Opened(swanlab.log, swanlab.finish, run.id)
+
+    def table(table: Table) -> None:
+        shown = swanlab.echarts.Table().add(table.columns, table.rows)
+        swanlab.log({TABLES: shown}, step=table.step)
+
+    def file(path: Path) -> None:
+        swanlab.save(str(path), base_path=str(path.parent), policy="now")
+
+    return Opened(swanlab.log, table, file, swanlab.finish, run.id)
+
+
+@contextlib.contextmanager
+def foreign_errors() -> Iterator[None]:
+    """Make every error a RuntimeError: where files are stored, each package has errors of its own (sqlite3, boto3)."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def one_line(error: Exception) -> str:

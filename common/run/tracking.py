@@ -17,7 +17,7 @@ from common.placement import World
 from common.preflight import folders
 from common.preflight.run_directory import flags, read_metrics
 from common.rollout.rollout import Rollout
-from common.run import traces, trackers
+from common.run import response_table, traces, trackers
 from common.run.directory import check_shared, describe
 from common.run.guards import Trends
 from common.trainer.batching import MicroBatch
@@ -176,23 +176,33 @@ class Tracker(Metrics):
         record = json.dumps(describe(args, name, world, date), indent=2)
         folders.write(self.run_dir / "run.json", redacted(record) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
-        self.forget_steps_after(start)
+        repeated = self.forget_steps_after(start)
         # disable=None: a log file gets the line of each step, and no bar.
         self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
-        self.sink = trackers.Sink(track, self.run_dir, flags(args), start)
+        named = flags(args)
+        self.sink = trackers.Sink(track, self.run_dir, named, start, repeated)
+        every = named.get("rollouts_every", 1)  # SFT and DPO have no rollouts
+        self.table_characters = response_table.characters_of_each(2 + steps // every)
 
-    def forget_steps_after(self, start: int) -> None:
-        """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint."""
+    def forget_steps_after(self, start: int) -> set[int]:
+        """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint.
+
+        Returns the steps whose rollouts it has deleted.
+        """
         rows = []
+        repeated = set()
         if start:
             for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl"):
                 step = int(file.stem.rpartition("_")[2])
                 if step > start:
                     file.unlink()
+                    if file.name.startswith("step_"):
+                        repeated.add(step)
             if self.metrics_file.is_file():
                 rows = read_metrics(self.run_dir)  # without the last row if it is incomplete
         lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= start]
         folders.write(self.metrics_file, "".join(lines))
+        return repeated
 
     def begin(self, step: int) -> None:
         """Start a step."""
@@ -258,10 +268,16 @@ class Tracker(Metrics):
             metrics[name] = value
         return metrics
 
-    def save_rollouts(self, step: int, *columns, **more_columns) -> None:
-        """Write rollouts/step_NNNNNN.jsonl with the arguments of traces.write. Collective: every rank calls it."""
+    def save_rollouts(self, step: int, batch, *columns, **more_columns) -> None:
+        """Write rollouts/step_NNNNNN.jsonl with the arguments of traces.write, and send a part of it to the tracker.
+
+        Collective: every rank calls it.
+        """
         path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        traces.write(path, self.world, *columns, **more_columns)
+        traces.write(path, self.world, batch, *columns, **more_columns)
+        if self.world.is_main and self.sink.wants_table(step):
+            responses = len(batch.responses) * self.world.size  # every rank has as many
+            self.sink.table(response_table.read(path, step, responses, self.table_characters))
 
     def blame(self, step: int) -> str:
         """Write the step's responses to rollouts/refused_NNNNNN.jsonl; the path ends the error message. Collective."""
@@ -288,11 +304,16 @@ class Tracker(Metrics):
         return path
 
     def close(self) -> None:
-        """Close the trackers, write report.html and print its path."""
-        if self.world.is_main:
+        """Write report.html, give it to the tracker, close that, and print the report's path."""
+        if not self.world.is_main:
+            return
+        try:
+            report = self.write_report()
+            self.sink.file(report)
+        finally:
             self.sink.close()
             self.bar.close()
-            print(f"report: {self.write_report()}", flush=True)
+        print(f"report: {report}", flush=True)
 
 
 def console_line(metrics: dict[str, float]) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from conftest import ROOT, launch
 
+from algos import grpo
 from common.data import arithmetic, dates
 from common.data.prompts import PromptLoader, Source, load
 from common.data.templates import chat_text
@@ -13,6 +15,7 @@ from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
 from common.preflight import run_directory
 from common.rewards.model import conversation
+from common.run import directory
 
 ASKED = [{"role": "user", "content": "1+1="}]
 BODY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -58,6 +61,28 @@ def test_a_run_that_goes_on_after_midnight_keeps_its_date(monkeypatch):
     monkeypatch.setattr(dates, "today", lambda: "2031-01-01")
     assert chat_text(ASKED, tokenizer) == before and dates.date_of(tokenizer) != "2031-01-01"
     assert chat_text(ASKED, with_template(TEMPLATES[0][0])) == "2031-01-01 1+1="
+
+
+def test_today_is_the_date_in_utc(monkeypatch):
+    """Half an hour before midnight in New York, where this node may be."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            there = datetime(2026, 5, 1, 23, 30, tzinfo=timezone(timedelta(hours=-4)))
+            return there.astimezone(tz) if tz else there.replace(tzinfo=None)
+
+    monkeypatch.setattr(dates, "datetime", Clock)
+    assert dates.today() == "2026-05-02"
+
+
+@pytest.mark.parametrize("given, expected", [("2026-05-01", "2026-05-01"), ("", "2031-01-01")])
+def test_run_json_has_the_date_that_it_is_given_or_todays(given, expected, world, monkeypatch):
+    monkeypatch.setattr(dates, "today", lambda: "2031-01-01")
+    assert directory.describe(grpo.Args(), "grpo", world, given)["date"] == expected
+    tokenizer = with_template(BODY)
+    del tokenizer.chat_date
+    assert dates.date_of(tokenizer) == "2031-01-01"
 
 
 def test_a_reward_model_reads_the_date_of_the_run():
@@ -134,6 +159,20 @@ dates.today = lambda: day
 algorithm = importlib.import_module(f"algos.{name}")
 errors.launch(algorithm.main, tyro.cli(algorithm.Args))
 """
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_is_resumed_on_another_day(dated_model, tmp_path):
+    script = tmp_path / "on_a_day.py"
+    script.write_text(ON_A_DAY)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(4)))
+    flags = ["--model", dated_model, "--dataset", data, "--eval-prompts", 0, "--rollout-backend", "hf", "--dtype"]
+    flags += ["float32", "--prompts-per-step", 2, "--group-size", 2, "--mini-batches", 1, "--max-response-tokens", 4]
+    flags += ["--save-every", 1, "--schedule", "constant", "--run-dir", tmp_path / "run"]
+    launch(script, ROOT, "2026-05-01", "grpo", *flags, "--steps", 1)
+    launch(script, ROOT, "2026-05-02", "grpo", *flags, "--steps", 2, "--resume", "auto")
+    assert json.loads((tmp_path / "run/run.json").read_text())["date"] == "2026-05-01"
 
 
 def test_a_run_is_resumed_on_another_day(dated_model, tmp_path):

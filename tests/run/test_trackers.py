@@ -3,11 +3,13 @@
 mlflow, trackio and swanlab are not among the requirements: without them their tests are skipped.
 """
 
+import dataclasses
 import glob
+import html
 import importlib.util
 import json
 import os
-import sqlite3
+import re
 import struct
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from algos import grpo
 from common.errors import BadInput
 from common.preflight import machine, run_directory
 from common.preflight.flags import Flags
-from common.run import trackers
+from common.run import response_table, traces, trackers
 
 NAMES = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 LOGGED = {0: {"loss/policy": 0.25, "eval/accuracy": 0.5}, 1: {"loss/policy": -2.0}, 7: {"reward/a-b/mean": 1.0}}
@@ -42,28 +44,117 @@ def noted_connect(self, address):
 
 socket.getaddrinfo, socket.socket.connect = noted_lookup, noted_connect
 from common.preflight.machine import check_tracker
-from common.run import trackers
+from common.run import response_table, trackers
+
+def send_table(sink, step):
+    if sink.wants_table(step):
+        file = run_dir / f"rollouts/step_{{step:06d}}.jsonl"
+        sink.table(response_table.read(file, step, len(file.read_text().splitlines()), 10**6))
 
 run_dir = Path("runs/first")
-run_dir.mkdir(parents=True)
 check_tracker(sys.argv[1])
 sink = trackers.Sink(sys.argv[1], run_dir, {FLAGS})
 for step, metrics in {LOGGED}.items():
+    if step:
+        send_table(sink, step)
     sink.log(step, {{"step": step, **metrics}})
+sink.file(run_dir / "report.html")
 sink.close()
 sink.close()
 """
+RESPONSES = {1: 3, 7: response_table.ROWS + 4}  # step -> responses in its file
+REPORT = "<p>the report of this run</p>" * 10
 ONLINE = ("WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_")  # variables of the developer's own account
+
+
+def save_rollouts(run_dir: Path, step: int, count: int, name: str = "") -> None:
+    """Write responses as a run does. Some are long, and some look like a number or a date."""
+    (run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
+    texts = [
+        f"{name}007",
+        f"{name}1e5 | *\u00e9*\n<b>\U0001f600",
+        f"{name}None",
+        "x" * 3000 + name,
+        "2026-11-26",
+        "true",
+    ]
+    rows = []
+    for number in range(count):
+        text = texts[number % len(texts)]
+        rows.append(
+            dict.fromkeys(traces.KEYS)
+            | {
+                "prompt": f"{number // 2} + {step} =",
+                "response": f"{text}{number}",
+                "answer": "012",
+                "extracted": text[:9] if number % 3 else None,
+                "score": number / 8,
+                "advantage": -number / 4,
+                "info": {"parts": {"gsm8k": number / 16, "my.py:f": 1.0}},
+                "finish_reason": "length" if number % 2 else "stop",
+                "weight_versions": [step, step + 1],
+            }
+        )
+    file = run_dir / f"rollouts/step_{step:06d}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def shown(run_dir: Path, step: int) -> list[dict]:
+    """The responses in rollouts/ as a tracker's table has them, without a row that counts those left out."""
+    rows = [json.loads(line) for line in (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        {
+            "step": step,
+            "prompt": row["prompt"],
+            "response": row["response"],
+            "extracted": row["extracted"],
+            "reference": row["answer"],
+            "reward/gsm8k": row["info"]["parts"]["gsm8k"],
+            "reward/my-py-f": row["info"]["parts"]["my.py:f"],
+            "score": row["score"],
+            "advantage": row["advantage"],
+            "finish_reason": row["finish_reason"],
+            "weight_version": row["weight_versions"][0],
+        }
+        for row in rows[: response_table.ROWS]
+    ]
+
+
+def check_tables(tables: dict[int, list[dict]], run_dir: Path, steps: list[int]) -> None:
+    """Compare what a tracker has with rollouts/."""
+    assert sorted(tables) == steps
+    for step in steps:
+        expected = shown(run_dir, step)
+        rows = tables[step]
+        for row, right in zip(rows, expected):
+            assert list(row) == list(right)
+            # A long text has lost its middle.
+            if len(right["response"]) > response_table.CELL:
+                start, end = right["response"][:1000], right["response"][-1000:]
+                assert row["response"].startswith(start) and row["response"].endswith(end)
+                right["response"] = row["response"]
+            assert row == right
+            assert {name: type(value) for name, value in row.items() if isinstance(value, str)} == {
+                name: type(value) for name, value in right.items() if isinstance(value, str)
+            }
+        left_out = len((run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()) - len(expected)
+        assert len(rows) == len(expected) + (left_out > 0)
+        if left_out:
+            assert rows[-1]["prompt"].startswith(f"{left_out} of ") and rows[-1]["response"] in (None, "")
 
 
 def run(track: str, home: Path, program: str = PROGRAM, **variables) -> subprocess.CompletedProcess:
     """Run the program with a home directory, and without variables that would take a tracker online."""
+    run_dir = home.parent / "runs/first"
+    for step, count in RESPONSES.items():
+        save_rollouts(run_dir, step, count)
+    (run_dir / "report.html").write_text(REPORT)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ONLINE)}
     kept |= {"HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME", "NETRC"):
         kept.pop(name, None)
     command = [sys.executable, "-c", program, track]
-    return subprocess.run(command, cwd=home.parent, env=kept | variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=home.parent, env=kept | variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -96,70 +187,205 @@ def records(pattern: str) -> list[bytes]:
     return found
 
 
-def read_wandb(run_dir: Path) -> tuple[dict, dict]:
+@dataclasses.dataclass
+class Read:
+    """What a tracker has of a run."""
+
+    steps: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    flags: dict = dataclasses.field(default_factory=dict)
+    tables: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
+    report: str = ""
+
+    def add_table(self, step: int, columns: list[str], rows: list[list]) -> None:
+        assert step not in self.tables, f"step {step} has two tables"
+        self.tables[step] = [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def read_wandb(run_dir: Path) -> Read:
+    """All starts of the run, each of which has a folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    steps, flags = {}, {}
-    for record in map(Record.FromString, records(f"{run_dir}/wandb/offline-run-*/run-*.wandb")):
-        if record.HasField("run"):
-            flags = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        if record.HasField("history"):
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            steps[row["_step"]] = {name: value for name, value in row.items() if not name.startswith("_")}
-    return steps, flags
+    found = Read()
+    for folder in sorted((run_dir / "wandb").glob("offline-run-*")):
+        for record in map(Record.FromString, records(f"{folder}/run-*.wandb")):
+            if record.HasField("run"):
+                found.flags = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            if record.HasField("history"):
+                row = {".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                step = row["_step"]
+                if path := row.get("responses.path"):
+                    table = json.loads((folder / "files" / path).read_text())
+                    found.add_table(step, table["columns"], table["data"])
+                row = {name: value for name, value in row.items() if not name.startswith(("_", "responses."))}
+                found.steps[step] = row
+        report = folder / "files/report.html"
+        assert not report.is_symlink()
+        found.report = report.read_text()
+    return found
 
 
-def read_tensorboard(run_dir: Path) -> tuple[dict, dict]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def read_tensorboard(run_dir: Path) -> Read:
+    from tensorboard import plugin_util
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-    events, steps = EventAccumulator(str(run_dir / "tensorboard")).Reload(), {}
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            steps.setdefault(event.step, {})[name] = event.value
-    return steps, {}
+    # The class that its pages read with. It forgets the texts of steps that a resumed run repeats, too.
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    found = Read()
+    texts = "responses/text_summary"
+    for name in set(events.Tags()["tensors"]) - {texts}:
+        for event in events.Tensors(name):
+            found.steps.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
+    for event in events.Tensors(texts):
+        page = plugin_util.markdown_to_safe_html(event.tensor_proto.string_val[0])
+        columns, *rows = [
+            [html.unescape(cell.replace("<br>", "\n")) for cell in re.findall("<t[hd]>(.*?)</t[hd]>", row, re.DOTALL)]
+            for row in re.findall("<tr>(.*?)</tr>", page, re.DOTALL)
+        ]
+        numbers = {"step", "score", "advantage", "weight_version", "reward/gsm8k", "reward/my-py-f"}
+        for row in rows:
+            for place, name in enumerate(columns):
+                if row[place] == "":
+                    row[place] = None
+                elif name in numbers:
+                    row[place] = float(row[place])
+        found.add_table(event.step, columns, rows)
+    return found
 
 
-def read_mlflow(run_dir: Path) -> tuple[dict, dict]:
-    steps = {}
-    with sqlite3.connect(run_dir / "mlflow.db") as database:
-        for name, value, step in database.execute("select key, value, step from metrics"):
-            steps.setdefault(step, {})[name] = value
-        assert database.execute("select name, status from runs").fetchall() == [("first", "FINISHED")]
-        return steps, dict(database.execute("select key, value from params"))
+def read_mlflow(run_dir: Path, not_listed: tuple[str, ...] = ()) -> Read:
+    """Through its own functions, in a process of its own: they keep the address of the database."""
+    program = """
+import json, sys, mlflow
+mlflow.set_tracking_uri("sqlite:///" + sys.argv[1] + "/mlflow.db")
+(run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+client = mlflow.MlflowClient()
+steps = {}
+for name in run.data.metrics:
+    for metric in client.get_metric_history(run.info.run_id, name):
+        steps.setdefault(metric.step, {})[name] = metric.value
+listed = [file["path"] for file in json.loads(run.data.tags["mlflow.loggedArtifacts"])]
+uri = run.info.artifact_uri
+files = [file.path for file in client.list_artifacts(run.info.run_id, "responses")]
+tables = {path: mlflow.artifacts.load_dict(uri + "/" + path) for path in files}
+report = mlflow.artifacts.load_text(uri + "/report.html")
+print(json.dumps([run.info.run_name, run.info.status, steps, run.data.params, tables, listed, report]))
+"""
+    command = [sys.executable, "-c", program, str(run_dir.absolute())]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    name, status, steps, flags, tables, listed, report = json.loads(printed.splitlines()[-1])
+    assert (name, status) == ("first", "FINISHED")
+    assert sorted(listed) == sorted(tables.keys() - set(not_listed))
+    found = Read({int(step): values for step, values in steps.items()}, flags, report=report)
+    for path, table in tables.items():
+        found.add_table(int(re.fullmatch(r"responses/step_(\d+).json", path)[1]), table["columns"], table["data"])
+    return found
 
 
-def read_trackio(run_dir: Path) -> tuple[dict, dict]:
-    with sqlite3.connect(run_dir / "trackio/onefile-rl.db") as database:
-        rows = database.execute("select step, metrics, run_name from metrics").fetchall()
-        ((flags,),) = database.execute("select config from configs").fetchall()
-    assert {name for *_, name in rows} == {"first"}
-    return {step: json.loads(metrics) for step, metrics, _ in rows}, json.loads(flags)
+def read_trackio(run_dir: Path) -> Read:
+    """Through the class that its dashboard reads with, in a process of its own: it keeps the folder."""
+    program = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = SQLiteStorage.get_run_records("onefile-rl")
+logs = SQLiteStorage.get_logs("onefile-rl", run["name"])
+config = SQLiteStorage.get_run_config("onefile-rl", run["name"])
+print(json.dumps([run["name"], logs, config]))
+"""
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "TRACKIO_DIR": str((run_dir / "trackio").absolute())}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    name, rows, flags = json.loads(printed.splitlines()[-1])
+    assert name == "first"
+    found = Read(flags=flags)
+    for row in rows:
+        step = row.pop("step")
+        del row["timestamp"]
+        if table := row.pop("responses", None):
+            assert table["_type"] == "trackio.table"
+            columns = list(table["_value"][0])
+            found.add_table(step, columns, [list(line.values()) for line in table["_value"]])
+        found.steps.setdefault(step, {}).update(row)
+    (report,) = (run_dir / "trackio/artifacts").rglob("blobs/*/*/*")
+    found.report = report.read_text()
+    return found
 
 
-def read_swanlab(run_dir: Path) -> tuple[dict, dict]:
+def read_swanlab(run_dir: Path) -> Read:
+    """All starts of the run, each of which has a folder."""
     import yaml
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    steps = {}
-    for record in map(Record.FromString, records(f"{run_dir}/swanlab/run-*/run-*.swanlab")):
-        if record.HasField("scalar"):
-            steps.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
-    (config,) = glob.glob(f"{run_dir}/swanlab/run-*/files/config.yaml")
-    return steps, {name: entry["value"] for name, entry in yaml.safe_load(Path(config).read_text()).items()}
+    found = Read()
+    for folder in sorted((run_dir / "swanlab").glob("run-*")):
+        for record in map(Record.FromString, records(f"{folder}/run-*.swanlab")):
+            if record.HasField("scalar"):
+                found.steps.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
+            if record.HasField("media"):
+                (item,) = record.media.value.items
+                table = json.loads((folder / "media/echarts" / item.filename).read_text())
+                assert record.media.key == "responses" and table["_swanLab"] == "table"
+                columns = [column["field"] for column in table["colDefs"]]
+                found.add_table(record.media.step, columns, [list(row.values()) for row in table["rowData"]])
+        config = yaml.safe_load((folder / "files/config.yaml").read_text())
+        found.flags = {name: entry["value"] for name, entry in config.items()}
+        found.report = (folder / "files/report.html").read_text()
+    return found
 
 
-READERS = [read_wandb, read_tensorboard, read_mlflow, read_trackio, read_swanlab]
+READERS = dict(zip(NAMES, [read_wandb, read_tensorboard, read_mlflow, read_trackio, read_swanlab]))
 
 
-@pytest.mark.parametrize("track, read", zip(NAMES, READERS), ids=NAMES)
-def test_a_tracker_gets_every_step_and_the_flags(track, read, done):
-    folder, result = done(track)
-    assert result.returncode == 0, result.stderr[-2000:]
-    steps, flags = read(folder / "runs/first")
-    assert steps == LOGGED
+@pytest.fixture(scope="module")
+def read(done):
+    """What a tracker has after PROGRAM, and the run directory."""
+    found = {}
+
+    def call(track: str) -> tuple[Read, Path]:
+        folder, result = done(track)
+        assert result.returncode == 0, result.stderr[-2000:]
+        if track not in found:
+            found[track] = READERS[track](folder / "runs/first")
+        return found[track], folder / "runs/first"
+
+    return call
+
+
+@pytest.mark.parametrize("track", NAMES)
+def test_a_tracker_gets_every_step_and_the_flags(track, read):
+    found, _ = read(track)
+    assert found.steps == LOGGED
     if track != "tensorboard":  # it has no place for flags
+        flags = found.flags
         assert str(flags["seed"]) == "0" and flags["rollout_backend"] == "vllm" and "token_budget" in flags
         assert "host/score" in str(flags["reward"]) and "password" not in str(flags)
+
+
+@pytest.mark.parametrize("track", NAMES)
+def test_a_tracker_gets_the_responses_of_rollouts(track, read):
+    found, run_dir = read(track)
+    check_tables(found.tables, run_dir, [1, 7])
+
+
+def test_tables_that_mlflow_cannot_list_are_files_like_the_others(tmp_path):
+    """A list that grows too long would be cut off, and could not be read again."""
+    pytest.importorskip("mlflow")
+    (tmp_path / "home").mkdir()
+    program = PROGRAM.replace("sink = ", "trackers.LISTED_TABLES = 1\nsink = ")
+    result = run("mlflow", tmp_path / "home", program)
+    assert result.returncode == 0 and "warning[" not in result.stderr, result.stderr[-2000:]
+    found = read_mlflow(tmp_path / "runs/first", not_listed=("responses/step_000007.json",))
+    check_tables(found.tables, tmp_path / "runs/first", [1, 7])
+
+
+def test_as_many_tables_as_mlflow_lists_fit_into_its_tag():
+    validation = pytest.importorskip("mlflow.utils.validation")
+    files = [{"path": f"{trackers.TABLES}/step_{10**9}.json", "type": "table"}] * trackers.LISTED_TABLES
+    assert len(json.dumps(files)) <= validation.MAX_TAG_VAL_LENGTH
+
+
+@pytest.mark.parametrize("track", [name for name in NAMES if name != "tensorboard"])  # it has no place for files
+def test_a_tracker_gets_the_report(track, read):
+    assert read(track)[0].report == REPORT
 
 
 @pytest.mark.parametrize("track", NAMES)
@@ -231,19 +457,26 @@ FAILING = """
 import sys
 from pathlib import Path
 from common.run import trackers
+from common.run.response_table import Table
 
 def opened(run_dir, flags, resumed):
-    def log(metrics, step):
-        if step == 2 or step == 3:
+    def call(*given, step=0):
+        given = [str(value) for value in given]
+        if step in (2, 3):
             raise OSError(28, "No space left on device\\nsecond line")
-        print("logged", step, metrics)
-    return trackers.Opened(log, lambda: print("finished"))
+        print(*given, step)
+    return trackers.Opened(call, call, call, lambda: print("finished"))
 
 trackers.open_tensorboard = opened
 sink = trackers.Sink("tensorboard", Path("."), {})
 for step in range(1, 5):
+    if step == 4:
+        sink.table(Table(step, [], []))
     sink.log(step, {"step": step, "a": 1.0})
+sink.file(Path("folder/report.html"))
 sink.close()
+sink.table(Table(5, [], []))
+sink.file(Path("late.html"))
 sink.close()
 """
 
@@ -252,9 +485,67 @@ def test_a_tracker_that_fails_is_a_warning_and_the_run_goes_on(tmp_path):
     (tmp_path / "home").mkdir()
     result = run("tensorboard", tmp_path / "home", FAILING)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["logged 1 {'a': 1.0}", "logged 4 {'a': 1.0}", "finished"]
-    said = "[Errno 28] No space left on device second line; metrics.jsonl has all steps"
-    assert result.stderr == f"warning[tracker-failed]: --track tensorboard failed at step 2: {said}\n"
+    assert result.stdout.splitlines() == [
+        "{'a': 1.0} 1",
+        "Table(step=4, columns=[], rows=[]) 0",
+        "{'a': 1.0} 4",
+        "folder/report.html 0",
+        "finished",
+    ]
+    said = "failed at step 2: [Errno 28] No space left on device second line; the run directory has everything"
+    assert result.stderr == f"warning[tracker-failed]: --track tensorboard {said}\n"
+
+
+def test_a_warning_quotes_the_beginning_of_a_long_message_in_one_line():
+    assert trackers.one_line(ValueError("a\n  b\r\nc " + "d" * 400)) == "a b c " + "d" * 294
+
+
+NOTED = [  # what fails, what the warning says about it
+    ("table", "with the responses of step 3"),
+    ("file", "with report.html"),
+    ("finish", "at the end"),
+]
+
+
+@pytest.mark.parametrize("fails, when", NOTED)
+def test_the_warning_says_what_the_tracker_did_not_get(fails, when, tmp_path, monkeypatch, capsys):
+    def refuse(*given):
+        raise RuntimeError("no room")
+
+    calls = dict.fromkeys(("log", "table", "file", "finish"), lambda *given, **named: None)
+    monkeypatch.setattr(trackers, "open_tensorboard", lambda *given: trackers.Opened(**{**calls, fails: refuse}))
+    sink = trackers.Sink("tensorboard", tmp_path, {})
+    sink.table(response_table.Table(3, [], []))
+    sink.file(tmp_path / "report.html")
+    sink.close()
+    said = f"--track tensorboard failed {when}: no room; the run directory has everything"
+    assert capsys.readouterr().err == f"warning[tracker-failed]: {said}\n"
+
+
+def test_an_error_that_a_store_of_files_defines_is_an_error_of_the_tracker():
+    class StoreError(Exception):
+        """As boto3, azure and sqlite3 have them: of no class that the others share."""
+
+    with pytest.raises(RuntimeError, match="StoreError: bucket is gone"), trackers.foreign_errors():
+        raise StoreError("bucket is gone")
+    with pytest.raises(KeyboardInterrupt), trackers.foreign_errors():
+        raise KeyboardInterrupt
+
+
+LOST = {  # tracker -> what puts a file in place of its folder of files, so that nothing can be stored there
+    "mlflow": "(run_dir / 'mlruns').write_text('')",
+    "trackio": "(run_dir / 'trackio').mkdir(exist_ok=True); (run_dir / 'trackio/artifacts').write_text('')",
+}
+
+
+@pytest.mark.parametrize("track", LOST)
+def test_a_lost_store_of_files_is_a_warning(track, tmp_path):
+    pytest.importorskip(track)
+    (tmp_path / "home").mkdir()
+    lost = PROGRAM.replace("for step, metrics", f"{LOST[track]}\nfor step, metrics")
+    result = run(track, tmp_path / "home", lost)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stderr.count(f"warning[tracker-failed]: --track {track} failed with ") == 1
 
 
 def test_a_lost_database_of_mlflow_is_a_warning(tmp_path):
@@ -282,46 +573,52 @@ def test_every_tracker_can_be_chosen_and_opened():
     assert all(callable(getattr(trackers, f"open_{name}")) for name in NAMES)
 
 
-MORE = f"""sink.close()
+MORE = f"""sink.file(run_dir / "report.html")
+sink.close()
+report, moved = run_dir / "report.html", run_dir / "rollouts/step_000007.jsonl"
+report.write_text(report.read_text() + "resumed")
+moved.rename(run_dir / "rollouts/first_000007.jsonl")
+(run_dir / "rollouts/again_000007.jsonl").rename(moved)
 flags = {{**{FLAGS}, "steps": 9, "resume": "auto"}}
-resumed = trackers.Sink(sys.argv[1], run_dir, flags, 1)
-resumed.log(2, {{"step": 2, "loss/policy": 3.0}})
+resumed = trackers.Sink(sys.argv[1], run_dir, flags, 1, {{7}})
+for step in (2, 7):
+    send_table(resumed, step)
+    resumed.log(step, {{"step": step, "loss/policy": 3.0}})
+resumed.file(report)
 resumed.close()
 """
-RESUMED = PROGRAM.replace("sink.close()\nsink.close()\n", MORE)
+RESUMED = PROGRAM.partition("sink.file(")[0] + MORE
 
 
-def test_a_resumed_run_goes_on_with_the_same_run_of_its_tracker(tmp_path):
-    """wandb keeps a file for each start, both with one id."""
+@pytest.mark.parametrize("track", NAMES)
+def test_a_resumed_run_goes_on_with_the_same_run_of_its_tracker(track, tmp_path):
+    """It has done step 1, and repeats step 7, which has other responses now."""
+    if importlib.util.find_spec(track) is None:
+        pytest.skip(f"{track} is not installed")
     (tmp_path / "home").mkdir()
-    result = run("wandb", tmp_path / "home", RESUMED)
-    assert result.returncode == 0, result.stderr[-2000:]
-    (kept,) = json.loads((tmp_path / "runs/first/tracker.json").read_text()).items()
-    files = glob.glob(f"{tmp_path}/runs/first/wandb/offline-run-*/run-*.wandb")
-    assert kept[0] == "wandb" and {Path(file).name for file in files} == {f"run-{kept[1]}.wandb"}
-    assert "warning[" not in result.stderr and "error" not in result.stderr.lower()
-
-
-def test_a_resumed_run_hides_the_steps_that_it_repeats_from_tensorboard(tmp_path):
-    (tmp_path / "home").mkdir()
-    result = run("tensorboard", tmp_path / "home", RESUMED)
-    assert result.returncode == 0, result.stderr[-2000:]
-    steps, _ = read_tensorboard(tmp_path / "runs/first")
-    assert sorted(steps) == [0, 1, 2] and steps[2] == {"loss/policy": 3.0}
-
-
-@pytest.mark.parametrize("track", ["mlflow", "trackio", "swanlab"])
-def test_the_other_trackers_go_on_with_the_same_run(track, tmp_path):
-    pytest.importorskip(track)
-    (tmp_path / "home").mkdir()
+    run_dir = tmp_path / "runs/first"
+    save_rollouts(run_dir, 2, 4)
+    save_rollouts(run_dir, 7, 5, "again ")
+    (run_dir / "rollouts/step_000007.jsonl").rename(run_dir / "rollouts/again_000007.jsonl")
     result = run(track, tmp_path / "home", RESUMED)
     assert result.returncode == 0, result.stderr[-2000:]
-    if track == "mlflow":
-        with sqlite3.connect(tmp_path / "runs/first/mlflow.db") as database:
-            assert len(database.execute("select name from runs").fetchall()) == 1
-    if track == "trackio":
-        steps, _ = read_trackio(tmp_path / "runs/first")
-        assert set(steps) == {0, 1, 2, 7}
+    assert "warning[" not in result.stderr and "error" not in result.stderr.lower()
+    # The readers find one run, and one table for each step.
+    found = READERS[track](run_dir)
+    if track == "tensorboard":  # shows the new steps
+        new = {step: {"loss/policy": 3.0} for step in (2, 7)}
+        assert found.steps == {0: LOGGED[0], 1: LOGGED[1], **new}
+    else:
+        assert found.report == REPORT + "resumed"
+        assert set(found.steps) == {0, 1, 2, 7}
+        (run_dir / "rollouts/first_000007.jsonl").rename(run_dir / "rollouts/step_000007.jsonl")
+    check_tables(found.tables, run_dir, [1, 2, 7])
+    if track == "wandb":  # keeps a file for each start, both with one id
+        (kept,) = json.loads((run_dir / "tracker.json").read_text()).items()
+        files = glob.glob(f"{run_dir}/wandb/offline-run-*/run-*.wandb")
+        assert (
+            kept[0] == "wandb" and len(files) == 2 and {Path(file).name for file in files} == {f"run-{kept[1]}.wandb"}
+        )
 
 
 KEPT = [  # what a run directory holds, steps done, the id that the tracker is opened with
@@ -340,13 +637,17 @@ def test_the_id_of_a_trackers_run_is_kept_in_the_run_directory(kept, start, expe
 
     def opened(run_dir, flags, resumed):
         given.append(resumed)
-        return trackers.Opened(lambda metrics, step: None, lambda: None, resumed.id or "new")
+        return trackers.Opened(print, print, print, lambda: None, resumed.id or "new")
 
     monkeypatch.setattr(trackers, "open_wandb", opened)
     monkeypatch.setattr(trackers, "VARIABLES", {})
     if kept is not None:
         (tmp_path / "tracker.json").write_text(json.dumps(kept))
-    trackers.Sink("wandb", tmp_path, {}, start).close()
+    sink = trackers.Sink("wandb", tmp_path, {}, start, {4})
+    # Only a run that goes on with the same one has sent the responses of step 4 to it.
+    assert sink.wants_table(5) and sink.wants_table(4) == (expected == "")
+    sink.close()
+    assert not sink.wants_table(5)
     assert given == [trackers.Resumed(start, expected)]
     now = json.loads((tmp_path / "tracker.json").read_text())
     assert now == {**(kept or {}), "wandb": expected or "new"}

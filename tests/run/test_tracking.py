@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from algos import grpo
-from common.errors import RunFailed
+from common.data.prompts import Prompt
+from common.errors import BadInput, RunFailed
+from common.rewards.grading import Result
 from common.rollout.rollout import Rollout, collate
-from common.run import tracking
+from common.run import response_table, tracking
+from common.run.sampling import Batch
 from common.run.tracking import Metrics, Tracker
 
 
@@ -127,3 +130,117 @@ def test_what_a_thread_has_measured_joins_the_step_that_trains_on_it(world):
     step.merge(beside)
     assert step.maxima == {"response/longest": [3.0, 5.0]}
     assert step.sums == {"reward/mean": [(2.0, 4)], "overlapped/rollout": [(7.0, 0)]}
+
+
+class Sink:
+    """Notes what a tracker gets."""
+
+    def __init__(self, has_tables: tuple[int, ...] = (), fails: bool = False):
+        self.got = []
+        self.tables = []
+        self.has_tables = has_tables
+        self.fails = fails
+
+    def log(self, step: int, metrics: dict) -> None:
+        self.got.append(f"metrics of {step}")
+
+    def wants_table(self, step: int) -> bool:
+        return step not in self.has_tables
+
+    def table(self, table) -> None:
+        self.tables.append(table)
+
+    def file(self, path) -> None:
+        self.got.append(path.read_text())
+
+    def close(self) -> None:
+        self.got.append("closed")
+
+
+def responses(world, count: int = 2) -> Batch:
+    ids = [[5, 1]] * count
+    rollout = collate([[9]] * count, ids, [[-1.0] * 2] * count, [False] * count, 3, "cpu")
+    results = [Result(float(number), 1.0, str(number)) for number in range(count)]
+    return Batch.of(
+        rollout, [Prompt("a", "1+1=", [9], "2")], [f"response {number}" for number in range(count)], results
+    )
+
+
+def test_a_tracker_gets_a_table_of_what_was_written_to_rollouts(tracker, world):
+    tracker.sink = Sink()
+    tracker.save_rollouts(4, responses(world), torch.tensor([-0.5, 0.5]))
+    (table,) = tracker.sink.tables
+    assert table.step == 4
+    assert [dict(zip(table.columns, row)) for row in table.rows] == [
+        {
+            "step": 4,
+            "prompt": "1+1=",
+            "response": f"response {number}",
+            "extracted": str(number),
+            "reference": "2",
+            "score": float(number),
+            "advantage": number - 0.5,
+            "finish_reason": "stop",
+            "weight_version": 3,
+        }
+        for number in range(2)
+    ]
+
+
+def test_responses_of_all_ranks_count_as_left_out(tracker, world, monkeypatch):
+    """Rank 0 has a file with the responses of both ranks; the table has room for one."""
+    tracker.sink = Sink()
+    monkeypatch.setattr(response_table, "ROWS", 1)
+    monkeypatch.setattr(tracker, "world", replace(world, size=2))
+    monkeypatch.setattr(
+        tracking.traces, "gathered", lambda groups, world: [line for lines in groups for line in lines] * 2
+    )
+    tracker.save_rollouts(4, responses(world), torch.zeros(2))
+    assert tracker.sink.tables[0].rows[-1][1].startswith("3 of 4 responses ")
+
+
+def test_a_table_that_the_tracker_has_is_not_made_again(tracker, world, monkeypatch):
+    tracker.sink = Sink(has_tables=(4,))
+    monkeypatch.setattr(response_table, "read", None)
+    tracker.save_rollouts(4, responses(world), torch.zeros(2))
+    assert (tracker.run_dir / "rollouts/step_000004.jsonl").is_file() and not tracker.sink.tables
+
+
+@pytest.mark.parametrize("steps, every, tables", [(5, 10, 2), (1000, 10, 102), (1000, 1, 1002)])
+def test_the_tables_of_a_run_share_the_characters(steps, every, tables, world, tmp_path):
+    args = grpo.Args(steps=steps, rollouts_every=every)
+    made = Tracker(str(tmp_path), "grpo", args, world, "none", 0, steps)
+    made.bar.close()
+    assert made.table_characters == response_table.TOTAL // tables
+
+
+def test_the_tracker_gets_the_report_before_it_is_closed(tracker, capsys):
+    tracker.sink = Sink()
+    tracker.mean("eval/accuracy", 0.5)
+    tracker.write(1)
+    tracker.close()
+    metrics, report, closed = tracker.sink.got
+    assert (metrics, closed) == ("metrics of 1", "closed")
+    assert report == (tracker.run_dir / "report.html").read_text() and "50.0%" in report
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_leaves_no_tracker_open(tracker):
+    tracker.sink = Sink()
+    (tracker.run_dir / "run.json").write_text("{}")
+    with pytest.raises(BadInput, match="run.json"):
+        tracker.close()
+    assert tracker.sink.got == ["closed"]
+
+
+def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path, monkeypatch):
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_000001", "step_000002", "step_000003", "step_000005", "refused_000006", "step_notes"):
+        (tmp_path / f"rollouts/{name}.jsonl").write_text("")
+    given = []
+    monkeypatch.setattr(tracking.trackers, "Sink", lambda *arguments: given.append(arguments))
+    Tracker(str(tmp_path), "grpo", grpo.Args(), world, "wandb", 2, 9).bar.close()
+    ((track, folder, _, start, repeated),) = given
+    assert (track, folder, start, repeated) == ("wandb", tmp_path, 2, {3, 5})
+    left = sorted(file.stem for file in (tmp_path / "rollouts").iterdir())
+    assert left == ["step_000001", "step_000002", "step_notes"]
