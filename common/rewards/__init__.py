@@ -17,6 +17,7 @@ from pathlib import Path
 from common.data.rows import split_weight
 from common.errors import BadInput
 from common.rewards import text
+from common.rewards.choice import ChoiceReward
 from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
 
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
@@ -26,6 +27,7 @@ BUILT_IN = {
     "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
     "dapo": text.dapo_reward,
     "dapo-lenient": text.dapo_lenient_reward,
+    "choice": ChoiceReward(),
     "format": text.format_reward,
     "format-boxed": text.format_boxed_reward,
     "repetition": text.repetition_reward,
@@ -103,7 +105,7 @@ def load(specs: tuple[str, ...], date: str = ""):
         check_weights("--reward", {"weights": weights})
     rewards = {name: load_one(name, date) for name in weights}
     # A wrong address should be an error now, and not after the models have been loaded.
-    for name, reward in rewards.items():
-        if name.startswith(("http://", "https://")):
+    for reward in rewards.values():
+        if hasattr(reward, "check"):
             reward.check()
     return Rewards(rewards, weights, file)

@@ -148,7 +148,7 @@ class Rewards:
             self.weights = state["weights"]
 
     def check_answers(self, prompts: list) -> None:
-        """Refuse reference answers that are missing or that a reward cannot read. Raises BadInput."""
+        """Refuse rows whose responses a reward cannot grade, such as those without an answer. Raises BadInput."""
         if "environment" in self.rewards and not self.environment:
             raise BadInput("--reward environment: the run has no --environment")
         for name in self.rewards:
@@ -157,6 +157,10 @@ class Rewards:
                 refuse_all(
                     [f'{p.id}: no "answer" (found: {", ".join(p.meta)}), {cure}' for p in prompts if p.answer is None]
                 )
+        for reward in self.rewards.values():
+            # Some rewards need more of a row than its answer.
+            if hasattr(reward, "fault_of"):
+                refuse_all([f"{p.id}: {fault}" for p in prompts if (fault := reward.fault_of(p))])
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         for name in self.rewards:
             if name in NUMERIC_REWARDS:
