@@ -35,7 +35,10 @@ BUILT_IN = {
 }
 # The others need an import that takes time, or parameters. load_one() makes them.
 WITH_PROCESSES = ("math", "math-flexible", "reasoning-gym")
-WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
+WITH_PARAMETERS = (
+    "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..., judge:URL, "
+    "judge:FILE.json"
+)
 
 
 def load_one(spec: str, date: str = "") -> Reward | None:
@@ -76,6 +79,10 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         from common.rewards.service import RewardService
 
         return RewardService(spec)
+    if kind == "judge":
+        from common.rewards.judge import Judge
+
+        return Judge(rest)
     if path.endswith(".py"):
         from common.rewards.workers import UserReward
 
