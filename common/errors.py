@@ -21,6 +21,8 @@ GIVE_UP_SECONDS = 3.0  # ranks that wait for the same rank give up within about 
 # Environment variables whose values are never written, neither into run.json nor into a message.
 SECRETS = (
     "REWARD_TOKEN",
+    "JUDGE_API_KEY",
+    "OPENAI_API_KEY",
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
     "WANDB_API_KEY",

@@ -130,6 +130,8 @@ def main(args: Args) -> None:
         raise errors.BadInput("--save-right and --save-pairs: they keep one text, and episodes have several turns")
     if args.environment:
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
+    if "choice" in reward.rewards:
+        source = dataclasses.replace(source, lettered=True)
     prompts = load(args.dataset, source, args.split, tokenizer, args.max_prompt_tokens)
     prompts = prompts[: args.prompts or None]
     checks.check_held_out(prompts, size)

@@ -14,7 +14,7 @@ import tyro
 from pydantic import NonNegativeInt
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.data import sources, templates
+from common.data import choices, sources, templates
 from common.data.conversations import tool_name
 from common.data.rows import Row, collect, lookup, split_weight
 from common.errors import BadInput, say, warn
@@ -36,6 +36,7 @@ class Source:
     control_tokens: Literal["keep", "text"] = "keep"
     """Control tokens that a prompt spells, such as <|im_end|>: keep them, or encode them as text."""
     tools: tyro.conf.Suppress[list | None] = None  # Schemas of --environment's tools, for the chat template.
+    lettered: tyro.conf.Suppress[bool] = False  # Prompts show the options of their rows, for --reward choice.
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ def load_one(
         if image_reader:
             row, images = image_reader.read(where, row)
         found = templates.fields(where, row, columns)
+        if source.lettered:
+            row, found = choices.letter(row, found, lookup(row, columns.get("answer", "answer")))
         # Chat messages stay as they are.
         question = found.content + instruction if isinstance(found.content, str) else found.content
         if template:

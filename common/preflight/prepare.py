@@ -147,6 +147,8 @@ def load_inputs(args: Flags, size: int, others: dict[str, str]) -> Inputs:
 
         # The prompts now show the tools of the environment, and the reward gets its scores.
         source = episodes.attach(args.environment, reward, source, tokenizer, stop_token_ids)
+    if "choice" in reward.rewards:
+        source = replace(source, lettered=True)
     return Inputs(
         size=size,
         model=model,

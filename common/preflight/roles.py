@@ -71,6 +71,7 @@ def rollout_role(plan: MemoryPlan) -> Role:
 def reward_role(name: str, reward: Callable, size: int) -> Role:
     """A reward. Only reward models take memory worth counting. size: number of ranks."""
     # Imported here, so that importing an algorithm file does not load them.
+    from common.rewards.judge import Judge
     from common.rewards.model import RewardModel, RewardModelOnCPU
     from common.rewards.service import RewardService
 
@@ -84,7 +85,7 @@ def reward_role(name: str, reward: Callable, size: int) -> Role:
         if reward.sharded:
             return Role(name, f"sharded over {size} rank(s)", dtype, device=weights / size)
         return Role(name, "every rank", dtype, device=weights)
-    lives = "a service" if isinstance(reward, RewardService) else "worker processes or the rank itself"
+    lives = "a service" if isinstance(reward, RewardService | Judge) else "worker processes or the rank itself"
     return Role(name, lives, "")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from common.data.rows import split_weight
 from common.errors import BadInput
 from common.rewards import text
+from common.rewards.choice import ChoiceReward
 from common.rewards.grading import Item, Result, Reward, grade_gsm8k, gsm8k_reward
 
 __all__ = ["Item", "Result", "grade_gsm8k"]  # names that a user's reward imports
@@ -28,6 +29,7 @@ BUILT_IN = {
     "gsm8k-strict": partial(gsm8k_reward, mode="strict"),
     "dapo": text.dapo_reward,
     "dapo-lenient": text.dapo_lenient_reward,
+    "choice": ChoiceReward(),
     "format": text.format_reward,
     "format-boxed": text.format_boxed_reward,
     "repetition": text.repetition_reward,
@@ -35,7 +37,10 @@ BUILT_IN = {
 }
 # The others need an import that takes time, or parameters. load_one() makes them.
 WITH_PROCESSES = ("math", "math-flexible", "code", "code-fraction", "reasoning-gym")
-WITH_PARAMETERS = "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..."
+WITH_PARAMETERS = (
+    "environment, overlong:MAX:CACHE, file.py:function, model[-sharded|-cpu]:FOLDER, http://..., judge:URL, "
+    "judge:FILE.json"
+)
 
 
 def load_one(spec: str, date: str = "") -> Reward | None:
@@ -80,6 +85,10 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         from common.rewards.service import RewardService
 
         return RewardService(spec)
+    if kind == "judge":
+        from common.rewards.judge import Judge
+
+        return Judge(rest)
     if path.endswith(".py"):
         from common.rewards.workers import UserReward
 
@@ -109,7 +118,7 @@ def load(specs: tuple[str, ...], date: str = ""):
         check_weights("--reward", {"weights": weights})
     rewards = {name: load_one(name, date) for name in weights}
     # A wrong address should be an error now, and not after the models have been loaded.
-    for name, reward in rewards.items():
-        if name.startswith(("http://", "https://")):
+    for reward in rewards.values():
+        if hasattr(reward, "check"):
             reward.check()
     return Rewards(rewards, weights, file)

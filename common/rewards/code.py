@@ -248,6 +248,7 @@ class CodeReward:
 
     def __init__(self, spec: str = "code", workers: int = 0):
         """Raises BadInput if no sandbox starts."""
+        self.spec = spec
         self.stop = spec == "code"  # the first failure decides
         loader = "common.rewards.code:load_sandbox"
         self.pool = Graders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
@@ -256,9 +257,13 @@ class CodeReward:
         if missing:
             say(f"--reward {spec}: {missing}; memory, time and processes are limited")
 
-    def check_row(self, answer: str | None, meta: Mapping[str, Any]) -> None:
-        """Raises BadInput if the row has no tests that can be run."""
-        tests_of(answer, meta)
+    def fault_of(self, prompt) -> str:
+        """Why a row has no tests that can be run, or nothing."""
+        try:
+            tests_of(prompt.answer, prompt.meta)
+        except BadInput as error:
+            return f"--reward {self.spec}: {error}"
+        return ""
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises RunFailed if no worker can be started."""

@@ -148,17 +148,17 @@ class Rewards:
             self.weights = state["weights"]
 
     def check_answers(self, prompts: list) -> None:
-        """Refuse reference answers that are missing or that a reward cannot read. Raises BadInput."""
+        """Refuse rows whose responses a reward cannot grade, such as those without an answer. Raises BadInput."""
         if "environment" in self.rewards and not self.environment:
             raise BadInput("--reward environment: the run has no --environment")
         for name in self.rewards:
             if name in COMPARING_REWARDS:
                 cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
                 refuse_all([f"{p.id}: {no_answer(p)}, {cure}" for p in prompts if p.answer is None])
-        for name, reward in self.rewards.items():
-            check_row = getattr(reward, "check_row", None)
-            if check_row:
-                refuse_all([f"{p.id}: --reward {name}: {fault}" for p in prompts if (fault := complaint(check_row, p))])
+        for reward in self.rewards.values():
+            # Some rewards need more of a row than its answer.
+            if hasattr(reward, "fault_of"):
+                refuse_all([f"{p.id}: {fault}" for p in prompts if (fault := reward.fault_of(p))])
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         for name in self.rewards:
             if name in NUMERIC_REWARDS:
@@ -318,15 +318,6 @@ class Rewards:
                 info = {**results[row].info, "ungraded": reason}
                 results[row] = dataclasses.replace(results[row], score=0.0, acc=0.0, info=info)
         return results
-
-
-def complaint(check_row, prompt) -> str:
-    """What a reward says against a row, or nothing."""
-    try:
-        check_row(prompt.answer, prompt.meta)
-    except BadInput as error:
-        return str(error)
-    return ""
 
 
 def no_answer(prompt) -> str:

@@ -17,6 +17,7 @@ After the last try its rows have no score. Any other status, or a reply that bre
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -47,6 +48,14 @@ HEALTH_SECONDS = 4.0
 ADVICE = "--reward takes the address without /score, redirects are not followed, REWARD_TOKEN must be the service's"
 
 
+class Refused(ValueError):
+    """The status of a reply says that another try would not help."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 class Health(BaseModel):
     status: Literal["ok"]
 
@@ -67,25 +76,35 @@ class Reply(BaseModel):
     results: list[Entry]
 
 
-class RewardService:
-    """One of the rewards of common/rewards/__init__.py. Only check() and calls use the network."""
+class Client:
+    """Sends requests to one address, and sends them again where that may help. Any thread may call exchange()."""
 
-    waits = True  # mixture.py calls it in a thread, because it waits for another process
-
-    def __init__(self, url: str, tries: int = 10, backoff: float = 0.25, read_timeout: float = 60.0):
+    def __init__(
+        self,
+        url: str,
+        token_name: str,
+        tries: int,
+        backoff: float,
+        read_timeout: float,
+        patience: float = math.inf,
+        advice: str = ADVICE,
+    ):
         """Raises BadInput for an address or a token that cannot be sent.
 
+        token_name: the environment variable with the bearer token, if it is set.
         backoff: the second try follows at once, the third after twice these seconds. Then pauses double, up to 15 s.
         read_timeout: seconds without a byte. A whole reply may take twice as long.
+        patience: after so many seconds a request is not sent again, however few tries there were.
+        advice: what a refused request may have wrong.
         """
         address = re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[^@?#]*)?", url)
         if not address:
             without_key = re.split("[?#]", url)[0]
             expected = "http://HOST:PORT or https://HOST/PATH, with no user, no password, no ? and no #"
-            raise BadInput(f"--reward {without_key}: expected {expected}; a token goes into REWARD_TOKEN")
-        token = os.environ.get("REWARD_TOKEN", "").strip()
+            raise BadInput(f"--reward {without_key}: expected {expected}; a token goes into {token_name}")
+        token = os.environ.get(token_name, "").strip()
         if not (token.isascii() and token.isprintable()):
-            raise BadInput("REWARD_TOKEN: expected printable ASCII characters")
+            raise BadInput(f"{token_name}: expected printable ASCII characters")
 
         def send_token(request: requests.PreparedRequest) -> requests.PreparedRequest:
             if token:
@@ -94,6 +113,8 @@ class RewardService:
 
         self.url = url.rstrip("/")
         self.read_timeout = read_timeout
+        self.patience = patience
+        self.advice = advice
         # Without jitter: urllib3 would draw it from Python's global generator, and so change a seeded run.
         self.retries = Retry(
             total=tries - 1,
@@ -109,47 +130,6 @@ class RewardService:
         # A proxy cannot reach the loopback of this machine. Elsewhere HTTP_PROXY and its like count.
         self.session.trust_env = not re.match(r"localhost$|127\.|\[::1\]", address[1])
 
-    def check(self) -> None:
-        """Ask the service whether it is there, once. Raises BadInput, within seconds."""
-        try:
-            self.exchange("/health", Health, Retry(0), HEALTH_SECONDS)
-        except (RetryError, ValueError) as error:
-            raise BadInput(f"--reward {self.url}: GET /health: {error}; is the service up?") from None
-
-    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """A row that could not be graded has no score, and the reason in info["error"].
-
-        Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
-        """
-        rows = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
-        batches = make_batches(rows, [item.group for item in items])
-        results: dict[str, Result] = {}
-        # The threads are daemons, and leaving the block doesn't wait for them: one refused request ends the call.
-        with ThreadPool(min(REQUESTS_AT_ONCE, len(batches) or 1)) as threads:
-            for graded in threads.imap_unordered(self.grade, batches):
-                results.update(graded)
-        errors = [result.info["error"] for result in results.values() if result.score is None]
-        if errors:  # printed by every rank, because each one knows only its own rows
-            where = f"reward service {self.url}, rank {os.environ.get('RANK', '0')}"
-            print(f"{where}: {len(errors)} of {len(items)} rows not graded: {errors[0]}", file=sys.stderr, flush=True)
-        return [results[row["id"]] for row in rows]
-
-    def grade(self, batch: list[dict]) -> dict[str, Result]:
-        """Results of one request by id, without scores if the service stays away. Raises RunFailed."""
-        ids = [row["id"] for row in batch]
-        request_id = str(uuid.uuid4())  # the same in each try, so that a service may answer from memory
-        request = {"version": VERSION, "request_id": request_id, "items": batch}
-        # ASCII, because UTF-8 cannot hold a lone surrogate of a response. An escape can.
-        content = json.dumps(request, allow_nan=False).encode()
-        try:
-            reply = self.exchange("/score", Reply, self.retries, self.read_timeout, content)
-            return to_results(reply, request_id, ids)
-        except (RetryError, InvalidHeader) as error:  # InvalidHeader: nobody can read its Retry-After
-            reason = visible(f"{error} (after {self.retries.total + 1} tries)")
-            return dict.fromkeys(ids, Result(None, None, None, {"error": reason}))
-        except ValueError as error:
-            raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
-
     def exchange(
         self,
         path: str,
@@ -164,6 +144,7 @@ class RewardService:
         bounds the body of an error.
         """
         method = "GET" if content is None else "POST"
+        began = time.monotonic()
         answered = ""  # the last reply that asked for another try, for the message
         while True:
             raw = None
@@ -188,6 +169,8 @@ class RewardService:
                 if not retries.is_retry(method, raw.status):
                     break
                 answered = f"; before that {problem}"
+            if time.monotonic() - began > self.patience:
+                raise RetryError(problem)
             # increment() counts the try and raises after the last one. sleep() waits as long as Retry-After says, or
             # twice as long as the time before.
             try:
@@ -196,11 +179,67 @@ class RewardService:
                 raise RetryError(problem) from None
             retries.sleep(raw)
         if raw.status != 200:
-            raise ValueError(f"refused: {problem}; {ADVICE}")
+            raise Refused(f"refused: {problem}; {self.advice}", raw.status)
         try:
             return parse_as(form, json_lines.parse(body))
         except ValueError as error:
             raise ValueError(f"{error}: {problem}") from None
+
+
+class RewardService(Client):
+    """One of the rewards of common/rewards/__init__.py. Only check() and calls use the network."""
+
+    waits = True  # mixture.py calls it in a thread, because it waits for another process
+
+    def __init__(self, url: str, tries: int = 10, backoff: float = 0.25, read_timeout: float = 60.0):
+        """See Client. Ten tries take about a minute. Raises BadInput."""
+        super().__init__(url, "REWARD_TOKEN", tries, backoff, read_timeout)
+
+    def check(self) -> None:
+        """Ask the service whether it is there, once. Raises BadInput, within seconds."""
+        try:
+            self.exchange("/health", Health, Retry(0), HEALTH_SECONDS)
+        except (RetryError, ValueError) as error:
+            raise BadInput(f"--reward {self.url}: GET /health: {error}; is the service up?") from None
+
+    def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+        """A row that could not be graded has no score, and the reason in info["error"].
+
+        Raises RunFailed, on this rank alone, if the service breaks the contract or refuses a request.
+        """
+        rows = [encode(row, *columns) for row, columns in enumerate(zip(items, lengths, truncated))]
+        batches = make_batches(rows, [item.group for item in items])
+        results: dict[str, Result] = {}
+        # The threads are daemons, and leaving the block doesn't wait for them: one refused request ends the call.
+        with ThreadPool(min(REQUESTS_AT_ONCE, len(batches) or 1)) as threads:
+            for graded in threads.imap_unordered(self.grade, batches):
+                results.update(graded)
+        print_ungraded(f"reward service {self.url}", list(results.values()))
+        return [results[row["id"]] for row in rows]
+
+    def grade(self, batch: list[dict]) -> dict[str, Result]:
+        """Results of one request by id, without scores if the service stays away. Raises RunFailed."""
+        ids = [row["id"] for row in batch]
+        request_id = str(uuid.uuid4())  # the same in each try, so that a service may answer from memory
+        request = {"version": VERSION, "request_id": request_id, "items": batch}
+        # ASCII, because UTF-8 cannot hold a lone surrogate of a response. An escape can.
+        content = json.dumps(request, allow_nan=False).encode()
+        try:
+            reply = self.exchange("/score", Reply, self.retries, self.read_timeout, content)
+            return to_results(reply, request_id, ids)
+        except (RetryError, InvalidHeader) as error:  # InvalidHeader: nobody can read its Retry-After
+            reason = visible(f"{error} (after {self.retries.total + 1} tries)")
+            return dict.fromkeys(ids, Result(None, None, None, {"error": reason}))
+        except ValueError as error:
+            raise RunFailed(f"--reward {self.url}: POST /score: {error}", code="reward-service") from None
+
+
+def print_ungraded(name: str, results: list[Result]) -> None:
+    """One line on stderr if some results have no score. Every rank prints it, because each knows only its own rows."""
+    errors = [result.info["error"] for result in results if result.score is None]
+    if errors:
+        where = f"{name}, rank {os.environ.get('RANK', '0')}"
+        print(f"{where}: {len(errors)} of {len(results)} rows not graded: {errors[0]}", file=sys.stderr, flush=True)
 
 
 def read_body(raw: BaseHTTPResponse, seconds: float) -> bytes:

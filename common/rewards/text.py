@@ -82,6 +82,16 @@ def with_think(item: Item) -> str:
     return "<think>" + item.response if item.prompt.rstrip().endswith("<think>") else item.response
 
 
+def without_thinking(text: str) -> str:
+    """The text outside of <think>...</think>. A tag that is never closed hides all that follows it.
+
+    Without an opening tag, all before </think> is thinking: the chat template has written the tag.
+    """
+    *thoughts, rest = text.split("</think>")
+    said = [before for before, tag, _ in (piece.partition("<think>") for piece in thoughts) if tag]
+    return "".join([*said, rest.partition("<think>")[0]])
+
+
 @of_each
 def format_reward(item: Item, length: int, truncated: bool) -> Result:
     """1 if the whole response is `<think>...</think> <answer>...</answer>`, each tag once, otherwise 0."""
