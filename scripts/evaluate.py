@@ -111,9 +111,13 @@ def exams(args: Args) -> list[Exam]:
                 max_response_tokens=48,
             )
         ]
-    given = {"reward_names": args.reward or None}
-    for flag in ("n", "temperature", "max_prompt_tokens", "max_response_tokens"):
-        given[flag] = getattr(args, flag)
+    given = {
+        "reward_names": args.reward or None,
+        "n": args.n,
+        "temperature": args.temperature,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "max_response_tokens": args.max_response_tokens,
+    }
     changes = {name: value for name, value in given.items() if value is not None}
     return [dataclasses.replace(exam, **changes) for exam in planned]
 
@@ -136,14 +140,13 @@ def check_flags(args: Args) -> None:
     """Refuse flags that don't go together, and files that can't be written. Raises BadInput."""
     if bool(args.model) == bool(args.compare):
         raise errors.BadInput("give either --model, to measure it, or --compare, for two files of --output")
-    saving = [flag for flag in ("save_right", "save_pairs") if getattr(args, flag)]
+    saving = args.save_right or args.save_pairs
     if saving and not args.n:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     if saving and args.environment:
         raise errors.BadInput("--save-right and --save-pairs: they keep one text, and episodes have several turns")
-    for flag in ("output", *saving):
-        file = getattr(args, flag)
-        if file and not Path(file).parent.is_dir():  # A run would find out after it has sampled everything.
+    for file in filter(None, (args.output, args.save_right, args.save_pairs)):
+        if not Path(file).parent.is_dir():  # A run would find out after it has sampled everything.
             raise errors.BadInput(f"{file}: there is no folder {Path(file).parent}")
     if args.suite:
         others = {
@@ -309,9 +312,9 @@ def main(args: Args) -> None:
         print(json.dumps(compared))
         return
     size = machine.check_world(args.rollout_tp)
+    planned = exams(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)
-    planned = exams(args)
     # Exams with the same graders share their worker processes.
     loaded = {names: rewards.load(names) for names in dict.fromkeys(exam.reward_names for exam in planned)}
     for exam in planned:
