@@ -198,6 +198,15 @@ def test_each_accuracy_has_the_interval_of_its_values(script):
         assert interval == pytest.approx(expected, abs=1e-4) and interval[0] < said[name] < interval[1]
 
 
+def test_a_value_stands_for_the_answers_that_are_independent():
+    """Of ten responses, pass@4 can be taken from two fours that share none, and pass@8 from one eight."""
+    problems = results.Problems(id=["a", "b"], greedy=[1, 0], right=[3, None])
+    measured = results.measures(problems, 10)
+    independent = {"greedy": 1, "sampled": 10, "pass@2": 5, "pass@4": 2, "pass@8": 1, "pass@10": 1}
+    assert {name: each.independent for name, each in measured.items()} == independent
+    assert measured["sampled"].mean == pytest.approx(0.3) and measured["pass@10"].mean == 1
+
+
 def test_a_result_says_what_it_depends_on(script, models, tmp_path):
     (tmp_path / "t.txt").write_text("{prompt}")
     (tmp_path / "mine.py").write_text("def score(items, lengths, truncated):\n    return [0.5] * len(items)\n")
@@ -293,7 +302,7 @@ DIFFERENT = {  # what another result has been measured with -> what the refusal 
 def test_results_that_are_not_of_one_kind_are_not_compared(script, tmp_path, change):
     flags, named = DIFFERENT[change]
     (tmp_path / "t.txt").write_text("{prompt}?")
-    for folder, row in (("others", {"prompt": "7=?", "answer": "7"}), ("answers", {"prompt": "9=", "answer": "8"})):
+    for folder, row in (("others", {"prompt": "9=?", "answer": "9"}), ("answers", {"prompt": "9=", "answer": "8"})):
         rows = [{"prompt": "7=", "answer": "7"}, {"prompt": "8=", "answer": "8"}, row]
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
