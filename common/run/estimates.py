@@ -17,8 +17,8 @@ these numbers over the problems says how uncertain their mean is.
   and Behavioral Statistics 37, 2012) if each problem has one response. Two models find the same problems hard, so it is
   narrower than two intervals side by side suggest.
 
-tests/run/test_estimates.py measures how often the intervals contain the truth. With 30 problems of which most are
-never solved, it is 87 % for a mean accuracy of 5 % (82 % with a bootstrap).
+tests/run/test_estimates.py measures how often the intervals contain the truth. Of 30 problems that are mostly never
+solved, with a mean accuracy of 5 %, the share is 87 % (84 % with a bootstrap).
 """
 
 import math
