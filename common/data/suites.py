@@ -85,12 +85,16 @@ def gpqa_rows(rows: Rows) -> list[Row]:
 
 
 def with_options(where: str, row: dict, column: str, choices: list[str], right: int) -> dict:
-    """The row with the question and its lettered options as "prompt", and the letter of the right one as "answer"."""
+    """The row with the question and its lettered options as "prompt", and the letter of the right one as "answer".
+
+    Its "choices" are in the order of their letters, for graders.
+    """
     if not isinstance(row.get(column), str):
         raise missing(where, row, column)
+    choices = [str(choice).strip() for choice in choices]
     options = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices)]
-    prompt = "\n".join([f"{row[column]}\n", *options])
-    return {**row, "prompt": prompt, "answer": LETTERS[right]}
+    prompt = "\n".join([f"{row[column].strip()}\n", *options])
+    return {**row, "prompt": prompt, "choices": choices, "answer": LETTERS[right]}
 
 
 def mbpp_row(where: str, row: dict) -> Row:

@@ -51,9 +51,9 @@ ROWS = {
         "challenge_test_list": [],
     },
     "gpqa-diamond": {
-        "Question": "1+1?",
+        "Question": "1+1?\n",
         "Correct Answer": "2",
-        "Incorrect Answer 1": "3",
+        "Incorrect Answer 1": "3\n",
         "Incorrect Answer 2": "4",
         "Incorrect Answer 3": "5",
         "Explanation": "Count.",
@@ -129,6 +129,7 @@ def test_the_answers_of_gpqa_are_shuffled_as_in_simple_evals(tmp_path):
         shown = [f"{letter}) {answers[i]}" for letter, i in zip("ABCD", order)]
         assert prompt.text.endswith("1+1?\n\n" + "\n".join(shown))
         assert f"{prompt.answer}) 2" in prompt.text, "the letter of the right answer"
+        assert prompt.meta["choices"] == [answers[i] for i in order], "graders read the options in this order"
         letters.append(prompt.answer)
     assert set(letters) == set("ABCD")
     assert read("gpqa-diamond", [ROWS["gpqa-diamond"]] * 20, tmp_path) == prompts
