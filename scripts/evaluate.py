@@ -243,6 +243,18 @@ def share_truncated(graded: dict[str, evaluation.Graded]) -> float:
     return sum(cut_off) / len(cut_off)
 
 
+def values_of(exam: Exam, by_how: dict[str, dict[str, evaluation.Graded]]) -> results.Problems:
+    """The value of each problem. None stands for a prompt whose responses could not be graded."""
+    problems = results.Problems(id=[prompt.id for prompt in exam.prompts], greedy=[], right=[])
+    for prompt in exam.prompts:
+        responses = by_how["greedy"].get(prompt.id)
+        problems.greedy.append(None if responses is None else responses[0].acc)
+        if exam.n:
+            responses = by_how["sampled"].get(prompt.id)
+            problems.right.append(None if responses is None else int(sum(response.acc for response in responses)))
+    return problems
+
+
 def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -> tuple[dict, results.Problems]:
     """Sample, grade and count. Returns the result that is printed, and the values behind it. Collective."""
     evaluator = evaluation.Evaluator(engine, exam.reward, tokenizer, world, exam.max_response_tokens)
@@ -258,18 +270,7 @@ def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -
                 rows = [row for given in whole for row in rows_of(*given, args.source.template)]
                 kept[name] = save(file, rows, world)
 
-    problems = results.Problems(
-        id=[prompt.id for prompt in exam.prompts],
-        greedy=[
-            by_how["greedy"][prompt.id][0].acc if prompt.id in by_how["greedy"] else None for prompt in exam.prompts
-        ],
-        right=[],
-    )
-    if exam.n:
-        # None stands for a prompt whose responses could not be graded.
-        for prompt in exam.prompts:
-            responses = by_how["sampled"].get(prompt.id)
-            problems.right.append(None if responses is None else int(sum(response.acc for response in responses)))
+    problems = values_of(exam, by_how)
     measured = results.measures(problems, exam.n)
     result = {
         "name": exam.name,
@@ -341,7 +342,8 @@ def main(args: Args) -> None:
     about = {
         "backend": args.rollout_backend,
         "dtype": str(dtype).removeprefix("torch."),
-        "chat_template": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
+        # Some tokenizers have several templates, and some have none.
+        "chat_template": hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest(),
         **directory.code_and_machine(world, ("common", "scripts/evaluate.py")),
     }
     written = []
