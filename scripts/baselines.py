@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 
 from common.data import arithmetic, tasks
 from common.preflight import folders
-from common.preflight.run_directory import flat, read_metrics
+from common.preflight.run_directory import comparable, flat, read_metrics
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
@@ -303,7 +303,7 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
 def described(task: str, run: str) -> list[dict]:
     """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed."""
     found = [json.loads(path.read_text()) for path in sorted((BASELINES / task / run).glob("seed*.json"))]
-    args = [flat(each["args"]) for each in found]
+    args = [{name: comparable(value) for name, value in flat(each["args"]).items()} for each in found]
     shared = set.intersection(*map(set, args)) - {"seed"}
     if any(each[name] != args[0][name] for each in args for name in shared):
         sys.exit(f"error: the seeds in baselines/{task}/{run} were run with different flags; run them again")

@@ -14,7 +14,7 @@ import tyro
 from pydantic import NonNegativeInt
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.data import choices, sources, templates
+from common.data import choices, sources, suites, templates
 from common.data.conversations import tool_name
 from common.data.rows import Row, collect, lookup, split_weight
 from common.errors import BadInput, say, warn
@@ -41,8 +41,18 @@ class Source:
 
 @dataclass(frozen=True)
 class TrainSource(Source):
-    eval_dataset: str = ""  # Held-out data, named as in --dataset. Default: the test splits of built-in data sets.
-    eval_prompts: NonNegativeInt = 256  # Number of held-out prompts. 0 turns evaluation off.
+    eval_dataset: tuple[str, ...] = ()
+    """Held-out data sets, named as in --dataset. Default: the test splits of built-in data sets."""
+    eval_prompts: NonNegativeInt = 256  # Number of held-out prompts of all data sets. 0 turns evaluation off.
+
+    def held_out(self) -> list[str]:
+        """The SPECs of --eval-dataset. Scripts and older run.json files have one as a text. Raises BadInput."""
+        named = self.eval_dataset
+        specs = [named] if isinstance(named, str) else list(named)
+        for spec in specs:
+            if specs.count(spec) > 1:
+                raise BadInput(f'--eval-dataset: "{spec}" is named twice')
+        return [spec for spec in specs if spec]
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ def load(
     """Prompts of --dataset. Each entry is a SPEC of sources.FORMS, or SPEC=WEIGHT in a mixture. Raises BadInput."""
     weights = parse(dataset)
     # --columns may be meant for --eval-dataset alone.
-    eval_dataset = getattr(source, "eval_dataset", "") or "arithmetic"
-    if source.columns and all(sources.kind(spec) for spec in [*weights, eval_dataset]):
+    held_out = source.held_out() if isinstance(source, TrainSource) else []
+    if source.columns and all(sources.kind(spec) for spec in [*weights, *held_out]):
         raise BadInput(f"--columns: {', '.join(weights)} is built in, and its columns are known")
     prompts = []
     for spec, weight in weights.items():
@@ -85,16 +95,17 @@ def load_eval(
 ) -> list[Prompt]:
     """The first --eval-prompts prompts of --eval-dataset, or of the test splits of built-in data sets in --dataset.
 
-    Several test splits contribute equal shares. The list is empty where there is no test split. Raises BadInput.
+    Several data sets contribute equal shares. The list is empty where there is no test split. Raises BadInput.
     """
     if source.eval_prompts == 0:
         return []
-    if source.eval_dataset:
+    specs = source.held_out()
+    if specs:
         flag = "--eval-dataset"
-        specs = [source.eval_dataset]
     else:
         flag = "--dataset"
         specs = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT]
+    sources.short_names(specs)  # metrics need them: raises BadInput before anything is loaded
     prompts = []
     for spec in specs:
         share = math.ceil(source.eval_prompts / len(specs))
@@ -127,7 +138,7 @@ def load_one(
 ) -> list[Prompt]:
     """Prompts of one data set. flag: the flag that named it, for messages. Raises BadInput."""
     columns = sources.columns(spec, source.columns)
-    template = templates.read_template(source.template, tokenizer)
+    template = templates.read_template(source.template, tokenizer) or suite_prompt(spec)
     instruction = "" if template else INSTRUCTIONS.get(sources.kind(spec), "")
     rows = sources.read(spec, split, flag)
     image_reader = make_image_reader(spec, rows, columns, tokenizer)
@@ -167,6 +178,11 @@ def load_one(
     if len(short) < len(prompts):
         say(f"{spec}: dropped {len(prompts) - len(short)} of {len(prompts)} prompts over {max_tokens} tokens")
     return short
+
+
+def suite_prompt(spec: str) -> str | None:
+    """The text that a benchmark of suites.py has around each question. --template replaces it."""
+    return suites.find(spec).prompt if sources.kind(spec) == "suite" else None
 
 
 def tools_of(where: str, of_environment: list[dict] | None, of_row: list[dict] | None) -> list[dict] | None:

@@ -3,21 +3,23 @@
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HTTPError  # raised without a connection; it is httpx's or httpx2's
 
-from common.data import arithmetic, formats, tasks
+from common.data import arithmetic, formats, suites, tasks
 from common.data.rows import Row, collect, first_line, last_box, numbered
+from common.data.suites import gsm8k_row
 from common.errors import BadInput, say
 
 GENERATED = tasks.NAMES
 WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "geo3k", "reasoning-gym", *GENERATED)
 FORMS = (
     f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
-    f"a {', '.join(formats.FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
+    f"suite:NAME, a {', '.join(formats.FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
 )
 COLUMN_NAMES = ("prompt", "answer", "solution", "images", "chosen", "rejected")
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
@@ -45,12 +47,41 @@ def kind(spec: str) -> str:
         return spec
     if spec.startswith(("gsm8k:", "reasoning-gym:")):
         return spec.partition(":")[0]
+    if suites.is_known(spec):
+        return "suite"
     name = spec.removeprefix(MODELSCOPE)
     return name if (name, "train") in ON_HUB else ""
 
 
+def short_names(specs: list[str]) -> dict[str, str]:
+    """SPEC -> its name in metrics, such as aime24 for suite:aime24 and test for data/test.jsonl. Raises BadInput."""
+    short = {}
+    for spec in specs:
+        name = spec
+        if kind(spec) == "suite":
+            name, _ = suites.split(spec)
+        elif kind(spec) == "gsm8k":
+            name = "gsm8k"
+        elif not kind(spec) and spec.endswith(formats.FILES):
+            name = Path(spec).stem
+        short[spec] = name
+    # Files in different folders may have the same name. Then their whole paths tell them apart.
+    count = Counter(short.values())
+    names = {spec: slug(name if count[name] == 1 else spec) for spec, name in short.items()}
+    if len(set(names.values())) < len(names):
+        raise BadInput(f"{', '.join(specs)}: two of them have the same name in metrics; rename a file")
+    return names
+
+
+def slug(name: str) -> str:
+    """Only letters, digits and _ stay. All else becomes a hyphen."""
+    return re.sub(r"\W+", "-", name).strip("-")
+
+
 def columns(spec: str, flags: tuple[str, ...]) -> dict[str, str]:
     """Field -> column of a SPEC. A built-in data set has its own, any other has those of --columns. Raises BadInput."""
+    if kind(spec) == "suite":
+        return suites.find(spec).columns
     if kind(spec):
         return COLUMNS.get(kind(spec), {})
     by_field = {}
@@ -68,6 +99,8 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     name = kind(spec)
     if name in ("arithmetic", "reasoning-gym", *GENERATED):
         return numbered(f"{spec}/{split}:", problems(spec, split, flag), start=0)
+    if name == "suite":
+        return read_suite(spec, split, flag)
     if spec.startswith("gsm8k:"):
         rows = formats.read_file(Path(spec.removeprefix("gsm8k:")) / f"{split}.jsonl")
     elif not name and (spec.endswith(formats.FILES) or os.path.exists(spec)):
@@ -95,14 +128,17 @@ def problems(spec: str, split: str, flag: str) -> list[dict]:
     return reasoning_gym.problems(spec, split, flag)
 
 
-def gsm8k_row(where: str, row: dict) -> Row:
-    """A row as GSM8K publishes it: the answer follows ####, and calculator marks <<...>> leave the solution."""
-    working = str(row.get("answer"))
-    if "####" not in working:
-        raise BadInput(f'{where}: no "####" in "answer"')
-    answer = working.rpartition("####")[2].strip()
-    solution = re.sub(r"<<[^<\n]*?>>", "", working)
-    return where, {**row, "answer": answer, "solution": solution}
+def read_suite(spec: str, split: str, flag: str) -> list[Row]:
+    """The rows of suite:NAME from the Hub, or of suite:NAME:FILE from a file. Raises BadInput."""
+    if split != "test":
+        raise BadInput(f'{flag} {spec}: has no split "{split}", because it is a test set')
+    benchmark = suites.find(spec)
+    _, file = suites.split(spec)
+    if file:
+        rows = formats.read(Path(file), split)
+    else:
+        rows = read_hub(benchmark.dataset, split, flag)
+    return benchmark.read(rows)
 
 
 def boxed_answers(rows: Iterable[Row]) -> list[Row]:

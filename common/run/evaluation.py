@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from common.data import sources
 from common.data.prompts import Prompt
 from common.errors import RunFailed
 from common.placement import World
@@ -19,6 +20,7 @@ class Response(NamedTuple):
 
 
 Graded = list[Response]  # the responses to one prompt
+GradedPrompts = list[tuple[Prompt, Graded]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Evaluator:
         temperature: float = 0.0,
         seed: int = 0,
         metrics=None,
-    ) -> list[tuple[Prompt, Graded]]:
+    ) -> GradedPrompts:
         """n graded responses to each of this rank's prompts, which are every size-th one. Greedy by default.
 
         Prompts that could not be graded are left out. metrics: gets eval/reward (the mean score) and, with an
@@ -70,6 +72,26 @@ class Evaluator:
         return graded
 
     def greedy_accuracy(self, prompts: list[Prompt], metrics=None) -> float:
-        """Share of the graded prompts of all ranks whose answer at temperature 0 is right."""
-        accuracies = [responses[0].acc for _, responses in self.evaluate(prompts, metrics=metrics)]
+        """Share of the graded prompts of all ranks whose answer at temperature 0 is right.
+
+        metrics: gets eval/NAME/accuracy as well, if the prompts come from several data sets.
+        """
+        graded = self.evaluate(prompts, metrics=metrics)
+        if metrics is not None:
+            self.log_each(prompts, graded, metrics)
+        accuracies = [responses[0].acc for _, responses in graded]
         return self.world.sum(sum(accuracies)) / self.world.sum(len(accuracies))
+
+    def log_each(self, prompts: list[Prompt], graded: GradedPrompts, metrics) -> None:
+        """Record the accuracy of each data set, if there are several.
+
+        prompts: those of all ranks. A rank may have none of a data set, and all ranks have to record the same names.
+        """
+        names = sources.short_names(list(dict.fromkeys(prompt.dataset for prompt in prompts)))
+        if len(names) < 2:
+            return
+        for spec, name in names.items():
+            accuracies = [responses[0].acc for prompt, responses in graded if prompt.dataset == spec]
+            # Without a graded prompt there is no accuracy, and 0 would be a wrong one.
+            if self.world.sum(len(accuracies)):
+                metrics.mean(f"eval/{name}/accuracy", sum(accuracies), len(accuracies))

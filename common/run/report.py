@@ -38,6 +38,7 @@ PANELS = {  # title -> pattern of the metrics in it
     "reward (sampled)": "reward/mean",
     "mean of each reward": "reward/[^/]+/mean",
     "greedy accuracy, held out": "eval/accuracy",
+    "greedy accuracy of each data set, held out": "eval/[^/]+/accuracy",
     "reward of greedy responses, held out": "eval/reward",
     "turns of an episode": "(environment|eval)/turns",
     "calls of tools in an episode": "environment/(calls|errors)",

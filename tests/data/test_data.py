@@ -281,6 +281,12 @@ def test_held_out_prompts(tmp_path, rows):
         match='--eval-dataset "arithmatic": .*arithmetic, ',
     ):
         held_out(dataset, eval_dataset="arithmatic")
+    # Several of them have equal shares, in the order in which they are named.
+    several = {"eval_dataset": (other, "arithmetic")}
+    assert held_out(dataset, eval_prompts=9, **several) == ["o.jsonl"] * 5 + ["test"] * 4
+    assert held_out(dataset, eval_prompts=100, **several) == ["o.jsonl"] * 30 + ["test"] * 50
+    with pytest.raises(BadInput, match='--eval-dataset: "arithmetic" is named twice'):
+        held_out(dataset, eval_dataset=("arithmetic", "arithmetic"))
 
 
 def test_the_embedded_tokenizer_survives_saving(tmp_path):

@@ -14,6 +14,9 @@ from helpers import checkpoint_state
 from algos import grpo
 from common import placement
 from common.data import arithmetic
+from common.data.prompts import TrainSource
+from common.errors import BadInput
+from common.preflight import run_directory
 from common.preflight.flags import Saving
 from common.trainer import model
 
@@ -78,3 +81,27 @@ def test_ctrl_c_before_anything_is_trained_leaves_at_once(tmp_path):
         _, said = run.communicate(timeout=120)  # a second, unless the machine is busy with something else
     assert run.returncode == 130
     assert said.strip() and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "before, now, goes_on",
+    [
+        ("", (), True),
+        ("e.jsonl", ("e.jsonl",), True),
+        (["e.jsonl"], ("e.jsonl",), True),
+        ("e.jsonl", (), False),
+        ("e.jsonl", ("e.jsonl", "f.jsonl"), False),
+        (["f.jsonl", "e.jsonl"], ("e.jsonl", "f.jsonl"), False),
+    ],
+)
+def test_a_run_goes_on_that_began_when_a_flag_took_one_value(tmp_path, before, now, goes_on):
+    """--eval-dataset was one text, and is several today. The first of them may mean the same."""
+    recorded = {"algorithm": "grpo", "args": {"source": {"eval_dataset": before}}}
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    args = grpo.Args(run_dir=str(tmp_path), source=TrainSource(eval_dataset=now))
+    if goes_on:
+        run_directory.check_configuration(args, "grpo")
+    else:
+        with pytest.raises(BadInput, match="--eval-dataset") as error:
+            run_directory.check_configuration(args, "grpo")
+        assert error.value.code == "run-changed"

@@ -438,6 +438,10 @@ refused("grpo --dataset rows.jsonl --columns gold=x", "--columns", "gold=x", "an
 refused("grpo --dataset rows.jsonl --columns answer=meta.gold", "rows.jsonl:1", '"meta.gold"', "question")
 refused("grpo --dataset rows.jsonl --eval-dataset e.jsonl", "e.jsonl")
 refused("grpo --dataset rows.jsonl --eval-dataset maths", "--eval-dataset", "maths")
+refused("grpo --dataset rows.jsonl --eval-dataset rows.jsonl e.jsonl", "e.jsonl")
+refused("grpo --dataset rows.jsonl --eval-dataset rows.jsonl rows.jsonl", "--eval-dataset", "rows.jsonl")
+refused("grpo --dataset rows.jsonl --eval-dataset a-b/r.jsonl a/b/r.jsonl", "a-b/r.jsonl", "a/b/r.jsonl")
+refused("grpo --dataset suite:aime24", "--dataset suite:aime24", "test")
 files = {"e.jsonl": jsonl({**GOOD, "answer": "two"})}
 refused("grpo --dataset rows.jsonl --eval-dataset e.jsonl", "e.jsonl:1", "two", files=files)
 
@@ -649,6 +653,21 @@ for flag in ("--save-right", "--save-pairs"):
     refused(f"evaluate --model x {flag} rows", flag, "--n")
     refused(f"evaluate --model x --n 2 {flag} absent/rows", "absent/rows")
     refused(f"evaluate --model {arithmetic.WARM_START} --n 2 {flag} rows --environment calculator", flag)
+refused("evaluate", "--model", "--compare")
+refused("evaluate --model x --compare a b", "--model", "--compare")
+refused("evaluate --compare a.json b.json", "a.json")
+refused("evaluate --model x --output absent/rows", "absent/rows")
+refused("evaluate --model x --suite aime23", "--suite aime23", "aime24", files=MODEL)
+refused("evaluate --model model --suite aime24:absent.jsonl", "absent.jsonl", files=MODEL)
+for flags, named in (
+    ("--dataset gsm8k", "--dataset"),
+    ("--split train", "--split"),
+    ("--columns answer=a", "--columns"),
+    ("--environment calculator", "--environment"),
+    ("--n 2 --save-right rows", "--save-right"),
+    ("--n 2 --save-pairs rows", "--save-pairs"),
+):
+    refused(f"evaluate --model x --suite math {flags}", "--suite", named)
 for flags, named in (
     ("--reward gsm9k", "gsm8k"),
     ("--threads 0", "--threads"),

@@ -1,19 +1,24 @@
 """Evaluation: what the engine is asked for, which responses count, and how accuracy and reward are counted."""
 
+import dataclasses
+import hashlib
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import load
 
-from common.data import arithmetic
+from common.data import arithmetic, suites
 from common.data.prompts import Prompt
-from common.errors import RunFailed
+from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rollout.rollout import collate
+from common.run import estimates, results
 from common.run.evaluation import Evaluator
 from common.run.tracking import Metrics
 
@@ -119,27 +124,257 @@ def test_turns_of_an_episode_are_counted_and_not_its_tokens(world):
     assert metrics.sums["eval/turns"] == [(4, 2)]
 
 
-def test_pass_at_k_by_hand():
-    """Two of four responses are right. Of the six pairs of responses, one has no right one."""
-    pass_at_k = evaluate.pass_at_k
-    assert [pass_at_k(4, 2, k) for k in (1, 2, 3, 4)] == pytest.approx([1 / 2, 5 / 6, 1, 1])
-    assert [pass_at_k(4, correct, 2) for correct in (0, 1, 4)] == pytest.approx([0, 1 / 2, 1])
+def test_each_data_set_has_its_own_accuracy(world):
+    """Two of three and none of one are right. A data set that nobody could grade has none, and no 0."""
+    evaluator, prompts = prepared(world, ["yes"], ["no"], ["yes"], ["no"], ["bad"])
+    for place, dataset in enumerate(("a/test.jsonl", "a/test.jsonl", "a/test.jsonl", "suite:aime24", "arithmetic")):
+        prompts[place] = replace(prompts[place], dataset=dataset)
+    metrics = Metrics(world)
+    assert evaluator.greedy_accuracy(prompts, metrics) == 0.5
+    assert metrics.sums.keys() == {"eval/reward", "eval/test/accuracy", "eval/aime24/accuracy"}
+    assert metrics.sums["eval/test/accuracy"] == [(2, 3)] and metrics.sums["eval/aime24/accuracy"] == [(0, 1)]
 
 
-def test_the_script_says_greedy_and_sampled_accuracy_and_pass_at_k(models, world, tmp_path, monkeypatch, capsys):
-    """Of four responses to each of three problems, four, one and none are right. The greedy one is the first."""
-    (tmp_path / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in (7, 8, 9)))
-    right = {7: [True] * 4, 8: [False, False, True, False], 9: [False] * 4}
-    texts = {i: [f"#### {i}" if each else "#### 1" for each in row] for i, row in right.items()}
-    engine = Engine({TOKENIZER(f"{i}")["input_ids"][0]: row for i, row in texts.items()})
+def test_a_rank_without_prompts_of_a_data_set_records_its_accuracy_too(world):
+    """The ranks add up their metrics in the order of their names, so all have to have the same ones."""
+
+    class TwoRanks(type(world)):
+        def sum(self, value):
+            return value or 1  # the other rank has one
+
+    beside = TwoRanks(**{**vars(world), "rank": 1, "size": 2})
+    evaluator, prompts = prepared(beside, ["yes"], ["yes"], ["yes"], ["no"])
+    prompts = [replace(prompt, dataset="xyxx"[place]) for place, prompt in enumerate(prompts)]
+    metrics = Metrics(beside)
+    evaluator.greedy_accuracy(prompts[::-1], metrics)  # this rank has prompts 2 and 0, both of x
+    assert metrics.sums["eval/y/accuracy"] == [(0, 0)] and metrics.sums["eval/x/accuracy"] == [(2, 2)]
+
+
+RIGHT = {7: [True] * 4, 8: [False, False, True, False], 9: [False] * 4}  # problem -> its four responses
+
+
+@pytest.fixture
+def script(models, world, tmp_path, monkeypatch, capsys):
+    """run(right, **flags) measures a model with these responses to the problems 7, 8 and 9. Returns what was printed.
+
+    run.engine: the engine of the last run.
+    """
+    (tmp_path / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in RIGHT))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate.placement, "init", lambda *given: world)
     monkeypatch.setattr(evaluate.placement, "finish", lambda *given: None)
-    monkeypatch.setattr(evaluate.engines, "start", lambda *given, **named: engine)
-    dataset = (str(tmp_path / "problems.jsonl"),)
-    evaluate.main(evaluate.Args(models["untied"], dataset, reward=("gsm8k=2",), n=4, temperature=0.7, seed=3))
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.setattr(evaluate.engines, "start", lambda *given, **named: run.engine)
+
+    def run(right=RIGHT, **flags) -> list[str]:
+        texts = {i: [f"#### {i}" if each else "#### 1" for each in row] for i, row in right.items()}
+        run.engine = Engine({TOKENIZER(f"{i}")["input_ids"][0]: row for i, row in texts.items()})
+        flags = {"dataset": ("problems.jsonl",), "n": 4} | flags
+        evaluate.main(evaluate.Args(models["untied"], **flags))
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_the_script_says_greedy_and_sampled_accuracy_and_pass_at_k(script):
+    """Of four responses to each of three problems, four, one and none are right. The greedy one is the first."""
+    words, said = script(reward=("gsm8k=2",), temperature=0.7, seed=3)
+    said = json.loads(said)
     assert (said["prompts"], said["greedy"], said["greedy_reward"]) == pytest.approx((3, 1 / 3, 2 / 3))
     assert (said["sampled"], said["sampled_reward"]) == pytest.approx((5 / 12, 10 / 12))
     assert (said["pass@2"], said["pass@4"]) == pytest.approx(((1 + 1 / 2) / 3, 2 / 3))
-    asked = [(each["n"], each["temperature"], each["seed"], each["tokens"]) for each in engine.asked]
+    asked = [(each["n"], each["temperature"], each["seed"], each["tokens"]) for each in script.engine.asked]
     assert asked == [(1, 0.0, 0, 48), (4, 0.7, 3, 48)]
+    for number in ("problems: greedy 33.3 %", "mean@4 41.7 %", "pass@2 50.0 %", "pass@4 66.7 %", "3 problems"):
+        assert number in words
+
+
+def test_each_accuracy_has_the_interval_of_its_values(script):
+    said = json.loads(script()[-1])
+    values = {"greedy": [1, 0, 0], "sampled": [1, 1 / 4, 0], "pass@2": [1, 1 / 2, 0], "pass@4": [1, 1, 0]}
+    independent = {"greedy": 1, "sampled": 4, "pass@2": 2, "pass@4": 1}
+    assert said["interval"].keys() == values.keys()
+    for name, interval in said["interval"].items():
+        expected = estimates.interval(np.array(values[name], dtype=float), independent[name])
+        assert interval == pytest.approx(expected, abs=1e-4) and interval[0] < said[name] < interval[1]
+
+
+def test_a_value_stands_for_the_answers_that_are_independent():
+    """Of ten responses, pass@4 can be taken from two fours that share none, and pass@8 from one eight."""
+    problems = results.Problems(id=["a", "b"], greedy=[1, 0], right=[3, None])
+    measured = results.measures(problems, 10)
+    independent = {"greedy": 1, "sampled": 10, "pass@2": 5, "pass@4": 2, "pass@8": 1, "pass@10": 1}
+    assert {name: each.independent for name, each in measured.items()} == independent
+    assert measured["sampled"].mean == pytest.approx(0.3) and measured["pass@10"].mean == 1
+
+
+def test_a_result_says_what_it_depends_on(script, models, tmp_path):
+    (tmp_path / "t.txt").write_text("{prompt}")
+    (tmp_path / "mine.py").write_text("def score(items, lengths, truncated):\n    return [0.5] * len(items)\n")
+    said = json.loads(script(seed=3, source=evaluate.Source(template="t.txt"), reward=("gsm8k", "mine.py:score"))[-1])
+    settings = {"split": "test", "environment": "", "template": ["{prompt}"], "n": 4, "temperature": 1.0}
+    settings |= {"max_prompt_tokens": 512, "max_response_tokens": 48, "seed": 3}
+    assert said["settings"] == settings
+    assert said["model"] == models["untied"] and said["reward"] == ["gsm8k", "mine.py:score"]
+    content = (tmp_path / "mine.py").read_bytes()
+    assert said["reward_files"] == {"mine.py:score": hashlib.sha256(content).hexdigest()}
+    assert said["truncated"] == {"greedy": 0, "sampled": 0} and said["ungraded"] == {"greedy": 0, "sampled": 0}
+    assert len(said["data"]) == 64 and (said["dtype"], said["backend"]) == ("float32", "vllm")
+    assert {"commit", "uncommitted_changes", "versions", "hardware", "chat_template"} <= said.keys()
+
+
+def test_the_share_of_responses_that_were_cut_off_is_told(script, monkeypatch):
+    """The first response to each prompt: three of three, and three of twelve."""
+    generate = Engine.generate
+
+    def cut_off(self, prompt_ids, n, *given, **named):
+        rollout = generate(self, prompt_ids, n, *given, **named)
+        rollout.truncated[::n] = True
+        return rollout
+
+    monkeypatch.setattr(Engine, "generate", cut_off)
+    words, said = script()
+    assert json.loads(said)["truncated"] == {"greedy": 1, "sampled": 0.25}
+    assert "100.0 % of responses cut off" in words
+
+
+def test_what_cannot_be_graded_is_no_value(script, tmp_path):
+    """8 is nothing that this reward grades. Its problem has no value, and the mean is that of the others."""
+    (tmp_path / "mine.py").write_text(
+        "from common.rewards import Result\n\n"
+        "def score(items, lengths, truncated):\n"
+        "    accs = [None if item.answer == '8' else float(item.answer in item.response) for item in items]\n"
+        "    return [Result(acc, acc) for acc in accs]\n"
+    )
+    said = json.loads(script(reward=("mine.py:score",), output="a.json")[-1])
+    assert (said["greedy"], said["sampled"], said["ungraded"]) == (0.5, 0.5, {"greedy": 1, "sampled": 1})
+    (written,) = json.loads((tmp_path / "a.json").read_text())["results"]
+    assert written["problems"]["greedy"] == [1, None, 0] and written["problems"]["right"] == [4, None, 0]
+    (row,) = results.compare(("a.json", "a.json"))
+    assert row["problems"] == 2 and row["greedy"]["first"][0] == 0.5
+
+
+BETTER = {7: [True] * 4, 8: [True, False, True, True], 9: [False, True, False, False]}
+
+
+def test_two_models_are_compared_problem_by_problem(script):
+    script(BETTER, output="a.json")
+    script(RIGHT, output="b.json", seed=7)
+    (row,) = results.compare(("a.json", "b.json"))
+    values = {  # of both models
+        "greedy": ([1, 1, 0], [1, 0, 0], 1),
+        "sampled": ([1, 3 / 4, 1 / 4], [1, 1 / 4, 0], 4),
+        "pass@2": ([1, 1, 1 / 2], [1, 1 / 2, 0], 2),
+        "pass@4": ([1, 1, 1], [1, 1, 0], 1),
+    }
+    assert row["problems"] == 3
+    for name, (first, second, independent) in values.items():
+        first, second = np.array(first, dtype=float), np.array(second, dtype=float)
+        mean, low, high = row[name]["difference"]
+        assert mean == pytest.approx(np.mean(first - second), abs=1e-4)
+        assert (low, high) == pytest.approx(estimates.difference(first, second, independent), abs=1e-4)
+        assert row[name]["first"][0] == pytest.approx(first.mean(), abs=1e-4)
+        assert row[name]["second"][0] == pytest.approx(second.mean(), abs=1e-4)
+
+
+def test_the_comparison_is_printed(script, capsys):
+    script(BETTER, output="a.json")
+    script(RIGHT, output="b.json")
+    capsys.readouterr()
+    evaluate.main(evaluate.Args(compare=("a.json", "b.json")))
+    *table, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == results.compare(("a.json", "b.json"))
+    assert "mean@4" in "\n".join(table) and "66.7" in "\n".join(table)
+
+
+DIFFERENT = {  # what another result has been measured with -> what the refusal names
+    "n": ({"n": 2}, "n 4 and 2"),
+    "temperature": ({"temperature": 0.5}, "temperature 1.0 and 0.5"),
+    "length": ({"max_response_tokens": 40}, "max_response_tokens 48 and 40"),
+    "grader": ({"reward": ("gsm8k-strict",)}, "reward"),
+    "fewer problems": ({"prompts": 2}, "the problems"),
+    "other problems": ({"dataset": ("others/problems.jsonl",)}, "the problems"),
+    "other answers": ({"dataset": ("answers/problems.jsonl",)}, "the problems"),
+    "prompt": ({"source": evaluate.Source(template="t.txt")}, "template"),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+def test_results_that_are_not_of_one_kind_are_not_compared(script, tmp_path, change):
+    flags, named = DIFFERENT[change]
+    (tmp_path / "t.txt").write_text("{prompt}?")
+    for folder, row in (("others", {"prompt": "9=?", "answer": "9"}), ("answers", {"prompt": "9=", "answer": "8"})):
+        rows = [{"prompt": "7=", "answer": "7"}, {"prompt": "8=", "answer": "8"}, row]
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    script(output="a.json")
+    script(output="b.json", **flags)
+    with pytest.raises(BadInput, match=f"a.json and b.json cannot be compared: problems differs in .*{named}"):
+        results.compare(("a.json", "b.json"))
+
+
+def test_the_place_of_the_file_and_the_seed_may_differ(script, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(tmp_path / "problems.jsonl", tmp_path / "elsewhere")
+    script(output="a.json")
+    script(output="b.json", dataset=("elsewhere/problems.jsonl",), seed=9)
+    assert [row["name"] for row in results.compare(("a.json", "b.json"))] == ["problems"]
+
+
+def test_the_temperature_of_greedy_results_is_no_difference(script):
+    script(output="a.json", n=0)
+    script(output="b.json", n=0, temperature=0.5)
+    (row,) = results.compare(("a.json", "b.json"))
+    assert row["greedy"]["difference"][0] == 0 and "sampled" not in row
+
+
+@pytest.mark.parametrize(
+    "content, named", [('{"results": [{"name": "a"}]}', "model"), ("{}", "results"), ('{"results": 1}', "a.json")]
+)
+def test_another_file_is_no_result(tmp_path, content, named):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(BadInput, match=named):
+        results.compare((str(tmp_path / "a.json"), str(tmp_path / "a.json")))
+
+
+def test_results_of_other_data_sets_are_not_compared(script, tmp_path):
+    shutil.copy(tmp_path / "problems.jsonl", tmp_path / "others.jsonl")
+    script(output="a.json")
+    script(output="b.json", dataset=("others.jsonl",))
+    with pytest.raises(BadInput, match="a.json has problems, and b.json has others"):
+        results.compare(("a.json", "b.json"))
+
+
+def test_a_suite_chooses_prompt_grader_length_and_sampling(script, tmp_path, monkeypatch):
+    """A flag that is given goes before. Each test set has a result of its own, and one file has all."""
+    small = dataclasses.replace(suites.BENCHMARKS["amc23"], max_response_tokens=60, n=2, reward="gsm8k-strict")
+    monkeypatch.setitem(suites.BENCHMARKS, "amc23", small)
+    short = dataclasses.replace(suites.BENCHMARKS["gsm8k"], max_response_tokens=64)
+    monkeypatch.setitem(suites.BENCHMARKS, "gsm8k", short)
+    (tmp_path / "amc.jsonl").write_text("".join(f'{{"question": "{i}=", "answer": "{i}.0"}}\n' for i in RIGHT))
+    (tmp_path / "gsm.jsonl").write_text("".join(f'{{"question": "{i}=", "answer": "#### {i}"}}\n' for i in RIGHT))
+    printed = script(dataset=("arithmetic",), suite=("amc23:amc.jsonl", "gsm8k:gsm.jsonl"), n=None, output="a.json")
+    first, second = (json.loads(line) for line in printed if line.startswith("{"))
+    assert (first["name"], first["reward"], first["settings"]["temperature"]) == ("amc23", ["gsm8k-strict"], 0.6)
+    assert first["settings"]["template"] == [suites.BOXED] and "pass@2" in first
+    assert (second["name"], second["reward"], "sampled" in second) == ("gsm8k", ["gsm8k"], False)
+    asked = [(each["n"], each["temperature"], each["tokens"]) for each in script.engine.asked]
+    assert asked == [(1, 0.0, 60), (2, 0.6, 60), (1, 0.0, 64)]
+    assert [each["name"] for each in json.loads((tmp_path / "a.json").read_text())["results"]] == ["amc23", "gsm8k"]
+    given = {"n": 1, "temperature": 0.5, "max_response_tokens": 50, "reward": ("gsm8k",)}
+    said = json.loads(script(dataset=("arithmetic",), suite=("amc23:amc.jsonl",), **given)[-1])
+    assert said["reward"] == ["gsm8k"] and said["settings"]["max_response_tokens"] == 50
+    asked = [(each["n"], each["temperature"], each["tokens"]) for each in script.engine.asked]
+    assert asked == [(1, 0.0, 50), (1, 0.5, 50)]
+
+
+def test_a_test_set_that_is_not_whole_is_warned_of(script, tmp_path, monkeypatch):
+    """40 problems are expected. Nobody is told if he has asked for fewer."""
+    (tmp_path / "amc.jsonl").write_text("".join(f'{{"question": "{i}=", "answer": "{i}"}}\n' for i in RIGHT))
+    flags = {"dataset": ("arithmetic",), "suite": ("amc23:amc.jsonl",), "n": 0, "max_response_tokens": 48}
+    said = []
+    monkeypatch.setattr(evaluate.errors, "warn", lambda message, code: said.append((message, code)))
+    script(reward=("gsm8k",), **flags)
+    ((message, code),) = said
+    assert code == "incomplete-suite" and "amc23: 3 problems" in message
+    script(reward=("gsm8k",), prompts=2, **flags)
+    assert len(said) == 1

@@ -40,6 +40,8 @@ def test_metrics_are_those_of_all_ranks_together(ranks):
     assert metrics["throughput/tokens_per_s"] == pytest.approx(48 * 5 / metrics["time/step"])
     # Right are 0, 6 and 9 of the ten held-out prompts. Nobody graded 3.
     assert metrics["eval/accuracy"] == pytest.approx(3 / 9)
+    # 0 to 7 are of one data set, 8 and 9 of the other one.
+    assert metrics["eval/a/accuracy"] == pytest.approx(2 / 7) and metrics["eval/b/accuracy"] == 1 / 2
     rows = (ranks[0] / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row) for row in rows] == [metrics, ranks[1][0]["drawing"]]
 

@@ -5,6 +5,7 @@ Prints, as JSON, what each rank has sampled, kept, measured and evaluated.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -72,7 +73,8 @@ def main(run_dir: str) -> None:
     said = {"engine": world.engine_index, "sampled": batch.response_ids}
     tracker.save_rollouts(1, batch, batch.scores)
     tracker.max("advantage/abs_max", batch.scores.max())
-    tracker.mean("eval/accuracy", Evaluator(engine, rewards, tokenizer, world, 5).greedy_accuracy(prompts_held_out()))
+    evaluator = Evaluator(engine, rewards, tokenizer, world, 5)
+    tracker.mean("eval/accuracy", evaluator.greedy_accuracy(prompts_held_out(), tracker))
     said["metrics"] = tracker.write(1)
 
     def generate(prompts, draw, grading):
@@ -100,7 +102,9 @@ def main(run_dir: str) -> None:
 
 
 def prompts_held_out() -> list[Prompt]:
-    return InOrder([], 0).take(10)
+    """Eight prompts of one data set and two of another one, of which two ranks have none."""
+    prompts = InOrder([], 0).take(10)
+    return [replace(prompt, dataset="a.jsonl" if place < 8 else "b.jsonl") for place, prompt in enumerate(prompts)]
 
 
 main(sys.argv[1])
