@@ -28,7 +28,7 @@ Differs from the paper: a verifiable reward instead of a reward model; a fixed r
 
 Run:    python algos/grpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/grpo.py --model Qwen/Qwen2.5-0.5B-Instruct
-Result: embedded arithmetic, greedy, mean of three seeds: 92.8 % from 53.5 %. On GPUs: not yet run.
+Result: embedded arithmetic, greedy, mean of three seeds: 93.4 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
