@@ -341,7 +341,6 @@ def whole_weights(policy: nn.Module, dtype: torch.dtype, copy: bool = False) -> 
 
 def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write a Hugging Face folder, or with LoRA a peft folder."""
-    policy.config.dtype = dtype
     extra_files = []
     if adapters_of(policy):
         from common.trainer.lora import write_adapter
@@ -349,6 +348,9 @@ def write_model(policy: nn.Module, weights: dict, tokenizer, folder: Path, dtype
         write_adapter(policy, weights, folder)
     else:
         policy.save_pretrained(folder, state_dict=weights)
+        # It has written the data type of the masters, in which transformers and vLLM would then load the weights.
+        policy.config.dtype = dtype
+        policy.config.save_pretrained(folder)
         # It may name end tokens that no other file has.
         extra_files.append("generation_config.json")
     tokenizer.save_pretrained(folder)

@@ -35,6 +35,7 @@ class Net:
         if weights:
             missing, unexpected = self.model.load_state_dict(weights, strict=False)
             assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied
+        self.entropies: dict[int, float] = {}  # id of a row -> sum over its tokens, of the last call of distribution()
 
     def at_responses(self, row: "Row") -> torch.Tensor:
         """What the model says before each token of the response: logits (length, V) or values (length, 1)."""
@@ -43,7 +44,10 @@ class Net:
 
     def distribution(self, row: "Row", temperature: float) -> torch.Tensor:
         """(length, V) log-probs."""
-        return (self.at_responses(row) / temperature).log_softmax(-1)
+        log_p = (self.at_responses(row) / temperature).log_softmax(-1)
+        p = log_p.detach().exp()
+        self.entropies[id(row)] = -(p * log_p.detach()).sum().item()
+        return log_p
 
     def logprobs(self, row: "Row", temperature: float) -> torch.Tensor:
         """(length,)"""
@@ -65,6 +69,8 @@ class Row:
     correct: float
     graded: bool
     greedy_score: float = 0.0
+    greedy_graded: bool = True
+    in_update: bool = True  # main computed its log-probs with a gradient
     old: list[float] = field(default_factory=list)  # log-probs of the policy before the step
     ref: list[float] = field(default_factory=list)  # and of the reference
     old_values: list[float] = field(default_factory=list)
@@ -79,8 +85,14 @@ class Case:
     step: int
     prm: list[list[float]] = field(default_factory=list)  # PRIME: log-probs of its updated model
     prm_ref: list[list[float]] = field(default_factory=list)  # and of the reference, both at temperature 1
+    prm_before: list[list[float]] = field(default_factory=list)  # and of its model before the step
     teacher: Net | None = None  # OPD
     clipped: set[str] = field(default_factory=set)  # which sides of a clip have had an effect
+    clipped_tokens: int = 0  # in all updates of the policy
+    advantages: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # id of a row -> of each token, as main reports them
+    kl: float = 0.0  # in the loss: to the reference, or to OPD's teacher; the sum over all tokens of all updates
 
     @property
     def groups(self) -> list[list[Row]]:
@@ -151,6 +163,7 @@ def clipped(case: Case, advantages, ratios: torch.Tensor, low: float, high: floa
     too_low = (advantages < 0) & (ratios < 1 - low)
     case.clipped |= {"high"} if too_high.any() else set()
     case.clipped |= {"low"} if too_low.any() else set()
+    case.clipped_tokens += int((too_high | too_low).sum())
     out = -advantages * ratios
     out = torch.where(too_high, -advantages * (1 + high), out)
     return torch.where(too_low, -advantages * (1 - low), out)
@@ -170,7 +183,9 @@ def kl_term(case: Case, row: Row, logprobs: torch.Tensor) -> torch.Tensor | floa
     if not case.args.kl_coef:
         return 0.0
     log_r = torch.tensor(row.ref) - logprobs
-    return case.args.kl_coef * (log_r.exp() - log_r - 1)
+    k3 = log_r.exp() - log_r - 1
+    case.kl += k3.sum().item()
+    return case.args.kl_coef * k3
 
 
 Loss = Callable[[list[Row], Net], torch.Tensor]
@@ -183,6 +198,7 @@ def clips(args) -> tuple[float, float]:
 def by_response(case: Case, advantages: list[float], share: Callable[[Row], float]) -> Loss:
     """GRPO and Dr. GRPO. share(row): what the sum of its token losses is multiplied by, before the division by S."""
     of_row = dict(zip(map(id, case.rows), advantages))
+    case.advantages = dict(zip(map(id, case.rows), on_each_token(case, advantages)))
 
     def loss(rows: list[Row], net: Net) -> torch.Tensor:
         graded = [row for row in rows if row.graded]
@@ -203,6 +219,7 @@ def by_token(case: Case, advantages: list[list[float]], bound: float = math.inf)
     bound: a token with A < 0 costs at most -A times this.
     """
     of_row = dict(zip(map(id, case.rows), advantages))
+    case.advantages = of_row
 
     def loss(rows: list[Row], net: Net) -> torch.Tensor:
         graded = [row for row in rows if row.graded]
@@ -213,6 +230,7 @@ def by_token(case: Case, advantages: list[list[float]], bound: float = math.inf)
             tokens = clipped(case, advantages, (logprobs - torch.tensor(row.old)).exp(), *clips(case.args))
             too_much = (advantages < 0) & (tokens > -advantages * bound)
             case.clipped |= {"dual"} if too_much.any() else set()
+            case.clipped_tokens += int(too_much.sum())
             tokens = torch.where(too_much, -advantages * min(bound, 1e9), tokens)
             total = total + (importance(case, row) * tokens).sum()
         return total / max(1, sum(len(row.response) for row in graded))
@@ -239,7 +257,9 @@ def max_rl(case: Case) -> dict[str, Loss]:
 
 
 def gspo(case: Case) -> dict[str, Loss]:
-    advantages = dict(zip(map(id, case.rows), case.of_group(z_scores, scores(case))))
+    z = case.of_group(z_scores, scores(case))
+    advantages = dict(zip(map(id, case.rows), z))
+    case.advantages = dict(zip(map(id, case.rows), on_each_token(case, z)))
 
     def loss(rows: list[Row], net: Net) -> torch.Tensor:
         graded = [row for row in rows if row.graded]
@@ -257,7 +277,9 @@ def gspo(case: Case) -> dict[str, Loss]:
 
 
 def cispo(case: Case) -> dict[str, Loss]:
-    advantages = dict(zip(map(id, case.rows), case.of_group(z_scores, scores(case))))
+    z = case.of_group(z_scores, scores(case))
+    advantages = dict(zip(map(id, case.rows), z))
+    case.advantages = dict(zip(map(id, case.rows), on_each_token(case, z)))
 
     def loss(rows: list[Row], net: Net) -> torch.Tensor:
         graded = [row for row in rows if row.graded]
@@ -270,6 +292,7 @@ def cispo(case: Case) -> dict[str, Loss]:
                 weights.append(min(max(ratio, 1 - case.args.clip_low), 1 + case.args.clip_high))
                 if weights[-1] != ratio:
                     case.clipped.add("low" if ratio < 1 else "high")
+                    case.clipped_tokens += row.in_update
             tokens = -importance(case, row) * torch.tensor(weights) * advantages[id(row)] * logprobs
             total = total + (tokens + kl_term(case, row, logprobs)).sum()
         return total / max(1, sum(len(row.response) for row in graded))
@@ -382,7 +405,84 @@ def opd(case: Case) -> dict[str, Loss]:
         total = torch.zeros(())
         for row in graded:
             log_p = net.distribution(row, temperature)
-            total = total + (log_p.exp() * (log_p - teacher[id(row)])).sum()
+            divergences = (log_p.exp() * (log_p - teacher[id(row)])).sum(1)
+            case.kl += divergences.sum().item()
+            case.advantages[id(row)] = (-divergences).tolist()
+            total = total + divergences.sum()
         return total / max(1, sum(len(row.response) for row in graded))
 
     return {"policy": loss}
+
+
+# What a step reports besides losses and norms (docs/metrics.md)
+
+
+def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict[str, float]:
+    """updates: for each update of the policy its mini-batch and the policy before it, whose loss has been computed."""
+    graded = [row for row in case.rows if row.graded]
+    found = {}
+    tokens = 0
+    entropy = 0.0
+    for rows, net in updates:
+        for row in rows:
+            if row.graded and row.in_update:
+                tokens += len(row.response)
+                entropy += net.entropies[id(row)]
+    if tokens:
+        found["train/entropy"] = entropy / tokens
+        found["train/clip_frac"] = case.clipped_tokens / tokens
+    if getattr(case.args, "kl_coef", 0.0) and name != "prime":
+        if case.kl:
+            found["loss/kl"] = case.kl / tokens
+        else:
+            found["reward/kl"] = mean([sum(row.old) - sum(row.ref) for row in graded])
+    if name == "opd":
+        found["teacher/kl"] = case.kl / tokens if case.args.full_vocabulary else sampled_divergence(case, graded)
+    if name == "remax":
+        greedy = [group[0] for group in case.groups if group[0].greedy_graded]
+        found["reward/greedy_mean"] = mean([row.greedy_score for row in greedy])
+    if name == "prime":
+        found["prm/pair_accuracy"] = pair_accuracy(case)
+    if name == "ppo":
+        found["critic/explained_variance"] = explained_variance(case, graded)
+    return found
+
+
+def sampled_divergence(case: Case, rows: list[Row]) -> float:
+    """The mean of log p - log q over the sampled tokens. q is the teacher's probability."""
+    differences = []
+    for row in rows:
+        with torch.no_grad():
+            theirs = case.teacher.logprobs(row, case.args.temperature).tolist()
+        differences += [old - teacher for old, teacher in zip(row.old, theirs)]
+    return mean(differences)
+
+
+def pair_accuracy(case: Case) -> float:
+    """Share of pairs of a right and a wrong response to one prompt in which the right one has more reward."""
+    rewards = {}
+    for row, phi, ref in zip(case.rows, case.prm_before, case.prm_ref):
+        rewards[id(row)] = sum(phi) - sum(ref)
+    ranked = []
+    for group in case.groups:
+        for right in (row for row in group if row.correct):
+            for wrong in (row for row in group if not row.correct):
+                ahead = rewards[id(right)] - rewards[id(wrong)]
+                ranked.append(0.5 if ahead == 0 else float(ahead > 0))
+    return mean(ranked)
+
+
+def explained_variance(case: Case, rows: list[Row]) -> float:
+    """1 - Var(returns - values) / Var(returns) over all tokens."""
+    args = case.args
+    lam = 1.0 if case.step <= args.critic_warmup_steps else args.critic_lam
+    returns, errors = [], []
+    for row in rows:
+        advantages = gae(with_kl(case, row), row.old_values, lam)
+        returns += [a + value for a, value in zip(advantages, row.old_values)]
+        errors += advantages
+
+    def variance(numbers: list[float]) -> float:
+        return mean([(number - mean(numbers)) ** 2 for number in numbers])
+
+    return 1 - variance(errors) / variance(returns)

@@ -36,6 +36,8 @@ class Step:
     batch: Rollout | None  # graded, as main got it
     before: list[Weights]  # of each trained model, when training began
     after: list[Weights] = field(default_factory=list)  # and at its end
+    advantages: torch.Tensor | None = None  # (N,) or (N, T), as main reports them
+    rows: torch.Tensor | None = None  # (N,) bool, rows that main computed with a gradient, as it says; None: all
     updates: list[Update] = field(default_factory=list)
 
 
@@ -136,6 +138,8 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
 
     def ended(run, *given, **named):
         recording.steps[-1].after = recording.weights()
+        recording.steps[-1].advantages = named["advantages"]
+        recording.steps[-1].rows = named.get("rows")
         end_step(run, *given, **named)
 
     steps = offline.Run.steps

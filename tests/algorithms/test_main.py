@@ -3,7 +3,8 @@
 A run of three steps is recorded from outside (recorder.py). Its flags all differ from each other and from the defaults.
 Then every gradient that an optimizer saw is computed again (by_hand.py) from three recorded facts: the weights before
 that update, the responses, and their scores. So a wrong denominator, advantage, weight, temperature, clip, order of
-clip and step, or a row that trains in the wrong mini-batch shows up as another gradient.
+clip and step, or a row that trains in the wrong mini-batch shows up as another gradient. The metrics and advantages
+that a step reports are computed again, too.
 """
 
 import importlib
@@ -156,6 +157,7 @@ def rows_of(recording: Recording, step: Step, args) -> list[Row]:
     for group, baseline in zip(groups, greedy):
         for row in group:
             row.greedy_score = baseline.score
+            row.greedy_graded = baseline.graded
     if hasattr(args, "gen_prompts"):  # dynamic sampling
         groups = [group for group in groups if all(row.graded for row in group) and keeps(group, args)]
         groups = groups[: args.prompts_per_step]
@@ -208,6 +210,9 @@ def calls_of(recording: Recording, number: int, args) -> list:
 def case_of(recording: Recording, step: Step, args, name: str) -> Case:
     """All facts of a step that the formulas need, computed with transformers' own forward."""
     case = Case(args, rows_of(recording, step, args), recording.steps.index(step) + 1)
+    if step.rows is not None:
+        for row, in_update in zip(case.rows, step.rows.tolist()):
+            row.in_update = in_update
     policy, reference = Net(MODEL, step.before[0]), Net(MODEL)
     critic = Net(MODEL, step.before[1]) if name == "ppo" else None
     if name == "opd":
@@ -225,6 +230,8 @@ def case_of(recording: Recording, step: Step, args, name: str) -> Case:
             phi = Net(MODEL, step.after[1])
             case.prm = [phi.logprobs(row, 1.0).tolist() for row in case.rows]
             case.prm_ref = [reference.logprobs(row, 1.0).tolist() for row in case.rows]
+            before = Net(MODEL, step.before[1])
+            case.prm_before = [before.logprobs(row, 1.0).tolist() for row in case.rows]
     return case
 
 
@@ -290,6 +297,7 @@ def test_every_update_is_the_papers(record, tmp_path, name, flags):
         losses = getattr(by_hand, name)(case)
         updates = list(step.updates)
         seen = {}
+        updates_of_policy = []
         size = len(case.rows) // args.mini_batches
         for model, mini_batch in order_of_updates(case, name):
             update = updates[0] if updates else Update(-1, step.after[0], {}, {})
@@ -305,6 +313,8 @@ def test_every_update_is_the_papers(record, tmp_path, name, flags):
             assert update.settings["lr"] == pytest.approx(learning_rate(args, model, case.step)), where
             assert update.settings["weight_decay"] == args.weight_decay and update.settings["betas"] == (0.9, 0.95)
             seen.setdefault(model, []).append((norm, loss))
+            if model == "policy":
+                updates_of_policy.append((rows, net))
             updates = updates[1:]
         assert not updates, f"{name}, step {case.step}: an update too many"
         for model, prefix, loss in (
@@ -316,6 +326,14 @@ def test_every_update_is_the_papers(record, tmp_path, name, flags):
                 norms, values = zip(*seen[model])
                 assert line[f"{prefix}/grad_norm"] == pytest.approx(by_hand.mean(norms), rel=1e-3)
                 assert line[f"loss/{loss}"] == pytest.approx(by_hand.mean(values), rel=1e-3, abs=1e-5)
+        expected = by_hand.metrics(case, name, updates_of_policy)
+        reported = {key: line[key] for key in expected}
+        assert reported == pytest.approx(expected, rel=1e-3, abs=1e-5), f"{name}, step {case.step}"
+        for number, row in enumerate(case.rows):
+            if row.graded and id(row) in case.advantages:  # there are none while PPO's critic warms up
+                found = torch.zeros_like(step.batch.rollout_logprobs[number]) + step.advantages[number]
+                expected = torch.tensor(case.advantages[id(row)])
+                assert torch.allclose(found[: len(row.response)], expected, rtol=1e-3, atol=1e-4), (name, number)
         sides |= case.clipped
     longest = [step.batch.response_mask.shape[1] for step in recording.steps]
     assert min(longest) < args.max_response_tokens, "no step shows what the limit is good for"
@@ -405,21 +423,31 @@ def test_dpo_prefers_each_chosen_response(record, tmp_path):
     recording, args = record("dpo", OFFLINE | own | files)
     reference = Net(MODEL)
 
-    def loss_of(step: Step):
-        def reward(net: Net, number: int) -> torch.Tensor:
-            row = row_of(step, number)
-            with torch.no_grad():
-                start = reference.logprobs(row, 1.0).sum()
-            return args.beta * (net.logprobs(row, 1.0).sum() - start)
+    def implicit_reward(net: Net, step: Step, number: int) -> torch.Tensor:
+        row = row_of(step, number)
+        with torch.no_grad():
+            start = reference.logprobs(row, 1.0).sum()
+        return args.beta * (net.logprobs(row, 1.0).sum() - start)
 
+    def loss_of(step: Step):
         def loss(_, net: Net) -> torch.Tensor:
-            margins = [reward(net, first) - reward(net, first + 1) for first in range(0, len(step.batch), 2)]
+            firsts = range(0, len(step.batch), 2)
+            margins = [implicit_reward(net, step, i) - implicit_reward(net, step, i + 1) for i in firsts]
             right, swapped = 1 - args.label_smoothing, args.label_smoothing
             return -sum(right * m.sigmoid().log() + swapped * (-m).sigmoid().log() for m in margins) / len(margins)
 
         return loss
 
     check_offline(recording, args, tmp_path, loss_of)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for step, line in zip(recording.steps, lines):
+        net = Net(MODEL, step.updates[0].before)
+        with torch.no_grad():
+            rewards = [implicit_reward(net, step, number) for number in range(len(step.batch))]
+        chosen, rejected = rewards[::2], rewards[1::2]
+        ahead = [float(one > other) for one, other in zip(chosen, rejected)]
+        for name, values in (("chosen", chosen), ("rejected", rejected), ("accuracy", ahead)):
+            assert line[f"reward/{name}"] == pytest.approx(float(by_hand.mean(values)), rel=1e-3, abs=1e-5)
     for place, kind in enumerate(("chosen", "rejected")):
         taken = texts_of(recording, place, 2)
         assert len(set(taken)) == args.steps * args.batch_size

@@ -161,6 +161,23 @@ def test_an_empty_row_has_no_loss(name):
     assert loss_of(name, *batch).item() == pytest.approx(loss_of(name, *(x[keep] for x in batch)).item())
 
 
+@names
+def test_no_ratio_is_too_large_or_too_small_to_train_on(name):
+    """In float32 exp(200) is infinite, and infinity times an advantage of 0 is NaN."""
+    far = torch.tensor([[200.0, 200.0], [-200.0, -200.0]]).repeat(3, 1)
+    old = torch.full_like(far, -300.0)
+    logprobs = (old + far).requires_grad_()
+    advantages = torch.tensor([0.0, 0.0, 1.0, 1.0, -1.0, -1.0])
+    if ALGORITHMS[name][2]:
+        advantages = advantages[:, None].expand_as(far)
+    mask = torch.ones_like(far, dtype=torch.bool)
+    loss = loss_of(name, logprobs, old, old, advantages, mask)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+    weights = ALGORITHMS[name][0].rollout_weights(old + far, old, mask, 1e9)
+    assert weights.isfinite().all()
+
+
 @pytest.mark.parametrize("cuts", [[8], [4, 4], [1, 7], [1] * 8])
 @names
 def test_micro_batches_add_up(name, cuts):

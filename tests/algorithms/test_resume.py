@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import ALGORITHMS
 from conftest import ROOT, launch
-from helpers import metrics, same, weights
+from helpers import executable, metrics, same, weights
 
 from common.errors import RunFailed
 from common.preflight import folders
@@ -108,6 +108,15 @@ def test_supervise_restarts_after_crashes(tmp_path, codes, runs, left):
     said = process.communicate(timeout=20)[1]
     assert process.returncode == left and (tmp_path / "n").read_text() == f"{runs}\n", said
     assert (tmp_path / "said").read_text() == "--run-dir runs/x --resume auto\n" * runs
+
+
+def test_supervise_waits_twice_as_long_after_each_further_crash(tmp_path):
+    (tmp_path / "bin").mkdir()
+    executable(tmp_path / "bin/sleep", f'#!/bin/sh\necho "$1" >> {tmp_path}/slept\n')
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    process = supervise("exit 1\n", tmp_path, RESTARTS="3", DELAY="7", PATH=path)
+    assert process.wait(timeout=20) == 1
+    assert (tmp_path / "slept").read_text().split() == ["7", "14", "28"]
 
 
 @pytest.mark.parametrize("flag, left", [("--run_dir=x", 0), ("--run-dir=x", 0), ("--runs=x", 2)])

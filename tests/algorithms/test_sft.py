@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from algos import sft
 from algos.sft import sft_loss
+from common import placement
 from common.data import arithmetic
 from common.data.demonstrations import that_fit
 from common.data.prompts import Prompt, Source, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
 from common.rewards import grade_gsm8k
-from common.run import checkpoint
+from common.run import checkpoint, report
 
 
 def test_loss_is_the_mean_over_response_tokens():
@@ -66,6 +67,26 @@ def test_right_samples_become_data_for_sft(tmp_path):
     assert all(known[row["prompt"]] == row["answer"] for row in rows)
     prompts = load((str(right),), Source(), "train", arithmetic.tokenizer(), 64)
     assert [prompt.solution for prompt in prompts] == [row["solution"] for row in rows]
+
+
+def test_a_run_does_not_go_on_with_other_solutions(models, world, tmp_path, monkeypatch):
+    """The prompts are the same, and there are no answers. Only the solutions say what is learned."""
+    monkeypatch.setattr(placement, "init", lambda *given, **named: world)
+    monkeypatch.setattr(placement, "finish", lambda *given: None)
+    monkeypatch.setattr(report, "write", lambda run_dir: run_dir)
+    file = tmp_path / "rows.jsonl"
+
+    def train(solution: str, steps: int) -> None:
+        file.write_text("".join(json.dumps({"prompt": f"{i}=", "solution": solution}) + "\n" for i in range(4)))
+        saving = checkpoint.Saving(resume="auto")
+        folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
+        sft.main(sft.Args(models["untied"], (str(file),), steps=steps, batch_size=2, saving=saving, **folders))
+
+    train("1", steps=1)
+    train("1", steps=2)
+    with pytest.raises(BadInput) as refused:
+        train("2", steps=3)
+    assert refused.value.code == "data-changed"
 
 
 def test_positions_of_the_model_are_a_limit(tmp_path, capsys):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import Phi3Config, PreTrainedTokenizerFast
 
 from common.data import arithmetic, demonstrations, pairs, templates
-from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse
+from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse, turns
 from common.data.prompts import load as load_prompts
 from common.data.tokenizer import has_safetensors, load_tokenizer
 from common.errors import BadInput
@@ -206,6 +206,12 @@ def test_a_mixture_has_its_proportions_everywhere(rows, weights, counts):
         assert abs(drawn.count(name) - count) <= 1
         for end in range(0, 1000, 50):  # evenly spread, not in blocks
             assert abs(drawn[:end].count(name) - count * end / 1000) <= 1.1
+
+
+def test_the_turns_of_a_mixture_are_pinned():
+    """A run goes on with a mixture from its position alone, also with a later version."""
+    assert turns([2.0, 1.0]) == [0, 1, 0] and turns([3.0, 1.0]) == [0, 0, 1, 0]
+    assert turns([1.0, 1.0, 3.0]) == [2, 0, 1, 2, 2]
 
 
 def test_each_data_set_of_a_mixture_is_walked_in_epochs(rows):

@@ -104,6 +104,14 @@ def test_the_token_budget_by_hand(sizes, seven):
     assert narrow.token_budget() * narrow.token_bytes <= memory.ACTIVATION_SHARE * 80e9
 
 
+def test_with_offload_no_gradient_stays_on_the_gpu(seven):
+    """What stays is what a backward passes through: gathered weights, gradients of the largest part, and logits."""
+    ends = 2 * 3584 * 152064
+    layer = (PARAMETERS - ends) / 28
+    passing = 2 * (ends + 2 * layer) + 4 * ends + 3 * 4 * 2**28
+    assert replace(seven, backend="none", offload="all").update(0) == pytest.approx(passing)
+
+
 def test_where_the_engine_is_while_a_rank_trains(seven):
     """A split run, or one without an engine, has no part for it; hf's engine is a copy of the weights."""
     without = replace(seven, backend="none").update(0)

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
 
+from common import placement
 from common.data import arithmetic
 from common.errors import BadInput
 from common.placement import Layout
@@ -70,6 +71,22 @@ def test_offloaded_roles_live_in_host_memory(table, offload, aside):
 def test_the_rollout_says_where_it_runs(table, capsys, layout, tp, said):
     table(["policy"], layout=layout, backend="vllm", rollout_tp=tp)
     assert said in capsys.readouterr().out
+
+
+def test_the_trainer_leaves_the_devices_of_servers_alone(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cores, gpu = [], []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, left: cores.append(left))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for layout in (Layout(), Layout("split", (1, 3))):
+        assert placement.take_device(layout).type == "cpu"
+    assert cores == [{0, 2}]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", gpu.append)
+    taken = [placement.take_device(layout) for layout in (Layout(), Layout("split", (0, 1)))]
+    assert taken == gpu == [torch.device("cuda", 1), torch.device("cuda", 3)]
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(table, monkeypatch):

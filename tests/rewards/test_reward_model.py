@@ -1,6 +1,7 @@
 """Reward models: what they read, and that neither padding nor neighbours change a score."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from common import rewards
 from common.data import arithmetic as embedded
 from common.errors import BadInput
 from common.rewards import Item
-from common.rewards.model import RewardModel, conversation
+from common.rewards.model import RewardModel, conversation, load_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,19 @@ def test_the_raw_prompt_goes_through_the_reward_models_own_template(folder):
     assert model.tokenizer.decode(ids) == "user 1+1=\nassistant 2\n"
     asked = Item("<policy's template>1+1=", "2", "2", meta={"question": "1+1="})
     assert score(model, [asked]) == score(model, [Item("1+1=", "2", "2")])
+
+
+def test_a_worker_on_the_cpu_reads_the_date_of_the_run_too(folder, tmp_path):
+    dated = str(shutil.copytree(folder, tmp_path / "dated"))
+    tokenizer = embedded.tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(dated)
+    found = []
+    for day in ("2026-05-01", "2026-05-12"):
+        ((given, *_),) = load_on_cpu(dated, day).answer([[vars(ITEMS[0])], [9], [False]])
+        assert [given] == pytest.approx(score(RewardModel(dated, date=day), ITEMS[:1]), abs=1e-6)
+        found.append(given)
+    assert abs(found[0] - found[1]) > 1e-4
 
 
 def test_a_template_that_refuses_a_conversation_is_an_error_in_one_line(folder):
@@ -167,6 +181,31 @@ def test_the_limit_is_the_flags_or_the_models_positions(given, limit, models, tm
     file.write_text(json.dumps({"prompt": "1", "chosen": response[1:], "rejected": "2"}) + "\n")
     with pytest.raises(BadInput, match="leaves fewer than one --batch-size"):
         script.main(script.Args(model=models["untied"], dataset=str(file), max_tokens=given))
+
+
+def test_held_out_pairs_are_measured_and_not_trained_on(models, world, tmp_path, monkeypatch, capsys):
+    script = load("scripts/train_reward_model.py")
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}", "chosen": "aa", "rejected": "bb"}) + "\n" for i in range(24)))
+    trained, measured = set(), set()
+    load_model, conversation = script.model.load, script.conversation
+
+    def loaded(*given, **named):
+        trained.clear()  # until here, lengths have been looked at
+        return load_model(*given, **named)
+
+    def noted(tokenizer, prompt, *given, **named):
+        (trained if torch.is_grad_enabled() else measured).add(prompt)
+        return conversation(tokenizer, prompt, *given, **named)
+
+    monkeypatch.setattr(script.model, "load", loaded)
+    monkeypatch.setattr(script, "conversation", noted)
+    monkeypatch.setattr(script.placement, "init", lambda seed: world)
+    monkeypatch.setattr(script.placement, "finish", lambda world: None)
+    sizes = {"steps": 12, "batch_size": 8, "held_out": 8, "pairs_per_forward": 3}
+    script.main(script.Args(models["tied and grouped"], str(file), output=str(tmp_path / "out"), **sizes))
+    assert len(measured) == 8 and len(trained) == 16 and not trained & measured
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["held_out"] == 8
 
 
 @pytest.mark.slow

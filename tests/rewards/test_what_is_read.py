@@ -192,6 +192,7 @@ def test_the_answer_of_a_response(response, right):
 
 EXPRESSIONS = [  # in the box, reference answer, whether they are equal
     (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", 0),
+    (r"\frac{2001}{10^{20}}", r"\frac{2002}{10^{20}}", 0),
     (r"2^{-99}", r"\frac{1}{2^{99}}", 1),
     (r"(2^{-99},1)", r"(2^{-98},1)", 0),
     (r"e^{-100}", r"e^{-101}", 0),

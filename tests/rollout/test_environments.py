@@ -1,6 +1,7 @@
 """Environments and tools: turns as token ids, calls, workers that hang or die, and runs with episodes."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -40,6 +41,7 @@ from common.rollout.servers import client
 from common.rollout.servers import engine as servers
 from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
 from common.run import sampling
+from common.run.tracking import Metrics
 from common.trainer import batching, model
 
 TURNS = ROOT / "tests" / "workers" / "turns.py"
@@ -993,6 +995,40 @@ def test_a_score_that_is_none_is_an_outcome_with_a_code(tmp_path, score, said):
     kind, message = failure(pool, "x")
     assert kind == ("raised" if "TypeError" in said else "wrong") and said in message
     pool.close()
+
+
+def test_metrics_of_episodes_by_hand(world):
+    """Means over episodes. Two calls of the first failed, and the environment of the second."""
+    first, second = open_turns([[5], [6]], 1, 9)
+    first.texts, first.calls, first.errors, first.seconds = ["a", "b", "c"], 5, 2, 3.0
+    second.texts, second.failure, second.seconds = ["d"], "timeout", 1.0
+    recorded = Metrics(world)
+    object.__new__(Environments).log([first, second], recorded)
+    assert recorded.sums == {
+        "environment/turns": [(4, 2)],
+        "environment/calls": [(5, 2)],
+        "environment/errors": [(2, 2)],
+        "environment/failed_frac": [(1, 2)],
+        "time/environment": [(4.0, 2)],
+    }
+
+
+@pytest.mark.parametrize("here, elsewhere, stops", [(3, 0, False), (2, 3, True), (0, 5, True)])
+def test_the_episodes_of_all_ranks_decide_together_whether_too_many_failed(world, here, elsewhere, stops):
+    """Three of this rank and five of another one. If only one of them stopped, the other would wait for it."""
+
+    class Two(type(world)):
+        def sum(self, value: float) -> float:
+            return value + other.pop(0)
+
+    other = [elsewhere, 5]
+    environments = object.__new__(Environments)
+    environments.spec, environments.first_failures = "mine", {"died": "died after ''"}
+    episodes = open_turns([[5]] * 3, 1, 9)
+    for turns in episodes[:here]:
+        turns.failure = "died"
+    with pytest.raises(RunFailed, match=f"{here + elsewhere} of 8") if stops else contextlib.nullcontext():
+        environments.results(episodes, Two(**vars(world)))
 
 
 def test_more_than_half_of_the_episodes_that_fail_end_the_run(bad, world, capfd):

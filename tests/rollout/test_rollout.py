@@ -249,3 +249,14 @@ def test_a_cpu_engines_kv_cache_holds_every_response_at_its_longest():
     assert size(512) == 512 * 5 * 32 * (2 * 3 * 128 * 4)
     assert size(1) == 2**27  # room for a family that keeps more than its config says
     assert size(2**30) == pytest.approx(psutil.virtual_memory().total / 4, rel=1e-3)
+
+
+def test_an_engine_works_on_as_many_responses_as_it_is_asked_for_up_to_a_limit(world, models, monkeypatch):
+    """More would only take memory."""
+    monkeypatch.setattr(engines, "set_vllm_environment", lambda *given: None)
+    monkeypatch.setattr(engines, "start_in_process", lambda config, *given: config)
+    cpu = replace(world, device=torch.device("cpu"))
+    for asked, at_once in ((8, 8), (512, 512), (10_000, 512)):
+        config = engines.start("vllm", models["tied"], [1], cpu, torch.float32, max_model_len=112, sequences=asked)
+        assert config.max_num_seqs == at_once
+        assert config.kv_cache_bytes == engines.kv_cache_bytes(arithmetic.config(), torch.float32, 112, at_once)

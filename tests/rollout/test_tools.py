@@ -106,6 +106,15 @@ ANSWERS = [
 ]
 
 
+def test_an_episode_ends_after_as_many_turns_with_calls_as_it_may_have():
+    notes = Notes()
+    notes.format, notes.max_calls = "hermes", 3
+    notes.reset(None)
+    assert [notes.step(hermes(write(), write())).done for _ in range(3)] == [False, False, True]
+    notes.reset(None)  # another episode
+    assert not notes.step(hermes(write())).done
+
+
 @pytest.mark.parametrize("form, text", ANSWERS)
 def test_a_turn_without_a_call_is_still_the_answer(form, text):
     step, notes = played(form, text)

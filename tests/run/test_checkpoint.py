@@ -16,7 +16,8 @@ import pytest
 import torch
 import yaml
 from helpers import checkpoint_state
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
 from common import errors, placement, rewards
@@ -95,6 +96,17 @@ def test_export_is_the_policy(models, world, tmp_path, kind):
     checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "model", torch.float32, world)
     assert same(exported(tmp_path), values(policy))
     assert load_tokenizer(str(tmp_path / "model"))[1] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_is_loaded_in_the_data_type_in_which_it_was_written(models, world, tmp_path, dtype):
+    """The masters are float32. transformers and vLLM take the data type from config.json."""
+    policy = model.load(models["tied"], world, dtype)
+    checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "model", dtype, world)
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == dtype
+    assert AutoConfig.from_pretrained(tmp_path / "model").architectures == ["Qwen2ForCausalLM"]
 
 
 def test_an_export_keeps_the_end_tokens_of_generation_config(models, world, tmp_path):
@@ -600,3 +612,9 @@ def test_an_exported_model_carries_a_card(tmp_path):
     table = [line for line in body.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert table[0] == "| 0 |  | 0.250 |" and table[-1] == "| 30 | 0.300 |  |" and len(table) <= 14
     assert "/home/me" not in text
+    # A hub does not know the folder of somebody's machine.
+    args["model"] = str(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    _, front, body = model_card.text(tmp_path, 30).split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front)
+    assert f"base model: `{tmp_path.name}`" in body and str(tmp_path) not in body

@@ -194,6 +194,10 @@ def test_entropy_that_is_gone_is_said_once(capsys):
     for step in range(1, 40):
         trends.check(row(step, entropy=0.5 * 0.95**step))  # learning takes entropy, too
     assert "entropy" not in capsys.readouterr().err
+    trends = Trends()  # the first steps count together, not the last of them alone
+    for step, entropy in enumerate([1.0] * 9 + [0.1, 0.04], 1):
+        trends.check(row(step, entropy=entropy))
+    assert capsys.readouterr().err.count("warning[entropy-collapse]: step 11: ") == 1
 
 
 def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
@@ -201,6 +205,14 @@ def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
     for step in range(6, 6 + SILENT_STEPS):
         tracker.trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
+
+
+def test_a_fresh_run_that_is_never_taught_anything_stops(world, tmp_path):
+    tracker = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 0, 100)
+    with pytest.raises(RunFailed) as failed:
+        for step in range(1, 1 + SILENT_STEPS):
+            tracker.trends.check(row(step, advantage=0.0))
+    assert failed.value.code == "no-signal"
 
 
 def test_a_server_that_is_gone_has_a_code():

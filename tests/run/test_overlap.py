@@ -114,3 +114,23 @@ def test_a_checkpoint_knows_what_was_trained_on_not_what_is_in_flight(world, lay
     rollouts.get(1)
     rollouts.wait()
     assert loader.resume_at == 8 and loader.position == (16 if layout is AHEAD else 8)
+
+
+def test_prompts_that_are_drawn_at_once_are_in_flight_too(world, monkeypatch):
+    """The thread may be faster than the one that started it."""
+    loader = Loader()
+
+    def sample(step, sampler):
+        loader.position += 8
+
+    rollouts = prefetcher(sample, loader, world, Metrics(world), AHEAD)
+    apply_async = rollouts.thread.apply_async
+
+    def at_once(*given):
+        begun = apply_async(*given)
+        begun.wait()
+        return begun
+
+    monkeypatch.setattr(rollouts.thread, "apply_async", at_once)
+    rollouts.get(1)
+    assert (loader.position, loader.resume_at) == (16, 8)

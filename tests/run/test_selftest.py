@@ -356,6 +356,8 @@ def test_a_diff_that_no_longer_fits_says_where():
         match="0 places .*algos/grpo.py.*\nold line",
     ):
         variants.apply("--- algos/grpo.py\n@@\n-old line\n+new line\n", "another line\n")
+    with pytest.raises(errors.BadInput, match="2 places"):
+        variants.apply("--- algos/grpo.py\n@@\n-old line\n+new line\n", "old line\nanother line\nold line\n")
 
 
 def test_the_loss_of_a_right_fork_holds(holds, fork):

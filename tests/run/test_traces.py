@@ -148,6 +148,7 @@ def test_tokens_are_coloured_by_what_was_asked_for(run):
     assert shades(rows[2], "value") == {view.GREEN} and shades(rows[0], "value") == {None}
     assert shades(rows[0], "mismatch") == {None} and shades(rows[1], "mismatch") == {None}
     assert view.tint(0.125, 0.125, "mismatch") == view.ORANGE
+    assert view.tint(0.125, 0.125, "advantage") == view.GREEN and view.tint(-0.125, 0.125, "advantage") == view.RED
     assert shades(rows[2], "mismatch") == {view.tint(0.125, 2.0, "mismatch")}
 
 

@@ -121,6 +121,25 @@ def test_the_seconds_of_a_phase_are_the_mean_over_the_ranks(world, monkeypatch):
     assert metrics.sums["time/rollout"] == [(2.0, 0), (0.5, 0)]
 
 
+def test_a_step_takes_the_seconds_since_the_one_before(tracker, monkeypatch):
+    tracker.step_began = 100.0
+    monkeypatch.setattr(tracking.time, "perf_counter", iter([103.0, 110.0, 115.0]).__next__)
+    tracker.first(0.25)  # an evaluation is no step
+    assert [tracker.write(step)["time/step"] for step in (1, 2)] == [7.0, 5.0]
+
+
+def test_the_line_of_a_step_has_the_numbers_that_the_readme_explains():
+    names = ["reward/mean", "response/length_mean", "train/grad_norm", "train/clip_frac", "mismatch/logprob_abs_mean"]
+    names += ["time/rollout", "time/update", "time/step", "eval/accuracy"]
+    metrics = {"step": 7, "mismatch/logprob_abs_max": 50.0, "time/reward": 60.0, "loss/policy": 70.0}
+    metrics |= {name: float(number) for number, name in enumerate(names, 1)}
+    assert tracking.console_line(metrics) == (
+        "step    7 | greedy accuracy 9.000 | reward 1.000 | length 2.0 | grad 3.00 | clip 4.000 | gap 5e+00 "
+        "| rollout s 6.0 | update s 7.0 | step s 8.0"
+    )
+    assert tracking.console_line({"step": 0, "eval/accuracy": 0.25}) == "step    0 | greedy accuracy 0.250"
+
+
 def test_what_a_thread_has_measured_joins_the_step_that_trains_on_it(world):
     step, beside = Metrics(world), Metrics(world)
     step.max("response/longest", 3.0)

@@ -1,11 +1,14 @@
 """The packed forward equals transformers' own. Neighbours and the cut into micro-batches change nothing."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import relative_difference, save_model
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import distribute_tensor
@@ -16,9 +19,10 @@ from common.errors import BadInput
 from common.preflight import checks
 from common.preflight.memory import ACTIVATION_SHARE, MAX_BUDGET_TOKENS, MemoryPlan
 from common.rollout.rollout import collate
-from common.trainer import attention, batching, logits, model
+from common.trainer import attention, batching, logits, model, sequence_parallel
 from common.trainer.attention import Run
 from common.trainer.batching import Compute
+from common.trainer.sequence_parallel import SlicedSpans
 
 TEMPERATURE = 0.7
 
@@ -331,6 +335,17 @@ def test_long_and_short_sequences_attend_alike(models, world, monkeypatch):
             assert relative_difference(short, gradient(policy, rollout, compute, world)) <= 1e-6
 
 
+@pytest.mark.parametrize("layer", [{"scaling": 0.05}, {"sliding_window": 4}, {"scaling": 2.0, "sliding_window": 9}])
+def test_long_sequences_keep_the_scale_and_the_window_of_a_layer(monkeypatch, layer):
+    generator = torch.Generator().manual_seed(0)
+    layout = attention.spans([(12, [3, 7]), (1, [9])], torch.device("cpu"))
+    row = [torch.randn(1, heads, 32, 6, generator=generator) for heads in (4, 2, 2)]
+    short, _ = attention.packed_attention(None, *row, None, spans=layout, **layer)
+    monkeypatch.setattr(attention, "WRITTEN_OUT_MAX_KEYS", 0)
+    long, _ = attention.packed_attention(None, *row, None, spans=layout, **layer)
+    assert torch.allclose(short, long, atol=1e-5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it is what other needs leave: test_plan.py")
 def test_the_token_budget_follows_from_memory(models, capsys):
     def plan(compute: Compute, memory: float = 1e9) -> MemoryPlan:
@@ -359,6 +374,66 @@ def test_slices_refuse_positions_that_depend_on_the_row(models):
     checks.check_heads(config, 1, "m")
     with pytest.raises(BadInput, match="--sequence-parallel 2.* --model m"):
         checks.check_heads(config, 2, "m")
+
+
+class Slices:
+    """Stands for the process group of two ranks, which are threads here."""
+
+    ranks = 2
+
+    def __init__(self):
+        self.here = threading.local()
+        self.barrier = threading.Barrier(self.ranks, timeout=20)
+        self.sent = {}
+
+    def rank(self, group=None) -> int:
+        return self.here.rank
+
+    def exchange(self, pieces: torch.Tensor, spans) -> torch.Tensor:
+        """Piece k goes to rank k."""
+        self.sent[self.here.rank] = pieces
+        self.barrier.wait()
+        received = torch.stack([self.sent[rank][self.here.rank] for rank in range(self.ranks)])
+        self.barrier.wait()  # nobody sends again before all have read
+        return received
+
+    def run(self, function) -> list:
+        """function(rank) on each rank."""
+
+        def on(rank: int):
+            self.here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self.ranks) as threads:
+            return list(threads.map(on, range(self.ranks)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{}, {"scaling": 0.3}, {"sliding_window": 4}, {"softcap": 0.5}, {"s_aux": torch.linspace(-2, 2, 8)}],
+    ids=lambda layer: next(iter(layer), "plain"),
+)
+def test_slices_of_a_row_attend_as_the_whole_row_does(monkeypatch, layer):
+    """Each rank attends with its own heads, and with their sinks. The row is no multiple of the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    layout = attention.spans([(4, [3, 2]), (1, [3])], torch.device("cpu"))
+    length = 13
+    row = [torch.randn(1, heads, length, 6, generator=generator) for heads in (8, 4, 4)]
+    (whole,), _ = attention.packed_attention(None, *row, None, spans=layout, **layer)
+
+    group = Slices()
+    monkeypatch.setattr(sequence_parallel, "exchange", group.exchange)
+    monkeypatch.setattr(sequence_parallel.dist, "get_rank", group.rank)
+    size = 7
+    spans = SlicedSpans(**vars(layout), length=length, size=size, counts=[0] * group.ranks)
+
+    def attend(rank: int) -> torch.Tensor:
+        padded = [F.pad(x, (0, 0, 0, group.ranks * size - length)) for x in row]
+        slices = [x[:, :, rank * size : (rank + 1) * size] for x in padded]
+        (out,), _ = sequence_parallel.sliced_attention(None, *slices, None, spans=spans, **layer)
+        return out
+
+    assert torch.allclose(torch.cat(group.run(attend))[:length], whole, atol=1e-6)
 
 
 def test_neighbours_of_similar_length_share_a_call():
