@@ -480,10 +480,21 @@ def test_programs_of_root_are_not_root(sandbox):
 
 def test_programs_have_an_environment_and_a_folder_of_their_own(sandbox, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-123456")
+    fresh = Sandbox(["common.rewards.code_roles"], kinds=(sandbox.kind,))
     program = (
         "import os\nassert 'secret-123456' not in str(os.environ) and 'PYTHONPATH' not in os.environ\n"
         "open('a', 'w').write('b')\nassert open('a').read() == 'b' and os.listdir('.') == ['a']\n"
         "import numpy, json\n" + RIGHT
+    )
+    assert not tried(fresh, program)["failure"]
+    fresh.close()
+
+
+def test_a_program_has_no_files_but_its_channel(sandbox):
+    program = (
+        "import os, stat\nfound = []\nfor fd in range(3, 64):\n"
+        "    try: found.append(stat.S_ISSOCK(os.fstat(fd).st_mode))\n    except OSError: pass\n"
+        "assert found == [True], found\n" + RIGHT
     )
     assert not tried(sandbox, program)["failure"]
 
