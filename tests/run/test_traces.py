@@ -309,7 +309,14 @@ def test_a_prompt_is_shown_once_and_what_was_found_beside_the_reference(run, tmp
 
 
 def graded(index: int, *scores: float) -> list[dict]:
-    given = {"prompt": f"prompt {index}", "answer": "7", "extracted": "8", "advantage": 0.0, "finish_reason": "stop"}
+    given = {
+        "prompt": f"prompt {index}",
+        "answer": "7",
+        "extracted": "8",
+        "advantage": 0.0,
+        "info": {},
+        "finish_reason": "stop",
+    }
     return [{"index": index, "response": f"{index}:{score}", "score": score, "acc": 0, **given} for score in scores]
 
 
