@@ -129,9 +129,12 @@ class Actions:
 
     @property
     def shown(self) -> str:
-        """The schema in one line, without the metadata that all actions have."""
-        fields = {name: field for name, field in self.schema.get("properties", {}).items() if name not in NOT_SHOWN}
-        return json.dumps(self.schema | {"properties": fields} if fields else self.schema, ensure_ascii=False)
+        """The schema in one line, as short as it can be: the policy may read it, too."""
+        schema = without_words(self.schema)
+        if "properties" in schema:
+            fields = schema["properties"].items()
+            schema["properties"] = {name: without_words(field) for name, field in fields if name not in NOT_SHOWN}
+        return json.dumps(schema, ensure_ascii=False)
 
     def of(self, text: str) -> dict | None:
         """The last JSON object in the text that fits the schema; otherwise the text in its field; otherwise None."""
@@ -139,6 +142,12 @@ class Actions:
             if self.validator.is_valid(value):
                 return value
         return {self.text_field: text} if self.text_field else None
+
+
+def without_words(schema: dict) -> dict:
+    """The schema without what pydantic writes for people, and without what all actions have."""
+    words = ("title", "description", "additionalProperties")
+    return {key: value for key, value in schema.items() if key not in words}
 
 
 def text_field(schema: dict) -> str | None:

@@ -38,8 +38,9 @@ real = pytest.mark.skipif(not IS_INSTALLED, reason="openenv-core is not installe
 
 def schema_of(required: list[str], **fields) -> dict:
     """The schema of an action as pydantic writes it for a class of openenv-core."""
-    properties = {"metadata": {"type": "object"}, **fields}
-    return {"additionalProperties": False, "properties": properties, "required": required, "type": "object"}
+    properties = {"metadata": {"type": "object", "title": "Metadata"}, **fields}
+    shape = {"additionalProperties": False, "properties": properties, "required": required, "type": "object"}
+    return {"title": "Move", "description": "What the player does next.", **shape}
 
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -117,7 +118,8 @@ class Server:
                 messages.append(message)
                 if message["type"] == "reset":
                     session.seed = message["data"]["seed"]
-                    answer = observation(self.first(session.seed))
+                    shown = self.first(session.seed)
+                    answer = shown if isinstance(shown, dict) else observation(shown)
                 else:
                     answer = self.play(session, message["data"].get("message", ""))
                 if answer is None:
@@ -233,6 +235,7 @@ def test_a_schema_without_a_place_for_a_text_is_refused_in_one_line_that_shows_i
     line = str(refused.value)
     assert line.startswith(f"--environment openenv:{server.url}: ") and "\n" not in line and "?action=json" in line
     assert all(f'"{name}"' in line for name in schema.get("properties", {}) if name != "metadata")
+    assert "player" not in line and "etadata" not in line, "the policy reads it, too"
     environments.check(f"openenv:{server.url}?action=json")
 
 
@@ -251,9 +254,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_an_absent_server_is_one_line_before_a_model_is_loaded(monkeypatch):
-    """A proxy that stands in the way is not asked for an address of this machine."""
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+def test_an_absent_server_is_one_line_before_a_model_is_loaded():
     spec = f"openenv:http://127.0.0.1:{free_port()}"
     result = launch(ROOT / "algos/grpo.py", "--environment", spec, check=False)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
@@ -278,7 +279,12 @@ def test_an_observation_is_its_only_text_or_compact_json(given, text):
 # Episodes
 
 
-def test_an_episode_is_a_session_of_its_own_from_reset_to_the_end(start):
+def test_an_episode_is_a_session_of_its_own_from_reset_to_the_end(start, monkeypatch):
+    """A proxy that stands in the way is not asked for an address of this machine."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     server = start()
     one, other = begin(server, seed=2**32 - 1), begin(server, seed=5)
     assert one.step("a").observation.endswith("2147483648") and other.step("a").observation.endswith("6")
@@ -362,6 +368,25 @@ def test_an_action_that_the_server_rejects_is_an_error_that_the_policy_reads(sta
     assert environment.score().info["rewards"] == [0.0, 1.0]
 
 
+def test_the_page_about_environments_has_a_subclass_that_runs(start, tmp_path):
+    """Chess of docs/environments.md, as a file of a user."""
+    *_, chess = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+
+    def with_board(answer: dict, board: str) -> dict:
+        answer["data"]["observation"]["board"] = board
+        return answer
+
+    play = lambda session, text: with_board(count(session, text), "e4 e5")
+    server = start(play, first=lambda seed: with_board(observation(""), "e4"))
+    names = {}
+    exec(chess.replace("http://127.0.0.1:8000", server.url), names)
+    environment = names["Chess"]()
+    environment.reset(Problem("White begins", None, {}, 7))
+    assert environment.step("a 3").observation == "e4\ne4 e5"
+    assert environment.step("end 1").done and environment.score() == Result(1.0, 1.0)
+    assert names["Chess"].seconds == 300
+
+
 # Servers in trouble
 
 
@@ -404,6 +429,7 @@ def test_a_late_answer_fails_its_episode_alone_and_no_process_is_killed(start, t
     assert failed.message.endswith(f"ServerError: {server.url} has not answered a step in time")
     assert pool.ask(0, problem, ["a", "b"], False)["observation"] == "heard 9"
     assert pool.workers[0].child is child
+    assert wait_until(lambda: server.open == 1), "a late answer would be that of the next step"
     pool.close()
 
 
