@@ -298,8 +298,11 @@ def test_an_episode_is_a_session_of_its_own_from_reset_to_the_end(start, monkeyp
     seeds = [messages[0]["data"]["seed"] for messages in (first, second)]
     assert seeds == [2**31 - 1, 5], "some servers have 31 bits for it"
     assert len({messages[0]["data"]["episode_id"] for messages in (first, second)}) == 2
-    del other
+    other.score()
     assert wait_until(lambda: server.open == 0), "also one that the length limit has ended"
+    failed = begin(server)
+    del failed
+    assert wait_until(lambda: server.open == 0), "also one that nobody scores"
 
 
 def test_arguments_of_a_row_go_to_its_reset(start):
@@ -527,6 +530,18 @@ def test_a_server_that_stays_full_fails_the_episode_with_its_own_words(start):
     with pytest.raises(openenv.ServerError, match="CAPACITY_REACHED: 0/0 sessions active"):
         begin(server, seconds=1.0)
     assert 0.5 < time.monotonic() - began < 3
+
+
+def test_a_server_that_was_full_until_the_end_is_called_full_and_not_late(monkeypatch):
+    """The last try may have had only a moment."""
+    tries = iter([openenv.ServerError("no place", openenv.FULL)])
+
+    def session(url, until):
+        raise next(tries, openenv.ServerError("too late", openenv.LATE))
+
+    monkeypatch.setattr(openenv, "Session", session)
+    with pytest.raises(openenv.ServerError, match="no place"):
+        openenv.Server("http://h").begin({}, time.monotonic() + 0.3)
 
 
 def test_a_process_keeps_no_more_idle_sessions_than_it_has_files_for(start, monkeypatch):
