@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -522,6 +523,18 @@ def test_many_threads_share_a_server_that_has_two_sessions(start):
     for thread in threads:
         thread.join()
     assert finished == [True] * 8
+
+
+def test_a_busy_session_is_not_closed_for_another_episode(start):
+    server = start(lambda session, text: time.sleep(0.5 * (text == "slow")) or count(session, text), sessions=1)
+    one = begin(server, 10, prompt="seed 10")
+    asked = lambda: [message["data"].get("message") for messages in server.log for message in messages].count("slow")
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(one.step, "slow")
+        assert wait_until(lambda: asked() == 1)
+        other = begin(server, 20, prompt="seed 20")
+    assert slow.result().observation == "11" and asked() == 1
+    assert other.step("a").observation == "21"
 
 
 def test_a_server_that_stays_full_fails_the_episode_with_its_own_words(start):
