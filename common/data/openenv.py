@@ -56,9 +56,10 @@ LATE = "LATE"
 class ServerError(Exception):
     """The server can't be reached, is late, has gone away, or answers with an error. The code may be the server's."""
 
-    def __init__(self, message: str, code: str = ""):
+    def __init__(self, message: str, code: str = "", said: str = ""):
         super().__init__(message)
         self.code = code
+        self.said = said  # the server's own words, without its address
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def text_of(observation: dict[str, Any]) -> str:
 
 
 class Session:
-    """One connection, and so one environment of the server. Any error but REJECTED closes it."""
+    """One connection, and so one environment of the server. Any error but a step that is REJECTED closes it."""
 
     def __init__(self, url: str, until: float):
         """until: when the server is late, as time.monotonic() counts. Raises ServerError."""
@@ -231,7 +232,7 @@ class Session:
                 self.socket.send(json.dumps({"type": kind, "data": data}))
             return read_answer(self.url, self.socket.recv(seconds_left(until)))
         except ServerError as error:
-            if error.code != REJECTED:
+            if kind != "step" or error.code != REJECTED:
                 self.close()
             raise
         except TimeoutError:
@@ -266,7 +267,8 @@ def read_answer(url: str, message: str | bytes) -> Answer:
         value = json.loads(message)
         data = value["data"]
         if value["type"] == "error":
-            raise ServerError(f"{url} says {data.get('code')}: {error_text(data)}", data.get("code") or "")
+            code, said = data.get("code") or "", error_text(data)
+            raise ServerError(f"{url} says {code}: {said}", code, said)
         observation, reward, done = data["observation"], data.get("reward"), data.get("done")
         is_answer = isinstance(observation, dict) and isinstance(done, bool)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -367,7 +367,7 @@ def test_an_action_that_the_server_rejects_is_an_error_that_the_policy_reads(sta
     environment = begin(server, prompt="seed 7")
     assert environment.step("a").observation == "8"
     step = environment.step("bad")
-    assert "Invalid message; message: too long" in step.observation and (step.errors, step.done) == (1, False)
+    assert (step.observation, step.errors) == ("error: Invalid message; message: too long", 1) and not step.done
     assert environment.step("a 1").observation == "9" and len(server.log) == 1
     assert environment.score().info["rewards"] == [0.0, 1.0]
 
@@ -478,6 +478,31 @@ def test_a_server_that_closes_each_session_has_one_more_try(start):
     with pytest.raises(openenv.ServerError, match="has closed the connection"):
         environment.step("drop")
     assert len(server.log) == 2
+
+
+def test_a_reset_that_is_rejected_fails_the_episode_and_frees_its_place(start):
+    server = start(first=lambda seed: error("VALIDATION_ERROR", "no such level"))
+    with pytest.raises(openenv.ServerError, match="VALIDATION_ERROR: no such level"):
+        begin(server)
+    assert wait_until(lambda: server.open == 0)
+
+
+def test_an_action_that_is_rejected_only_when_it_is_repeated_fails_the_episode(start):
+    """It is no fault of the policy's latest turn, which would read it."""
+    played = []
+
+    def play(session, text):
+        played.append(text)
+        if text == "drop":
+            return None
+        return error("VALIDATION_ERROR", "no") if played.count(text) > 1 else count(session, text)
+
+    server = start(play)
+    environment = begin(server)
+    environment.step("a")
+    with pytest.raises(BadInput, match="^turn 1 was answered by .*VALIDATION_ERROR: no"):
+        environment.step("drop")
+    assert wait_until(lambda: server.open == 0)
 
 
 @pytest.mark.parametrize("which", ["reset", "turn 1"])

@@ -60,7 +60,7 @@ class OpenEnv(Environment):
         except ServerError as error:
             if error.code != REJECTED:
                 raise
-            return self.observe(f"error: {error}", errors=1)
+            return self.observe(f"error: {error.said}", errors=1)
         if answer.done:
             return Step(done=True)
         return self.observe(self.text_of(answer.observation))
@@ -117,10 +117,16 @@ class OpenEnv(Environment):
         self.first = self.first or first
         self.compare(session, "reset", self.first, first)
         for number, (action, before) in enumerate(self.turns, 1):
-            self.compare(session, f"turn {number}", before, session.ask("step", action, until))
+            try:
+                again = session.ask("step", action, until)
+            except ServerError as error:
+                if error.code != REJECTED:
+                    raise
+                again = error
+            self.compare(session, f"turn {number}", before, again)
         return session
 
-    def compare(self, session: Session, name: str, before: Answer, again: Answer) -> None:
+    def compare(self, session: Session, name: str, before: Answer, again: Answer | ServerError) -> None:
         if again != before:
             session.close()
             raise BadInput(f"{name} was answered by {before!r:.300}, and by {again!r:.300} when it was repeated")
