@@ -59,7 +59,7 @@ class Args:
     that are given."""
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
     split: str = "test"  # Split of the data set: test or train.
-    environment: str = ""  # Answers the policy between its turns: calculator, guess or FILE.py:CLASS.
+    environment: str = ""  # Answers the policy between its turns: calculator, guess, FILE.py:CLASS or openenv:URL.
     reward: tuple[str, ...] = ()
     """Graders: gsm8k, math, FILE.py:FUNCTION, ... The first one decides. Default: the environment's or gsm8k."""
     prompts: NonNegativeInt = 0  # Number of prompts. 0: all.

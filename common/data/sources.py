@@ -16,10 +16,10 @@ from common.data.suites import gsm8k_row
 from common.errors import BadInput, say
 
 GENERATED = tasks.NAMES
-WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "geo3k", "reasoning-gym", *GENERATED)
+WITH_TEST_SPLIT = ("arithmetic", "gsm8k", "math", "geo3k", "reasoning-gym", "openenv", *GENERATED)
 FORMS = (
     f"arithmetic, {', '.join(GENERATED)}, gsm8k, gsm8k:FOLDER, math, dapo, geo3k, reasoning-gym:TASK, "
-    f"suite:NAME, a {', '.join(formats.FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
+    f"suite:NAME, openenv:URL, a {', '.join(formats.FILES)} file or a folder of them, or owner/name[:CONFIG][@SPLIT]"
 )
 COLUMN_NAMES = ("prompt", "answer", "solution", "images", "chosen", "rejected")
 MODELSCOPE = "modelscope:"  # prefix of a name that comes from ModelScope
@@ -45,7 +45,7 @@ def kind(spec: str) -> str:
     """Name of the built-in data set that a SPEC stands for, or "" for a file or another name on a hub."""
     if spec in ("arithmetic", *GENERATED):
         return spec
-    if spec.startswith(("gsm8k:", "reasoning-gym:")):
+    if spec.startswith(("gsm8k:", "reasoning-gym:", "openenv:")):
         return spec.partition(":")[0]
     if suites.is_known(spec):
         return "suite"
@@ -97,7 +97,7 @@ def columns(spec: str, flags: tuple[str, ...]) -> dict[str, str]:
 def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     """All rows of a SPEC (see FORMS; a name on a hub may have the prefix modelscope:). Raises BadInput."""
     name = kind(spec)
-    if name in ("arithmetic", "reasoning-gym", *GENERATED):
+    if name in ("arithmetic", "reasoning-gym", "openenv", *GENERATED):
         return numbered(f"{spec}/{split}:", problems(spec, split, flag), start=0)
     if name == "suite":
         return read_suite(spec, split, flag)
@@ -122,7 +122,11 @@ def problems(spec: str, split: str, flag: str) -> list[dict]:
         return arithmetic.problems(split)
     if spec in GENERATED:
         return tasks.problems(spec, split)
-    # Imported here because it brings the code that starts worker processes, and few runs need it.
+    # Imported here because they bring the code for WebSockets and for worker processes, and few runs need it.
+    if kind(spec) == "openenv":
+        from common.data import openenv
+
+        return openenv.problems(spec, split, flag)
     from common.data import reasoning_gym
 
     return reasoning_gym.problems(spec, split, flag)

@@ -46,7 +46,7 @@ class Flags:
     model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
     dataset: tuple[str, ...] = ("gsm8k",)  # arithmetic, sums, gsm8k, math, FILE, owner/name ... Several: each =WEIGHT.
     source: Annotated[TrainSource, OmitArgPrefixes] = TrainSource()
-    environment: str = ""  # Answers the policy between its turns: calculator, guess or file.py:Class.
+    environment: str = ""  # Answers the policy between its turns: calculator, guess, file.py:Class or openenv:URL.
     reward: tuple[str, ...] = ()
     """gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT. Default: the environment's or gsm8k."""
     max_prompt_tokens: PositiveInt = 512  # Longest prompt. Longer ones are dropped.
@@ -83,7 +83,7 @@ class Selection:
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
     """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and a
-    built-in --environment brings its problems.
+    built-in --environment, or a server of OpenEnv, brings its problems.
     """
     # Defaults depend on --model and --environment, so these two are read before tyro knows the defaults.
     selection, _ = tyro.cli(Selection, add_help=False, return_unknown_args=True)
@@ -91,6 +91,9 @@ def launch(main: Callable, flags: type, embedded: dict, description: str) -> Non
     if selection.model in ("", "embedded"):
         defaults |= embedded
     if selection.environment in arithmetic.WITH_ENVIRONMENT:
+        defaults["dataset"] = (selection.environment,)
+    if selection.environment.startswith("openenv:"):
+        # What the server shows at a reset is the prompt.
         defaults["dataset"] = (selection.environment,)
     args = tyro.cli(flags, default=flags(**defaults), description=description)
     errors.launch(main, args)

@@ -60,11 +60,17 @@ class Environment:
 
 
 def check(spec: str) -> None:
-    """Raise BadInput if --environment SPEC has the wrong form, or names a file that isn't there."""
+    """Raise BadInput if --environment SPEC has the wrong form, or names a file or a server that isn't there."""
     if spec in BUILT_IN:
+        return
+    if spec.startswith("openenv:"):
+        # Imported here, because few runs need its WebSockets.
+        from common.data import openenv
+
+        openenv.check(spec)
         return
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name:
-        raise BadInput(f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class')
+        raise BadInput(f'--environment "{spec}": expected {", ".join(BUILT_IN)} or file.py:Class, or openenv:URL')
     if not Path(path).is_file():
         raise BadInput(f"--environment: {path}: file not found")

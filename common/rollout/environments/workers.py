@@ -127,6 +127,11 @@ def find(spec: str) -> type[Environment]:
     """The class that --environment names. Raises BadInput if there is none, and what importing a user's file raises."""
     if spec in BUILT_IN:
         return getattr(built_in, BUILT_IN[spec])
+    if spec.startswith("openenv:"):
+        # Imported here, because few runs need its WebSockets.
+        from common.rollout.environments import openenv
+
+        return openenv.class_of(spec)
     path, _, name = spec.rpartition(":")
     environment_class = getattr(import_file(Path(path), "environment"), name, None)
     if not isinstance(environment_class, type) or not issubclass(environment_class, Environment):
