@@ -128,7 +128,7 @@ def test_all_ranks_stop_for_the_ungraded_responses_of_all(world, here, elsewhere
 
     reward = mixture(r=(1.0, fails_on("bad")))
     reward.score(*batch(["no", "no"], 2), world, 1)
-    other = [elsewhere, 10]
+    other = [elsewhere, elsewhere, 10]  # without a score, failed, all
     texts = ["bad"] * here + ["no"] * (10 - here)
     with pytest.raises(RunFailed, match=f"{here + elsewhere} of 20") if stops else nullcontext():
         reward.score(*batch(texts, 2), Two(**vars(world)), 9)

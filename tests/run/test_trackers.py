@@ -662,7 +662,7 @@ def test_a_broken_id_of_a_tracker_is_refused(tmp_path):
 def test_a_run_that_fails_ends_its_trackers_run_once(tmp_path, monkeypatch):
     """It closes the tracker when it saves what it has, and again at its end. A second end may upload once more."""
     ended = []
-    opened = trackers.Opened(log=lambda metrics, step: None, finish=lambda: ended.append(True))
+    opened = trackers.Opened(log=print, table=print, file=print, finish=lambda: ended.append(True))
     monkeypatch.setattr(trackers, "open_tracker", lambda *given: opened)
     sink = trackers.Sink("tensorboard", tmp_path, FLAGS)
     for _ in range(2):
