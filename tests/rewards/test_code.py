@@ -539,3 +539,47 @@ def test_a_run_with_programs_on_the_command_line(tmp_path):
     data.write_text(json.dumps({"prompt": "10+5=", "answer": "15"}) + "\n")
     refused = launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "other", check=False)
     assert refused.returncode == 2 and f"{data}:1" in refused.stderr and "--reward code" in refused.stderr
+def test_mounts_below_what_programs_see_are_read_only_too():
+    """Such as a volume in the folder of Python. A program that can write there could change what the trainer runs."""
+    folder = next((path for path in ("/usr/games", "/usr/local/games", "/usr/share/doc") if os.path.isdir(path)), None)
+    if os.geteuid() or folder is None:
+        pytest.skip("only root may mount")
+    program = f"try:\n    open('{folder}/x', 'w')\nexcept OSError as e:\n    print(e.errno)"
+    script = (
+        "from common.processes.sandbox import Sandbox\nfrom common.rewards import code\n"
+        "sandbox = Sandbox(['common.rewards.code_roles'], ('namespaces',))\n"
+        f"print(code.run_once(sandbox, {program!r}, '', '30', 10))"
+    )
+    inside = f'mount -t tmpfs -o mode=777 none {folder} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", inside, "sh", sys.executable, "-c", script]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "Permission" in ran.stderr or "does not start" in ran.stderr:
+        pytest.skip(ran.stderr)
+    assert ran.stdout.strip() == "", ran
+
+
+def test_pythons_own_libraries_are_found(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/libraries")
+    made = Sandbox(["common.rewards.code_roles"])
+    program = "import os\nassert os.environ['LD_LIBRARY_PATH'] == '/opt/libraries'\n" + RIGHT
+    assert not tried(made, program)["failure"]
+    made.close()
+
+
+def test_a_program_ends_with_a_worker_whose_group_is_killed(tmp_path):
+    """Also a program that has asked the kernel to let it live."""
+    mark = f"left-k-{os.getpid()}"
+    hostile = f"import ctypes, time\nlib = ctypes.CDLL(None)\nlib.prctl(1, 0, 0, 0, 0)\nlib.prctl(15, {mark!r}.encode(), 0, 0, 0)\ntime.sleep(40)"
+    (tmp_path / "hostile.py").write_text(hostile)
+    script = (
+        "import os\nfrom common.processes.sandbox import Sandbox\n"
+        f"fds = [os.open({str(tmp_path / 'hostile.py')!r}, os.O_RDONLY), *[os.open(os.devnull, os.O_RDWR) for _ in range(3)]]\n"
+        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).ended()"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
+    wait_until(lambda: processes_with(mark))
+    os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+    wait_until(lambda: not processes_with(mark))
+
+
