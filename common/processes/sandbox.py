@@ -23,6 +23,7 @@ Where the kernel grants no namespaces (in most containers), bubblewrap is tried,
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import json
 import math
@@ -34,6 +35,7 @@ import shutil
 import signal
 import site
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -78,6 +80,9 @@ KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
 CAP_DAC_READ_SEARCH = 2
 CAPABILITY_VERSION = 0x20080522
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_ALLOW, SECCOMP_ERROR = 22, 2, 0x7FFF0000, 0x50000
+# For each machine: its number, and add_key, request_key and keyctl, which follow each other.
+KEYRING_CALLS = {"x86_64": (0xC000003E, 248, 250), "aarch64": (0xC00000B7, 217, 219)}
 
 
 class Running:
@@ -453,10 +458,38 @@ def give_up_rights(folder: str, uid: int | None) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    forbid_keyrings()
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable; twice 32
     # A process of the same user could read this one's memory otherwise.
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def forbid_keyrings() -> None:
+    """Forbid the kernel's keyrings. They hold secrets of the user, and they outlive a program.
+
+    Where the kernel has no filters, or the processor is another one, they stay.
+    """
+    if os.uname().machine not in KEYRING_CALLS:
+        return
+    machine, first, last = KEYRING_CALLS[os.uname().machine]
+    load, is_equal, is_above, end = 0x20, 0x15, 0x35, 0x06
+    # Each line: instruction, lines to skip if it is true, and if it is not, value.
+    lines = [
+        (load, 0, 0, 4),  # the machine
+        (is_equal, 0, 4, machine),  # a program may also call as a 32-bit one, with other numbers
+        (load, 0, 0, 0),  # the number of the call
+        (is_above, 2, 0, 0x40000000),  # or as x32
+        (is_above, 0, 2, first),
+        (is_above, 1, 0, last + 1),
+        (end, 0, 0, SECCOMP_ERROR | errno.ENOSYS),
+        (end, 0, 0, SECCOMP_ALLOW),
+    ]
+    code = b"".join(struct.pack("=HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
+    with contextlib.suppress(OSError):
+        call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(program), 0, 0)
 
 
 def set_death_signal(parent: int | None) -> None:

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, launch
 
 from common.errors import BadInput
-from common.processes.sandbox import DEVICES, SYSTEM, WORK, Sandbox, descendants, python_folders
+from common.processes.sandbox import DEVICES, KEYRING_CALLS, SYSTEM, WORK, Sandbox, descendants, python_folders
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
 from common.rewards.grading import Item
@@ -494,6 +494,20 @@ def test_programs_share_no_memory_and_get_no_namespace(sandbox):
     assert not tried(sandbox, segment.format(flags="0o666", found="<") + RIGHT)["failure"]
     namespace = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) != 0\n"
     assert not tried(sandbox, namespace + RIGHT)["failure"]
+
+
+def test_programs_have_no_keyrings(sandbox):
+    """They outlive a program, and the user's own may hold secrets."""
+    if os.uname().machine not in KEYRING_CALLS:
+        pytest.skip("no filter for this processor")
+    _, first, last = KEYRING_CALLS[os.uname().machine]
+    program = (
+        "import ctypes, errno\nlib = ctypes.CDLL(None, use_errno=True)\n"
+        f"assert lib.syscall({first}, b'user', b'left', b'x', 1, -4) == -1 and ctypes.get_errno() == errno.ENOSYS\n"
+        f"assert lib.syscall({last}, 0, -3, 0) == -1 and ctypes.get_errno() == errno.ENOSYS\n"
+        f"assert lib.syscall({last + 1}, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS\n"
+    )
+    assert tried(sandbox, program + RIGHT) == {"passed": 2, "total": 2, "failure": ""}
 
 
 def test_files_in_memory_without_memfd(monkeypatch):
