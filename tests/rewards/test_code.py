@@ -322,6 +322,7 @@ def test_no_program_replaces_a_function_of_python_in_its_tests(sandbox):
         assert tried(sandbox, cheat, code.Tests(parts=[test, test]))["failure"]
     imported = "from solution import f\ndef test_f():\n    assert abs(f() - 3) < 1\n"
     assert tried(sandbox, cheat, code.Tests(parts=[imported]))["failure"]
+    assert not tried(sandbox, "def f(): return 3", code.Tests(parts=[imported]))["failure"]
 
 
 PYTEST = {
