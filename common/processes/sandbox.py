@@ -23,16 +23,19 @@ Where the kernel grants no namespaces (in most containers), bubblewrap is tried,
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import json
 import math
 import os
+import re
 import resource
 import select
 import shutil
 import signal
 import site
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -64,7 +67,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 # Parts of the machine that programs see, read-only: Python, what it is linked with, and harmless devices.
-SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # Numbers of the kernel's interface.
@@ -77,6 +80,9 @@ KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
 CAP_DAC_READ_SEARCH = 2
 CAPABILITY_VERSION = 0x20080522
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_ALLOW, SECCOMP_ERROR = 22, 2, 0x7FFF0000, 0x50000
+# For each machine: its number, and add_key, request_key and keyctl, which follow each other.
+KEYRING_CALLS = {"x86_64": (0xC000003E, 248, 250), "aarch64": (0xC00000B7, 217, 219)}
 
 
 class Running:
@@ -122,6 +128,8 @@ class Sandbox:
         command = [sys.executable, "-P", "-m", "common.processes.sandbox", str(theirs.fileno()), settings]
         if kind == "bubblewrap":
             command = [*bubblewrap(), *command]
+        # Python itself may need it, as on clusters with modules.
+        libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -130,7 +138,7 @@ class Sandbox:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
-                env={**ENVIRONMENT, "PYTHONPATH": ROOT},
+                env={**ENVIRONMENT, **libraries, "PYTHONPATH": ROOT},
             )
         self.control.settimeout(START_SECONDS)
         try:
@@ -151,7 +159,9 @@ class Sandbox:
                 socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
             except OSError:  # the nursery is gone
                 self.close()
-                self.open(self.kind)
+                problem = self.open(self.kind)
+                if problem:
+                    raise RuntimeError(f"the sandbox for programs does not start again ({problem})") from None
                 socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
         return Running(ours)
 
@@ -222,7 +232,7 @@ def isolate() -> None:
     Raises OSError where the kernel refuses. Root needs no user namespace, and its programs become another user.
     """
     uid, gid = os.geteuid(), os.getegid()
-    call("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | (CLONE_NEWUSER if uid else 0))
+    call("unshare", CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWUTS | (CLONE_NEWUSER if uid else 0))
     if uid:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
@@ -230,9 +240,11 @@ def isolate() -> None:
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     new = tempfile.mkdtemp(prefix="sandbox-")
     mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    root = f"{new}/root"
+    os.mkdir(root)
     for path in dict.fromkeys([*SYSTEM, *DEVICES, *python_folders()]):
-        show(path, new)
-    os.mkdir(new + WORK)
+        show(path, root)
+    os.mkdir(root + WORK)
     os.mkdir(f"{new}/old")
     call("pivot_root", new.encode(), f"{new}/old".encode())
     os.chdir("/")
@@ -240,6 +252,9 @@ def isolate() -> None:
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
     mount("none", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    # Below a chroot the kernel grants no user namespace, in which a program could mount memory without a limit.
+    os.chroot("/root")
+    os.chdir("/")
 
 
 def show(path: str, new: str) -> None:
@@ -256,10 +271,20 @@ def show(path: str, new: str) -> None:
     else:
         Path(target).touch()
     mount(path, target, "", MS_BIND | MS_REC)
-    flags = os.statvfs(path).f_flag
-    kept = sum(of_mount for of_statvfs, of_mount in KEPT_FLAGS.items() if flags & of_statvfs)
     no_devices = 0 if path in DEVICES else MS_NODEV
-    mount("none", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
+    # A remount changes this mount alone, and not those below it.
+    for mounted in mounts_in(target):
+        flags = os.statvfs(mounted).f_flag
+        kept = sum(of_mount for of_statvfs, of_mount in KEPT_FLAGS.items() if flags & of_statvfs)
+        mount("none", mounted, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | no_devices | kept)
+
+
+def mounts_in(path: str) -> list[str]:
+    """Where something is mounted: the path itself, and below it."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    # The kernel writes a space as \040.
+    points = [re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines]
+    return [point for point in points if point == path or point.startswith(f"{path}/")]
 
 
 def bubblewrap() -> list[str]:
@@ -290,6 +315,8 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
     """Fork the program, wait for its end, and say how it ended. Never returns."""
     code = 1
     try:
+        # Whoever kills the worker's group does not kill this process: it has to end the program first.
+        os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         status = socket.socket(fileno=status_fd)
         folder = WORK
@@ -318,19 +345,32 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
 
 
 def make_room() -> None:
-    """Namespaces of processes and mounts, and an empty folder in memory to work in. Raises OSError."""
-    call("unshare", CLONE_NEWPID | CLONE_NEWNS)
+    """Namespaces of processes, mounts and shared memory, and an empty folder in memory. Raises OSError."""
+    call("unshare", CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={WORK_BYTES},nr_inodes=1000")
 
 
 def wait_for(child: int, status: socket.socket, seconds: float) -> str:
     """How the program has ended. It is killed when its time is up, or when the worker hangs up."""
+    # A signal of a child writes to this pipe. Old kernels have no pidfd, nor do Pythons that were built for them.
+    ends, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(tell)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     waiting = select.poll()
-    ends = os.pidfd_open(child)
     waiting.register(ends, select.POLLIN)
     waiting.register(status, 0)  # hanging up is always reported
-    ready = waiting.poll(seconds * 1000)
-    in_time = any(fd == ends for fd, _ in ready)
+    until = time.monotonic() + seconds
+    while True:
+        # WNOWAIT: the waitpid() below still finds it. Without namespaces, other children end here, too.
+        in_time = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        left = until - time.monotonic()
+        if in_time or left <= 0:
+            break
+        ready = [fd for fd, _ in waiting.poll(left * 1000)]
+        if status.fileno() in ready:
+            break
+        if ready:
+            os.read(ends, 1000)
     if not in_time:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -418,10 +458,38 @@ def give_up_rights(folder: str, uid: int | None) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    forbid_keyrings()
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable; twice 32
     # A process of the same user could read this one's memory otherwise.
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def forbid_keyrings() -> None:
+    """Forbid the kernel's keyrings. They hold secrets of the user, and they outlive a program.
+
+    Where the kernel has no filters, or the processor is another one, they stay.
+    """
+    if os.uname().machine not in KEYRING_CALLS:
+        return
+    machine, first, last = KEYRING_CALLS[os.uname().machine]
+    load, is_equal, is_above, end = 0x20, 0x15, 0x35, 0x06
+    # Each line: instruction, lines to skip if it is true, and if it is not, value.
+    lines = [
+        (load, 0, 0, 4),  # the machine
+        (is_equal, 0, 4, machine),  # a program may also call as a 32-bit one, with other numbers
+        (load, 0, 0, 0),  # the number of the call
+        (is_above, 2, 0, 0x40000000),  # or as x32
+        (is_above, 0, 2, first),
+        (is_above, 1, 0, last + 1),
+        (end, 0, 0, SECCOMP_ERROR | errno.ENOSYS),
+        (end, 0, 0, SECCOMP_ALLOW),
+    ]
+    code = b"".join(struct.pack("=HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
+    with contextlib.suppress(OSError):
+        call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(program), 0, 0)
 
 
 def set_death_signal(parent: int | None) -> None:

@@ -9,10 +9,12 @@ program can read its tests, change them, or announce that it has passed. `info` 
 """
 
 import ast
+import importlib.util
 import json
 import os
 import re
 import socket
+import tempfile
 import textwrap
 import time
 from collections.abc import Mapping
@@ -28,9 +30,12 @@ from common.rewards.workers import Graders, refused_as_input
 
 PROGRAM_SECONDS = 10.0  # for all tests of a function together, or for one run with standard input
 RUNS_SECONDS = 60.0  # for all runs with standard input together
-FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+LANGUAGE = re.compile(r"[{. \t]*(\w*)")  # ```python, ```{.python}, ```Python title="a"
 PYTHON = ("python", "python3", "py")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+# A long word matches in one way only. Otherwise a program could print a word that takes hours.
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+LONGEST_NUMBER = 1000  # characters
 FORMS = (
     'a "test" with check(candidate) and "entry_point"; a "test" with functions test_*(); "test_list"; or inputs and '
     'outputs in "input_output", "tests", "test_cases", "official_tests" or the answer'
@@ -69,13 +74,14 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
             if not isinstance(entry_point, str) or not entry_point.isidentifier():
                 raise BadInput('"test" has check(candidate), and "entry_point" names no function')
             return Tests(setup=code_of(meta.get("prompt")), parts=[checked(test)], entry_point=entry_point)
-        return Tests(parts=[checked(test)])
+        return Tests(parts=[for_pytest(checked(test))])
     test_list = meta.get("test_list")
     if test_list:
         if isinstance(test_list, str):
             test_list = read_json("test_list", test_list)
         setup = meta.get("test_setup_code") or ""
-        imports = "\n".join(meta.get("test_imports") or ())
+        imports = meta.get("test_imports") or ""
+        imports = imports if isinstance(imports, str) else "\n".join(imports)
         return Tests(setup=checked(f"{imports}\n{setup}"), parts=[checked(part) for part in test_list])
     for name in ("input_output", "tests", "test_cases", "official_tests", "public_tests"):
         value = lookup(dict(meta), name)
@@ -111,7 +117,7 @@ def cases_of(name: str, value: Any, meta: Mapping[str, Any]) -> Tests:
     else:
         raise BadInput(f'"{name}": expected {{"inputs": [...], "outputs": [...]}} or [{{"input": ..., "output": ...}}]')
     if function:
-        return Tests(function=str(function), cases=[(arguments_of(given), value_of(out)) for given, out in cases])
+        return Tests(function=str(function), cases=[call_of(given, out) for given, out in cases])
     return Tests(cases=[(text_of(given), text_of(out)) for given, out in cases])
 
 
@@ -122,11 +128,15 @@ def read_json(name: str, text: str) -> Any:
         raise BadInput(f'"{name}" is not JSON: {error}') from None
 
 
-def arguments_of(given: Any) -> list:
-    """The arguments of a call: a list of them, or a text with one JSON value on each line."""
+def call_of(given: Any, expected: Any) -> tuple[list, Any]:
+    """The arguments of a call and its result.
+
+    given: a list of the arguments, or a text with one JSON value on each line. Where it is a text, so is the result.
+    Next to a list, a result such as "100" is a string.
+    """
     if isinstance(given, str):
-        return [value_of(line) for line in given.splitlines() if line.strip()]
-    return given if isinstance(given, list) else [given]
+        return [value_of(line) for line in given.splitlines() if line.strip()], value_of(expected)
+    return (given if isinstance(given, list) else [given]), expected
 
 
 def value_of(text: Any) -> Any:
@@ -148,8 +158,25 @@ def checked(code: str) -> str:
     """The code of tests. Raises BadInput if it is none."""
     try:
         ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
         raise BadInput(f"the tests are no Python: {error}") from None
+    return code
+
+
+def for_pytest(code: str) -> str:
+    """The code of tests. Raises BadInput if they need more of pytest than parametrize and raises."""
+    tree = ast.parse(code)
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    for node in [node for body in bodies for node in body]:
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            continue
+        required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
+        fixtures = [argument.arg for argument in required if argument.arg != "self"]
+        is_parametrized = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if fixtures and not is_parametrized:
+            raise BadInput(f'"test": {node.name}() needs fixtures of pytest: {", ".join(fixtures)}')
+    if re.search(r"^\s*(import|from) pytest\b", code, re.MULTILINE) and importlib.util.find_spec("pytest") is None:
+        raise BadInput('"test" imports pytest, which is not installed')
     return code
 
 
@@ -168,9 +195,9 @@ def program_of(response: str, meta: Mapping[str, Any]) -> str | None:
         return None
     prompt = code_of(meta.get("prompt"))
     name = meta.get("entry_point")
-    blocks = [(match[1].strip().lower(), match[2]) for match in FENCE.finditer(text)]
-    if len(re.findall(r"^[ \t]*```", text, re.MULTILINE)) > 2 * len(blocks):
-        return None  # the last block has no end
+    blocks, is_closed = blocks_of(text)
+    if not is_closed:
+        return None
     if not blocks:
         return continuation(prompt, text, name) if prompt and name else None
     marked = [block for language, block in blocks if language in PYTHON]
@@ -180,6 +207,38 @@ def program_of(response: str, meta: Mapping[str, Any]) -> str | None:
     if block.startswith((" ", "\t")) and name not in defined(textwrap.dedent(block)):
         return prompt + block
     return before(prompt, name) + textwrap.dedent(block)
+
+
+def blocks_of(text: str) -> tuple[list[tuple[str, str]], bool]:
+    """The language and the content of each block in fences, and whether the last block has an end.
+
+    As in Markdown, a block ends with at least as many ` or ~ as it begins with, indented by less than four more spaces.
+    So fences in the docstring of a function do not end it. Each line is read once: responses may be hostile, too.
+    """
+    blocks = []
+    language = ""
+    opening: re.Match | None = None
+    content: list[str] = []
+    for line in re.split("\r?\n", text):
+        fence = FENCE.fullmatch(line)
+        if opening is None:
+            if fence:
+                language = LANGUAGE.match(fence[3])[1].lower()
+                opening = fence
+                content = []
+        elif fence and ends(fence, opening):
+            blocks.append((language, "".join(content)))
+            opening = None
+        else:
+            content.append(f"{line}\n")
+    return blocks, opening is None
+
+
+def ends(fence: re.Match, opening: re.Match) -> bool:
+    is_bare = not fence[3].strip()
+    is_as_long = fence[2].startswith(opening[2])
+    deeper = len(fence[1].expandtabs()) - len(opening[1].expandtabs())
+    return is_bare and is_as_long and deeper < 4
 
 
 def code_of(prompt: Any) -> str:
@@ -217,12 +276,9 @@ def continuation(prompt: str, text: str, name: str) -> str:
 def same_output(printed: str, expected: str) -> bool:
     """Whether a program has printed what was expected.
 
-    Spaces at the ends of lines and empty lines at the end do not count. Where the expected number has a point or an
+    Only words count, not the spaces and the ends of lines between them. Where the expected number has a point or an
     exponent, it may differ by a millionth.
     """
-    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected)]
-    if lines[0] == lines[1]:
-        return True
     printed_words, words = printed.split(), expected.split()
     return len(printed_words) == len(words) and all(map(same_word, printed_words, words))
 
@@ -230,6 +286,8 @@ def same_output(printed: str, expected: str) -> bool:
 def same_word(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
+    if len(printed) > LONGEST_NUMBER:
+        return False
     # A whole number, such as 1000, is expected as it is.
     if not (NUMBER.fullmatch(printed) and NUMBER.fullmatch(expected) and re.search("[.eE]", expected)):
         return False
@@ -371,11 +429,20 @@ def to_bytes(text: str) -> bytes:
 
 def in_memory(data: bytes) -> int:
     """A file without a name, at its beginning."""
-    fd = os.memfd_create("")
+    fd = memory_file()
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def memory_file() -> int:
+    """A new file in memory, open for reading and writing."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("")
+    # Pythons built for old systems, as in Conda, lack the function although the kernel has it.
+    with tempfile.TemporaryFile(buffering=0, dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        return os.dup(file.fileno())
 
 
 def read_back(fd: int) -> str:

@@ -8,15 +8,18 @@ The tests have a process of their own, so a program cannot read them, change wha
 """
 
 import ast
+import atexit
 import builtins
 import contextlib
+import functools
 import json
 import math
 import os
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from common.rewards.code_values import Channel, Ended, Remote
@@ -42,9 +45,10 @@ def run_script(source_fd: int, stdin_fd: int, stdout_fd: int, stderr_fd: int) ->
         os.dup2(fd, number)
         os.close(fd)
     sys.argv = ["program.py"]
+    main = new_module("__main__")
+    code = 0
     try:
-        exec(compile(source, "program.py", "exec"), vars(new_module("__main__")))
-        code = 0
+        exec(compile(source, "program.py", "exec"), vars(main))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except MemoryError:
@@ -52,11 +56,24 @@ def run_script(source_fd: int, stdin_fd: int, stdout_fd: int, stderr_fd: int) ->
     except BaseException:
         traceback.print_exc()
         code = 1
+    # What Python does at the end of a script. Many programs leave their output to it.
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    flushed = flush(sys.stdout)
+    vars(main).clear()  # writes what files still hold
+    flushed = flush(sys.__stdout__) and flushed
+    return code or int(not flushed)
+
+
+def flush(stream: Any) -> bool:
+    """False if it cannot be written. The program may have closed it, or put anything in its place."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        code = code or 1
-    return code
+        return False
+    except Exception:
+        pass
+    return True
 
 
 def serve_calls(source_fd: int, channel_fd: int) -> int:
@@ -109,6 +126,8 @@ def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
         tally.failures.append(described(error))
     total = max(tally.expected, tally.passed + len(tally.failures))
     failure = tally.failures[0] if tally.failures else ""
+    if not failure and not tally.passed:
+        failure = "no test has run"
     with os.fdopen(verdict_fd, "w") as file:
         json.dump({"passed": tally.passed, "total": total, "failure": failure}, file)
     return 0
@@ -150,23 +169,28 @@ def described(error: BaseException) -> str:
 def run_cases(tests: dict, channel: Channel, tally: Tally, names: list) -> None:
     """Call a function of the program, or a method of its class Solution, with each case's arguments."""
     name = tests["function"]
-    function = Remote(channel, name)
-    if name not in names and "Solution" in names:
-        function = getattr(Remote(channel, "Solution")(), name)
+    is_method = name not in names and "Solution" in names
     tally.expected = len(tests["cases"])
+    # Some data sets put each result into a list of its own.
+    may_be_wrapped = all(isinstance(expected, list) and len(expected) == 1 for _, expected in tests["cases"])
     for arguments, expected in tests["cases"]:
         with tally.one(f"{name}({', '.join(map(repr, arguments))})"[:300]):
+            # A new Solution each time: its constructor sets up one call.
+            function = getattr(Remote(channel, "Solution")(), name) if is_method else Remote(channel, name)
             result = function(*arguments)
-            # Some data sets put each result into a list of its own.
-            wrapped = isinstance(expected, list) and len(expected) == 1 and equal(result, expected[0])
-            if not wrapped and not equal(result, expected):
+            is_wrapped = may_be_wrapped and equal(result, expected[0])
+            if not is_wrapped and not equal(result, expected):
                 raise AssertionError(f"{result!r:.100}, expected {expected!r:.100}")
 
 
 def equal(result: Any, expected: Any) -> bool:
-    """Whether values agree, as JSON would have them: tuples are lists, and floats agree to a millionth."""
+    """Whether values agree, as JSON would have them: tuples are lists, and floats agree to a millionth.
+
+    A float in place of a whole number has to be as close, however large the number is.
+    """
     if isinstance(result, float) and isinstance(expected, int | float):
-        return math.isclose(result, expected, rel_tol=1e-6, abs_tol=1e-6)
+        rel_tol = 1e-6 if isinstance(expected, float) else 0.0
+        return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     if isinstance(result, list | tuple) and isinstance(expected, list | tuple):
         return len(result) == len(expected) and all(map(equal, result, expected))
     return result == expected
@@ -176,31 +200,93 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
     """Run the code of the tests, and the functions that it defines: check(candidate), or each test_*()."""
     # KodCode's tests begin with `from solution import add`.
     solution = new_module("solution")
-    solution.__getattr__ = lambda name: Remote(channel, name)
+    solution.__getattr__ = lambda name: remote_attribute(channel, name)
     namespace: dict[str, Any] = vars(new_module("tests"))
-    exec(compile(tests["setup"], "setup.py", "exec"), namespace)
+    setup = ast.parse(tests["setup"])
     parts = [ast.parse(part) for part in tests["parts"]]
     tally.expected = sum(isinstance(node, ast.Assert) for part in parts for node in ast.walk(part))
-    # A name that the tests neither define nor find in Python is one of the program's.
-    known = {*namespace, *vars(builtins)}.union(*map(bound_names, parts))
-    names = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
-    for name in {*(names - known), tests["entry_point"]}:
+    for name in {*programs_names(setup, parts), tests["entry_point"]} - {""}:
         namespace[name] = Remote(channel, name)
+    exec(compile(setup, "setup.py", "exec"), namespace)
+    # The set-up may be the prompt, which can have a first version of the function.
+    if tests["entry_point"]:
+        namespace[tests["entry_point"]] = Remote(channel, tests["entry_point"])
 
     namespace["__one__"] = tally.one
     for part in parts:
         guarded = ast.fix_missing_locations(Guard().visit(part))
-        with tally.one(first_line(part), counts=False):
+        # A part such as `np.testing.assert_equal(f(), 3)` is a test. Definitions and imports are none.
+        calls = any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in part.body)
+        with tally.one(first_line(part), counts=calls):
             exec(compile(guarded, "tests.py", "exec"), namespace)
     if tests["entry_point"]:
-        functions = ["check"]
-        arguments = [namespace[tests["entry_point"]]]
+        candidate = namespace[tests["entry_point"]]
+        functions = [("check", functools.partial(namespace["check"], candidate))]
     else:
-        functions = [name for name in namespace if name.startswith("test_")]
-        arguments = []
-    for name in functions:
+        functions = list(test_functions(namespace))
+    for name, function in functions:
         with tally.one(name):
-            namespace[name](*arguments)
+            function()
+
+
+def remote_attribute(channel: Channel, name: str) -> Remote:
+    """What `from solution import name` imports."""
+    if name.startswith("__"):  # `import *` asks for __all__; all other names are found by programs_names()
+        raise AttributeError(name)
+    return Remote(channel, name)
+
+
+def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
+    """Names in tests that they neither define nor find in Python: they are the program's.
+
+    If there are none, the function may have the name of a built-in one: MBPP has a `sum`. It is the only built-in
+    function that all parts use. The program has no say in this: it must not replace the tests' abs() or all().
+    """
+    codes = [setup, *parts]
+    bound = set().union(*map(bound_names, codes))
+    used = [{node.id for node in ast.walk(code) if isinstance(node, ast.Name)} for code in codes]
+    missing = {name for name in set().union(*used) - bound - set(vars(builtins)) if not name.startswith("__")}
+    if missing or bound or not parts:
+        return missing
+    in_all = set.intersection(*used[1:])
+    functions = {name for name in in_all if isinstance(getattr(builtins, name), types.BuiltinFunctionType)}
+    return functions if len(functions) == 1 else set()
+
+
+def test_functions(namespace: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
+    """The name and a call of each test function, and of each method of a test class, as pytest finds them."""
+    for name, value in list(namespace.items()):
+        if name.startswith("test_") and isinstance(value, types.FunctionType):
+            for arguments in parameters_of(value):
+                yield name, functools.partial(value, **arguments)
+        if name.startswith("Test") and isinstance(value, type):
+            for method, function in list(vars(value).items()):
+                if method.startswith("test_"):
+                    for arguments in parameters_of(function):
+                        yield method, functools.partial(call_method, value, method, arguments)
+
+
+def call_method(kind: type, method: str, arguments: dict[str, Any]) -> None:
+    """Each method of a test class gets an object of its own."""
+    instance = kind()
+    setup = getattr(instance, "setup_method", None)
+    if setup is not None:
+        setup(*[method] * (setup.__code__.co_argcount - 1))
+    getattr(instance, method)(**arguments)
+
+
+def parameters_of(function: Any) -> list[dict[str, Any]]:
+    """The arguments of each call, from pytest.mark.parametrize."""
+    calls: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name != "parametrize":
+            continue
+        names, rows = mark.args[:2]
+        several = not isinstance(names, str) or "," in names
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        rows = [getattr(row, "values", row) if several else [row] for row in rows]
+        calls = [{**call, **dict(zip(names, row))} for row in rows for call in calls]
+    return calls
 
 
 def first_line(tree: ast.AST) -> str:
@@ -233,3 +319,8 @@ class Guard(ast.NodeTransformer):
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
         return node  # a test that expects an assertion to fail
+
+    def visit_With(self, node: ast.With) -> ast.With:
+        if any("raises(" in ast.unparse(item.context_expr) for item in node.items):
+            return node  # pytest.raises(AssertionError)
+        return self.generic_visit(node)

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, launch
 
 from common.errors import BadInput
-from common.processes.sandbox import DEVICES, SYSTEM, WORK, Sandbox, descendants, python_folders
+from common.processes.sandbox import DEVICES, KEYRING_CALLS, SYSTEM, WORK, Sandbox, descendants, python_folders
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
 from common.rewards.grading import Item
@@ -81,10 +81,28 @@ def wait_until(condition) -> None:
         ("```python\na = 1\n```\n```python\na = ", None),
         ("a = 1", None),
         ("", None),
+        ("```python\r\na = 1\r\n```\r\n", "a = 1\n"),
+        ("~~~python\na = 1\n~~~", "a = 1\n"),
+        ('````python\na = """\n```\n"""\n````', 'a = """\n```\n"""\n'),
+        ("```Python3 title='x'\na = 1\n```\n```\n1\n```", "a = 1\n"),
+        ("```{.python .numberLines}\na = 1\n```\n```\n1\n```", "a = 1\n"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```"""\n```',
+            'def f():\n    """\n    ```\n    f()\n    ```"""\n',
+        ),
+        ("Use ```a``` here:\n```python\na = 1\n```", "a = 1\n"),
     ],
 )
 def test_the_program_is_the_last_block_in_fences(response, program):
     assert program_of(response, {}) == program
+
+
+def test_hostile_text_takes_no_time():
+    """Both are read outside the sandbox. With patterns that backtrack they take minutes."""
+    began = time.monotonic()
+    assert program_of("```x\n" * 40_000, {}) is None
+    assert not same_output("1" * 200_000 + "x", "0.5")
+    assert time.monotonic() - began < 5
 
 
 PROMPT = 'import math\n\ndef twice(x):\n    return 2 * x\n\ndef f(x):\n    """Doubles x."""\n'
@@ -122,7 +140,7 @@ ROWS = {
         "print(sum(map(int, input().split())))",
     ),
     "APPS, a function": (
-        {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], 4]})},
+        {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [[3], [4]]})},
         "class Solution:\n    def add(self, a, b):\n        return a + b",
     ),
     "DeepCoder": (
@@ -153,6 +171,24 @@ def test_a_result_is_a_list_only_where_one_is_expected(sandbox):
         assert tried(sandbox, f"def f(): return {wrong}", two)["failure"]
 
 
+def test_a_result_is_as_exact_as_what_is_expected(sandbox):
+    """A float near a large whole number is not that number, and digits in a string are no number."""
+    large = code.Tests(function="f", cases=[([], 1_000_000_000), ([], 2)])
+    assert not tried(sandbox, "x = iter([1e9, 2 + 1e-9])\ndef f(): return next(x)", large)["failure"]
+    assert tried(sandbox, "x = iter([1e9 - 1, 2])\ndef f(): return next(x)", large)["failure"]
+    digits = code.tests_of(None, {"tests": {"fn_name": "f", "inputs": [["1"]], "outputs": ["100"]}})
+    assert not tried(sandbox, "def f(x): return '100'", digits)["failure"]
+    assert tried(sandbox, "def f(x): return 100", digits)["failure"]
+    # Some data sets put each result into a list. One that does so with some results means lists.
+    lists = code.Tests(function="f", cases=[([1], [1]), ([2], [1, 2])])
+    assert tried(sandbox, "def f(n): return [1, 2] if n == 2 else 1", lists)["failure"]
+
+
+def test_each_case_gets_a_new_solution(sandbox):
+    program = "class Solution:\n    def __init__(self): self.seen = []\n    def f(self, x): self.seen.append(x); return self.seen\n"
+    assert not tried(sandbox, program, code.Tests(function="f", cases=[([1], [[1]]), ([2], [[2]])]))["failure"]
+
+
 def test_tests_may_stand_in_the_reference_answer(reward):
     answer = json.dumps({"inputs": ["3"], "outputs": ["9"]})
     assert graded(reward, "print(int(input()) ** 2)", {"prompt": "Square it."}, answer).score == 1.0
@@ -170,6 +206,8 @@ def test_tests_may_stand_in_the_reference_answer(reward):
         {"input_output": {"inputs": ["1"], "outputs": []}},
         {"tests": [{"input": "1"}]},
         {"tests": [1]},
+        {"test_list": [1]},
+        {"test": "def test_a(tmp_path):\n    assert True"},
     ],
 )
 def test_rows_without_tests_that_can_be_run_are_refused(meta):
@@ -265,6 +303,51 @@ def test_a_program_may_call_what_a_test_gives_it_and_nothing_behind_it(sandbox):
     program = "def apply(f):\n    f._channel.call(f._name, ['__globals__'], {}, 'getattr')\n    return 'in'\n"
     verdict = tried(sandbox, program, code.Tests(parts=["assert apply(lambda: 1) != 'in'"]))
     assert "not given" in verdict["failure"]
+
+
+def test_the_set_up_and_the_tests_use_the_programs_names(sandbox):
+    """As in MBPP: trees in the set-up, functions as arguments, and functions named like one of Python's."""
+    tree = "class Node:\n    def __init__(self, x): self.x, self.left = x, None\ndef depth(n): return n and 1 + (depth(n.left) or 0)\n"
+    tests = code.Tests(setup="root = Node(1)\nroot.left = Node(2)", parts=["assert depth(root) == 2"])
+    assert not tried(sandbox, tree, tests)["failure"]
+    apply = "def square(x): return x * x\ndef apply(f, x): return f(x)\n"
+    assert not tried(sandbox, apply, code.Tests(parts=["assert apply(square, 3) == 9"]))["failure"]
+    sums = code.Tests(parts=["assert sum(1, 2) == 3", "assert sum(2, 2) == 4"])
+    assert not tried(sandbox, "def sum(a, b): return a + b", sums)["failure"]
+
+
+def test_no_program_replaces_a_function_of_python_in_its_tests(sandbox):
+    cheat = "def abs(x): return 0\ndef len(x): return 3\ndef all(x): return True\ndef f(): return 9\n"
+    for test in ("assert abs(f() - 3) < 1", "assert len([f()]) == 3", "assert all(x == 3 for x in [f()])"):
+        assert tried(sandbox, cheat, code.Tests(parts=[test, test]))["failure"]
+    imported = "from solution import f\ndef test_f():\n    assert abs(f() - 3) < 1\n"
+    assert tried(sandbox, cheat, code.Tests(parts=[imported]))["failure"]
+    assert not tried(sandbox, "def f(): return 3", code.Tests(parts=[imported]))["failure"]
+
+
+PYTEST = {
+    "parametrize": "@pytest.mark.parametrize('a, b', [(1, 3), pytest.param(2, 4)])\ndef test_f(a, b):\n    assert f(a, 2) == b\n",
+    "parametrize by one name": "@pytest.mark.parametrize('a', [1, 2])\ndef test_f(a):\n    assert f(a, 2) == a + 2\n",
+    "a class": "class TestF:\n    def setup_method(self, method): self.a = 1\n    def test_f(self):\n        assert f(self.a, 2) == 3\n",
+    "raises": "def test_f():\n    with pytest.raises(AssertionError):\n        assert f(1, 2) == 4\n    assert f(1, 2) == 3\n",
+    "all names": "from solution import *\ndef test_f():\n    assert f(1, 2) == 3\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PYTEST)
+def test_what_tests_need_of_pytest(sandbox, name):
+    test = f"import pytest\nfrom solution import f, test_name\n{PYTEST[name]}"
+    tests = code.tests_of(None, {"test": test})
+    other = "def test_name(x): pass\n"
+    assert tried(sandbox, f"def f(a, b): return a + b\n{other}", tests)["failure"] == ""
+    assert tried(sandbox, f"def f(a, b): return a - b\n{other}", tests)["failure"]
+
+
+def test_a_test_without_an_assertion_counts(sandbox):
+    tests = code.Tests(parts=["import math\nmath.sqrt(f())"])
+    assert tried(sandbox, "def f(): return 4", tests) == {"passed": 1, "total": 1, "failure": ""}
+    assert tried(sandbox, "def f(): return -4", tests)["failure"]
+    assert tried(sandbox, "def f(): return 4", code.Tests(parts=["x = 1"]))["failure"] == "no test has run"
 
 
 # HumanEval
@@ -379,6 +462,61 @@ HOSTILE = {
 }  # fmt: skip
 
 
+def test_no_exception_ends_a_test_early(sandbox):
+    tests = code.Tests(parts=["assert all(map(lambda x: f(x) == x, range(3)))"])
+    assert tried(sandbox, "def f(x): raise StopIteration", tests)["failure"]
+
+
+ENDS = {
+    "a thread that goes on": "import threading, time\ndef f(): time.sleep(0.2); print(3)\nthreading.Thread(target=f).start()",
+    "a thread that goes on behind sys.exit": "import sys, threading, time\ndef f(): time.sleep(0.2); print(3)\nthreading.Thread(target=f).start()\nsys.exit()",
+    "atexit": "import atexit\natexit.register(lambda: print(3))",
+    "standard output that is closed": "import sys\nprint(3)\nsys.stdout.close()",
+    "another standard output": "import sys, io\nsys.stdout = io.StringIO()\nprint(3)\nsys.__stdout__.write(sys.stdout.getvalue())",
+    "a standard output of its own": (
+        "import io, os, sys\nclass Out(io.IOBase):\n    def __init__(self): self.kept = []\n    def write(self, x): self.kept.append(x)\n"
+        "    def flush(self): os.write(1, ''.join(self.kept).encode()); self.kept = []\nsys.stdout = Out()\nprint(3)"
+    ),
+    "a file that is open": "out = open(1, 'w')\nout.write('3')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_in_python(sandbox, name):
+    verdict = tried(sandbox, ENDS[name], code.Tests(cases=[("", "3")]))
+    assert verdict["failure"] == ""
+
+
+def test_programs_share_no_memory_and_get_no_namespace(sandbox):
+    if sandbox.kind != "namespaces":
+        pytest.skip("needs namespaces for each program")
+    segment = "import ctypes\nassert ctypes.CDLL(None).shmget(4242, 4096, {flags}) {found} 0\n"
+    assert not tried(sandbox, segment.format(flags="0o1666", found=">=") + RIGHT)["failure"]
+    assert not tried(sandbox, segment.format(flags="0o666", found="<") + RIGHT)["failure"]
+    namespace = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) != 0\n"
+    assert not tried(sandbox, namespace + RIGHT)["failure"]
+
+
+def test_programs_have_no_keyrings(sandbox):
+    """They outlive a program, and the user's own may hold secrets."""
+    if os.uname().machine not in KEYRING_CALLS:
+        pytest.skip("no filter for this processor")
+    _, first, last = KEYRING_CALLS[os.uname().machine]
+    program = (
+        "import ctypes, errno\nlib = ctypes.CDLL(None, use_errno=True)\n"
+        f"assert lib.syscall({first}, b'user', b'left', b'x', 1, -4) == -1 and ctypes.get_errno() == errno.ENOSYS\n"
+        f"assert lib.syscall({last}, 0, -3, 0) == -1 and ctypes.get_errno() == errno.ENOSYS\n"
+        f"assert lib.syscall({last + 1}, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS\n"
+    )
+    assert tried(sandbox, program + RIGHT) == {"passed": 2, "total": 2, "failure": ""}
+
+
+def test_files_in_memory_without_memfd(monkeypatch):
+    """Pythons of Conda, and older ones of uv, lack the function."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert code.read_back(code.in_memory(b"x")) == "x"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_are_wrong(sandbox, name, monkeypatch):
     if sandbox.kind == "limits" and name == "signals to everybody" and os.geteuid():
@@ -471,6 +609,33 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     assert not tried(sandbox, mounted + RIGHT)["failure"]
 
 
+def test_mounts_below_what_programs_see_are_read_only_too():
+    """Such as a volume in the folder of Python. A program that can write there could change what the trainer runs."""
+    folder = next((path for path in ("/usr/games", "/usr/local/games", "/usr/share/doc") if os.path.isdir(path)), None)
+    if os.geteuid() or folder is None:
+        pytest.skip("only root may mount")
+    program = f"try:\n    open('{folder}/x', 'w')\nexcept OSError as e:\n    print(e.errno)"
+    script = (
+        "from common.processes.sandbox import Sandbox\nfrom common.rewards import code\n"
+        "sandbox = Sandbox(['common.rewards.code_roles'], ('namespaces',))\n"
+        f"print(code.run_once(sandbox, {program!r}, '', '30', 10))"
+    )
+    inside = f'mount -t tmpfs -o mode=777 none {folder} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", inside, "sh", sys.executable, "-c", script]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "Permission" in ran.stderr or "does not start" in ran.stderr:
+        pytest.skip(ran.stderr)
+    assert ran.stdout.strip() == "", ran
+
+
+def test_pythons_own_libraries_are_found(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/libraries")
+    made = Sandbox(["common.rewards.code_roles"])
+    program = "import os\nassert os.environ['LD_LIBRARY_PATH'] == '/opt/libraries'\n" + RIGHT
+    assert not tried(made, program)["failure"]
+    made.close()
+
+
 def test_programs_of_root_are_not_root(sandbox):
     if os.geteuid() or sandbox.kind == "bubblewrap":
         pytest.skip("tests run as another user, or root has no other user to become")
@@ -522,6 +687,23 @@ def test_the_nursery_ends_with_its_worker():
     # A zombie has no command line.
     command = Path(f"/proc/{nursery}/cmdline")
     wait_until(lambda: not command.exists() or not command.read_bytes())
+
+
+def test_a_program_ends_with_a_worker_whose_group_is_killed(tmp_path):
+    """Also a program that has asked the kernel to let it live."""
+    mark = f"left-k-{os.getpid()}"
+    hostile = f"import ctypes, time\nlib = ctypes.CDLL(None)\nlib.prctl(1, 0, 0, 0, 0)\nlib.prctl(15, {mark!r}.encode(), 0, 0, 0)\ntime.sleep(40)"
+    (tmp_path / "hostile.py").write_text(hostile)
+    script = (
+        "import os\nfrom common.processes.sandbox import Sandbox\n"
+        f"fds = [os.open({str(tmp_path / 'hostile.py')!r}, os.O_RDONLY), *[os.open(os.devnull, os.O_RDWR) for _ in range(3)]]\n"
+        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).ended()"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
+    wait_until(lambda: processes_with(mark))
+    os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+    wait_until(lambda: not processes_with(mark))
 
 
 def test_a_run_with_programs_on_the_command_line(tmp_path):
