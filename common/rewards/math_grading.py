@@ -49,10 +49,10 @@ BASED = re.compile(
     rf"(?<![\w.}}\\])(?:\((?P<inside>{_DIGITS})\)|(?P<digits>{_DIGITS}))_\s*"
     rf"(?:(?P<bare>{_BASE})|\{{\s*(?P<braced>{_BASE})\s*\}}|\{{\s*\\(?:text|mathrm)\s*\{{\s*(?P<word>{_BASE})\s*\}}\s*\}})"
 )
-# The comma of a list such as 1, 200, which is not the comma of 1,200.
 INEQUALITY = re.compile(r"[<>\u2264\u2265]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant|neq?)(?![a-zA-Z])")
 OR_SIGN = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 AND_SIGN = re.compile(r"\\(?:land|wedge)(?![a-zA-Z])")
+# The comma of a list such as 1, 200, which is not the comma of 1,200.
 LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 
 
