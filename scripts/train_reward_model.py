@@ -23,6 +23,7 @@ its best.
 import dataclasses
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -35,9 +36,11 @@ from tqdm import trange
 from transformers import AutoModelForSequenceClassification
 
 from common import errors, placement
-from common.data import arithmetic, conversations, formats
-from common.data.pairs import split_response
-from common.data.rows import collect, missing
+from common.data import arithmetic, conversations, sources
+from common.data.pairs import turns
+from common.data.prompts import Prompt, Source, load
+from common.data.responses import Responses
+from common.data.rows import collect
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
 from common.preflight.ranges import LearningRate, Seed
@@ -70,35 +73,42 @@ def pair_loss(chosen: torch.Tensor, rejected: torch.Tensor, denominator: float) 
     return -F.logsigmoid(chosen - rejected).sum() / denominator
 
 
-def load_pairs(dataset: str) -> list[dict]:
+def load_pairs(dataset: str, tokenizer) -> list[dict]:
     """Rows with "prompt", "chosen" and "rejected", from a file as algos/dpo.py reads it. Raises BadInput that names the
     bad lines.
+
+    A response is a text here, without the end of a turn: conversation() writes it. Pairs of equal responses are left
+    out and counted.
     """
     if dataset == "arithmetic":
         return arithmetic_pairs()
+    # Lengths are those of whole conversations: that_fit().
+    prompts = load((dataset,), Source(), "train", tokenizer, max_prompt_tokens=sys.maxsize)
+    columns = sources.columns(dataset, ())
+    encoder = Responses(tokenizer)
 
-    def check(where: str, row: dict) -> dict:
-        taken = {"prompt": row.get("prompt")}
-        for key in ("chosen", "rejected"):
-            if not row.get(key):
-                raise missing(where, row, key)
-            before, taken[key] = split_response(where, key, row[key])
-            taken["prompt"] = taken["prompt"] or before
-            if not isinstance(taken[key], str):
-                said = next(name for name in conversations.SPOKEN_KEYS if taken[key].get(name))
+    def check(where: str, prompt: Prompt) -> dict:
+        # A reward model is asked about texts alone.
+        for name, given in (("tools", prompt.tools), ("images", getattr(prompt.ids, "images", None))):
+            if given:
+                raise errors.BadInput(f'{where}: a reward model is not shown "{name}"; leave out the column')
+        row = {"prompt": prompt.meta["prompt"]}
+        for key, turn in zip(("chosen", "rejected"), turns(where, prompt, columns)):
+            if not isinstance(turn, str):
+                said = next(name for name in conversations.SPOKEN_KEYS if turn.get(name))
                 raise errors.BadInput(f'{where}: "{key}" has "{said}", and a reward model reads a text')
-            if not taken[key]:
+            row[key] = encoder.without_end(turn)
+            if not row[key]:
                 raise errors.BadInput(f'{where}: "{key}" must be a non-empty text')
-        if not taken["prompt"]:
-            raise missing(where, row, "prompt")
-        if conversations.looks_like(taken["prompt"]):
-            taken["prompt"] = conversations.read(where, "prompt", taken["prompt"])
-        elif not isinstance(taken["prompt"], str):
-            shown = conversations.shown(taken["prompt"])
-            raise errors.BadInput(f'{where}: "prompt" must be a text or messages, got {shown}')
-        return taken
+        return row
 
-    return collect(formats.read(Path(dataset)), check)
+    rows = collect([(prompt.id, prompt) for prompt in prompts], check)
+    pairs = [row for row in rows if row["chosen"] != row["rejected"]]
+    if not pairs:
+        raise errors.BadInput(f"--dataset {dataset}: all {len(rows)} pairs have two equal responses")
+    if len(pairs) < len(rows):
+        errors.say(f"left out {len(rows) - len(pairs)} of {len(rows)} pairs with two equal responses")
+    return pairs
 
 
 def that_fit(pairs: list[dict], tokenizer, limit: int) -> list[dict]:
@@ -154,11 +164,11 @@ def main(args: Args) -> None:
     size = machine.check_world(rollout_tp=1)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
-    pairs = load_pairs(args.dataset)
     if args.model == "embedded":
         args.model = arithmetic.warm_start()
     args.model = resolve_model(args.model)
     tokenizer, _ = load_tokenizer(args.model)
+    pairs = load_pairs(args.dataset, tokenizer)
     # scores() adds a token to each conversation, which needs a position, too.
     positions = checks.positions_of(args.model) - 1
     pairs = that_fit(pairs, tokenizer, min(args.max_tokens or positions, positions))

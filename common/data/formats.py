@@ -93,17 +93,39 @@ def read_table(path: Path) -> list[dict]:
     """Rows whose values are all texts. The header shows what separates columns: comma, tab or semicolon."""
     # A text may be longer than the 131,072 characters that the module allows.
     csv.field_size_limit(2**31 - 1)
-    rows = []
     with open(path, encoding="utf-8-sig", newline="") as file:
         separator = max(",\t;", key=file.readline().count)
         file.seek(0)
         table = csv.DictReader(file, delimiter=separator, strict=True)
-        for number, row in enumerate(table, start=1):
-            # DictReader gives surplus values the key None, and absent ones the value None.
-            if None in row or None in row.values():
-                raise ValueError(f"row {number}: expected {len(table.fieldnames)} values, as in the header")
-            rows.append(row)
+        try:
+            return table_rows(table)
+        except csv.Error as error:
+            wrong = f'line {table.reader.line_num}: {error}; write a text with quotes as "a ""quoted"" word"'
+        if separator != "\t":
+            raise ValueError(wrong)
+        # Many tools quote nothing between tabs, and there a quote is a character like any other. csv and pandas, which
+        # are not strict, would take the quotes out of the text.
+        file.seek(0)
+        rows = table_rows(csv.DictReader(file, delimiter=separator, quoting=csv.QUOTE_NONE))
+        if any(is_quoted(text) for row in rows for text in [*row, *row.values()]):
+            raise ValueError(f"{wrong}; some fields of the file are quoted, and others have quotes in them")
+        return rows
+
+
+def table_rows(table: csv.DictReader) -> list[dict]:
+    """All rows of a table. Raises ValueError for one with more or fewer values than the header."""
+    rows = []
+    for number, row in enumerate(table, start=1):
+        # DictReader gives surplus values the key None, and absent ones the value None.
+        if None in row or None in row.values():
+            raise ValueError(f"row {number}: expected {len(table.fieldnames)} values, as in the header")
+        rows.append(row)
     return rows
+
+
+def is_quoted(text: str) -> bool:
+    """Whether a field looks as if a writer that quotes had put it between quotes."""
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
 def without_nulls(row: dict) -> dict:

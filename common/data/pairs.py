@@ -56,6 +56,11 @@ def load_pairs(
 
 def pair(where: str, prompt: Prompt, columns: dict[str, str], encoder: Responses) -> list[list[int]]:
     """Token ids of the chosen and the rejected response of a row. Raises BadInput."""
+    return [encoder.ids(where, prompt, turn) for turn in turns(where, prompt, columns)]
+
+
+def turns(where: str, prompt: Prompt, columns: dict[str, str]) -> list[str | Message]:
+    """The chosen and the rejected response of a row. Raises BadInput."""
     # Without --template and instruction, which the messages of a pair do not have.
     asked = as_messages(prompt.meta["prompt"])
     responses = []
@@ -67,7 +72,7 @@ def pair(where: str, prompt: Prompt, columns: dict[str, str], encoder: Responses
         # Otherwise the pair would answer another question than the one that the policy sees.
         if before and before != asked:
             raise BadInput(f'{where}: the messages before the response in "{column}" are not the row\'s prompt')
-        responses.append(encoder.ids(where, prompt, turn))
+        responses.append(turn)
     return responses
 
 

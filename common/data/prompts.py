@@ -226,7 +226,8 @@ class SpelledTokens:
         if self.rows and self.treatment != "text":
             warn(
                 f"{spec}: {len(self.rows)} of {count} prompts spell control tokens, such as {self.example} in "
-                f"{self.rows[0]}; the model reads them as control tokens; --control-tokens text makes text of them",
+                f"{self.rows[0]}; the model reads them as control tokens; where a policy is trained or evaluated, "
+                "--control-tokens text makes text of them",
                 "control-tokens",
             )
 

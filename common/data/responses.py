@@ -44,12 +44,15 @@ class Responses:
         return self.ids_of_text(text)
 
     def ids_of_text(self, text: str) -> list[int]:
-        """The token ids of a text, with the end of a turn, which some data sets have in the text already."""
+        """The token ids of a text, with the end of a turn."""
+        return self.tokenizer(self.without_end(text), add_special_tokens=False)["input_ids"] + self.end
+
+    def without_end(self, text: str) -> str:
+        """The text without the end of a turn, which some data sets have in it already."""
         for end in self.end_texts:
             if text.endswith(end):
-                text = text.removesuffix(end)
-                break
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] + self.end
+                return text.removesuffix(end)
+        return text
 
     def text_of_message(self, where: str, prompt: Prompt, turn: Message) -> str:
         """What the chat template writes for a turn with calls or reasoning. Raises BadInput."""

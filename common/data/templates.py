@@ -306,8 +306,8 @@ def check_shown(where: str, messages: Messages, tools: list[dict] | None, text: 
         name = conversations.tool_name(tool)
         if name and name not in text:
             raise BadInput(
-                f'{where}: the chat template leaves out the tool {name} of "tools"; leave out the column, or take a '
-                "model whose template shows tools"
+                f"{where}: the chat template leaves out the tool {name}; take a model whose template shows tools, or "
+                'do without the column "tools" or the --environment that has it'
             )
 
 

@@ -171,6 +171,9 @@ def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTok
         if tried[prompt.dataset] > 2:
             continue
         solution = prompt.solution[-1] if isinstance(prompt.solution, list) else prompt.solution
+        # A turn with calls or reasoning: a response is graded by its text.
+        if isinstance(solution, dict):
+            solution = solution["content"]
         for response in (solution or prompt.answer or "", "I do not know."):
             ids = tokenizer.encode(response, add_special_tokens=False)
             items.append(Item(prompt.text, response, prompt.answer, prompt.meta, ids, group))

@@ -49,6 +49,9 @@ BASED = re.compile(
     rf"(?<![\w.}}\\])(?:\((?P<inside>{_DIGITS})\)|(?P<digits>{_DIGITS}))_\s*"
     rf"(?:(?P<bare>{_BASE})|\{{\s*(?P<braced>{_BASE})\s*\}}|\{{\s*\\(?:text|mathrm)\s*\{{\s*(?P<word>{_BASE})\s*\}}\s*\}})"
 )
+INEQUALITY = re.compile(r"[<>\u2264\u2265]|\\(?:[lg]eq?|[lg]t|leqslant|geqslant|neq?)(?![a-zA-Z])")
+OR_SIGN = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
+AND_SIGN = re.compile(r"\\(?:land|wedge)(?![a-zA-Z])")
 # The comma of a list such as 1, 200, which is not the comma of 1,200.
 LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 
@@ -195,6 +198,10 @@ def clean(text: str) -> str:
     """The text without thin spaces and braced commas between digits: math-verify would read 10\\,000 as 10 * 0."""
     text = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9])", "", text.replace(r",\!", ",").strip())
     text = re.sub(r"([0-9])\s+([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)  # 2 1/2 would be read as 3/2
+    # Between inequalities, math-verify reads the words and not the signs. p \lor q stays a text.
+    if INEQUALITY.search(text):
+        text = OR_SIGN.sub(r"\\text{ or }", text)
+        text = AND_SIGN.sub(r"\\text{ and }", text)
     return re.sub(r"(?<!\\right)\.$", "", text)
 
 

@@ -5,15 +5,16 @@ scores its own responses, without gradient: `model:FOLDER` with a full copy of t
 model sharded over all ranks by FSDP2, `model-cpu:FOLDER` in a worker process on the CPU, which leaves the GPU free.
 """
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
-from jinja2 import TemplateError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common import placement
-from common.data import dates
+from common.data import dates, templates, weights
 from common.data.rows import first_line
 from common.data.tokenizer import refuse_pickles
 from common.errors import BadInput, RunFailed
@@ -31,13 +32,15 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
     Without a template the two texts follow each other, then an end token if the response ended by itself (`ended`).
     A template ends every response.
     """
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":
+        # The prompt ends with the beginning of the response: both are one message.
+        response = content[-1]["content"] + response
+        content = content[:-1]
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        messages.append({"role": "assistant", "content": response})
+        messages = [*templates.as_messages(content), {"role": "assistant", "content": response}]
         try:
-            date = dates.variables(tokenizer, tokenizer.chat_template)
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **date)
-        except TemplateError as error:  # many refuse a system prompt, or two messages of one role in a row
+            text = templates.chat_text(messages, tokenizer, ended=True)
+        except templates.REFUSALS as error:  # many refuse a system prompt, or two messages of one role in a row
             roles = ", ".join(message["role"] for message in messages)
             raise BadInput(f"the reward model's chat template refuses messages of {roles}: {error}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written the BOS
@@ -94,24 +97,33 @@ class RewardModel:
                 "reward models are decoders"
             )
         self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        # Here, because the first call comes after the first rollout. The weights of a name on the Hub are checked then.
+        if Path(path).is_dir() and not weights.quantization(self.config):
+            described = self.read(device_map="meta")
+            weights.check_headers(path, described.all_tied_weights_keys, self.flag)
+
+    def read(self, **options) -> torch.nn.Module:
+        """The model with the weights of its files, and no others. Raises BadInput.
+
+        A head that is missing would start at random, and train the policy without any sign of it.
+        """
+        return weights.read(
+            AutoModelForSequenceClassification,
+            self.path,
+            self.flag,
+            config=self.config,
+            **options,
+        )
 
     def load(self) -> None:
-        """Read the weights. Raises BadInput without a trained head: a random one would train without any sign."""
+        """Read the weights. Raises BadInput."""
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
             dtype = torch.bfloat16
         else:
             device = torch.device("cpu")
             dtype = torch.float32
-        self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            self.path,
-            config=self.config,
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,
-        )
-        if info["missing_keys"]:
-            raise BadInput(f"{self.flag}: not a reward model, has no {min(info['missing_keys'])}")
+        self.model = self.read(dtype=dtype)
         self.model.eval().requires_grad_(False)
         if self.sharded:  # from the copy in host memory, so no GPU ever holds the whole model
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -103,6 +103,10 @@ TABLES = [  # name, content -> texts, answers
     ("rows.tsv", "prompt\tanswer\n1, 2 and 3; sum\t6\n", ["1, 2 and 3; sum"], ["6"]),
     ("rows.tsv", "prompt,answer\n1+1=,2\n", ["1+1="], ["2"]),
     ("rows.csv", "prompt\n1+1=\n", ["1+1="], [None]),
+    ("rows.tsv", 'prompt\tanswer\n"one ""two""\nand 3"\t5\n', ['one "two"\nand 3'], ["5"]),
+    # Tools that quote nothing leave quotes as they are.
+    ("rows.tsv", 'prompt\tanswer\n"one" and 2\t3\na 2" and 1"\t3\n', ['"one" and 2', 'a 2" and 1"'], ["3", "3"]),
+    ("rows.tsv", 'prompt\tanswer\n"one and 2\t3\n1+1=\t2\n', ['"one and 2', "1+1="], ["3", "2"]),
 ]
 
 
@@ -114,13 +118,22 @@ def test_tables_are_read_as_texts(name, content, texts, answers):
 
 
 CURE = "; --columns prompt=COLUMN if another column holds it"
+QUOTES = '; write a text with quotes as "a ""quoted"" word"'
 BAD_TABLES = [  # content of rows.csv -> the whole message
     ("", "rows.csv: contains no rows"),
     ("prompt,answer\n", "rows.csv: contains no rows"),
     ("a,b\n1,2\n", f'rows.csv:row 1: missing key "prompt" (found: a, b){CURE}'),
     ("prompt,id\n1,2\n1,2,3\n", "rows.csv: cannot be read as CSV: row 2: expected 2 values, as in the header"),
     ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV: row 1: expected 2 values, as in the header"),
-    ('prompt,answer\n"1,2\n', "rows.csv: cannot be read as CSV: unexpected end of data"),
+    ('prompt,answer\n"1,2\n', f"rows.csv: cannot be read as CSV: line 2: unexpected end of data{QUOTES}"),
+    ('prompt,answer\n1,2\n"1" a,2\n', f"rows.csv: cannot be read as CSV: line 3: ',' expected after '\"'{QUOTES}"),
+    # A writer has put quotes around the second text, so the first one was damaged.
+    (
+        'prompt\tanswer\n"1" a\t2\n"say ""1"""\t3\n',
+        f"rows.csv: cannot be read as CSV: line 2: '\t' expected after '\"'{QUOTES}"
+        "; some fields of the file are quoted, and others have quotes in them",
+    ),
+    ('prompt\tanswer\n"1" a\t2\n1\n', "rows.csv: cannot be read as CSV: row 2: expected 2 values, as in the header"),
     ("prompt,answer\n,2\n", 'rows.csv:row 1: "prompt" must be a non-empty string, got ""'),
     (f"prompt,answer\n{'1' * 200_000},2\n", "rows.csv: all 1 prompts are longer than --max-prompt-tokens 999"),
 ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, launch
 from helpers import load
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig
 
 from common import rewards
@@ -123,6 +124,48 @@ def test_what_is_not_a_reward_model_is_refused(folder, models, tmp_path):
         score(model, [Item("1+1=", "1" * 300, "2")])
 
 
+FAULTS = [  # change to the tensors of a reward model, what the refusal names
+    (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
+    (lambda tensors: tensors.pop("score.weight"), "score.weight"),
+    (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(51, 128)}), "lm_head.weight"),
+    (lambda tensors: tensors.update({"model.norm.bias": torch.zeros(128)}), "model.norm.bias"),
+    (lambda tensors: tensors.update({"score.weight": torch.zeros(2, 128)}), r"score.weight is \(2, 128\)"),
+    (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}), r"model.norm.weight is \(7,\)"),
+    (lambda tensors: tensors.update({"score.weight": tensors["score.weight"].to(torch.int8)}), "score.weight is I8"),
+]
+
+
+@pytest.mark.parametrize("change, named", FAULTS, ids=[named for _, named in FAULTS])
+@pytest.mark.parametrize("kind", ["model", "model-cpu", "model-sharded"])
+def test_weights_that_are_not_those_of_the_model_are_refused_before_the_run(folder, tmp_path, kind, change, named):
+    """transformers would start the missing ones at random, and leave the others out."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=f"--reward model:.*{named}"):
+        rewards.load_one(f"{kind}:{copy}")
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"])
+def test_a_response_that_the_prompt_begins_is_one_message(template):
+    tokenizer = embedded.tokenizer()
+    tokenizer.chat_template = template
+    asked = {"role": "user", "content": "1+1="}
+    begun = [asked, {"role": "assistant", "content": "1+"}]
+    assert conversation(tokenizer, begun, "1", True) == conversation(tokenizer, [asked], "1+1", True)
+    assert begun[1]["content"] == "1+"
+
+
+def test_a_template_that_shows_parts_alone_gets_parts():
+    tokenizer = embedded.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %},{% endfor %}"
+    )
+    assert tokenizer.decode(conversation(tokenizer, "1+1=", "2", True)) == "1+1=,2,"
+
+
 def test_pairs_are_right_against_wrong():
     rows = load("scripts/train_reward_model.py").arithmetic_pairs()
     assert len(rows) == 4 * (8100 - embedded.HELD_OUT)
@@ -137,10 +180,11 @@ def test_pairs_may_be_conversations(tmp_path):
     load_pairs, file = load("scripts/train_reward_model.py").load_pairs, tmp_path / "pairs.jsonl"
     asked, said = {"role": "user", "content": "1+1="}, lambda text: {"role": "assistant", "content": text}
     file.write_text(json.dumps({"chosen": [asked, said("2")], "rejected": [asked, said("3")]}))
-    assert load_pairs(str(file)) == [{"prompt": [asked], "chosen": "2", "rejected": "3"}]
+    tokenizer = embedded.tokenizer()
+    assert load_pairs(str(file), tokenizer) == [{"prompt": [asked], "chosen": "2", "rejected": "3"}]
     file.write_text(json.dumps({"prompt": "1+1=", "chosen": {"text": "2"}, "rejected": "3"}))
     with pytest.raises(BadInput, match='pairs.jsonl:1: "chosen" '):
-        load_pairs(str(file))
+        load_pairs(str(file), tokenizer)
 
 
 FITS = [  # prompt, chosen, rejected, limit, whether the pair is kept; a token a character, and the end token

@@ -587,21 +587,6 @@ def test_bodies_the_server_refuses(serve):
     assert post(body(request_id="c")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        ({"reward": "gsm9k"}, "gsm8k"),
-        ({"threads": 0}, "--threads 0"),
-        ({"reward": "repetition"}, "token ids"),
-        ({"reward": "environment"}, "plays with the policy"),
-        ({"reward": "model-sharded:x"}, "needs all ranks"),
-    ],
-)
-def test_bad_flags_of_the_server(flags, says):
-    with pytest.raises(BadInput, match=says):
-        serve_reward.main(serve_reward.Args(**flags))
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_when_its_service_is_killed_and_restarted(models, tmp_path):
     """On two ranks, and bit for bit as if the grader had been in the process: no row lost, none with a wrong score."""

@@ -939,28 +939,11 @@ def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
     assert printed.count("environment-failed") == 3  # one for each kind
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--reward", "environment"], "--reward environment: the run has no --environment"),
-        (["--environment", "calculater"], "expected calculator, guess or file.py:Class"),
-        (["--environment", "plain.py:Plain"], "the class has no score(); name a --reward"),
-        (["--environment", "plain.py:Breaks", "--reward", "gsm8k"], "raised after an empty turn to the prompt"),
-        (["--environment", "plain.py:Gone"], 'with the name "Gone"'),
-        (["--environment", "syntax.py:Any"], "SyntaxError"),
-    ],
-)
-def test_a_wrong_environment_is_one_line_before_a_model_is_loaded(tmp_path, flags, message):
-    (tmp_path / "plain.py").write_text(
-        "from common.rollout.environments import Environment, Step\n"
-        "class Plain(Environment):\n    def step(self, text):\n        return Step(done=True)\n"
-        "class Breaks(Environment):\n    def step(self, text):\n        return 1 / 0\n"
-    )
+def test_an_environment_that_cannot_be_imported_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "syntax.py").write_text("class Any:\n    def\n")
-    result = launch(ROOT / "algos/grpo.py", *flags, check=False, cwd=tmp_path)
-    assert (
-        result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr.partition("error[")[0]
-    )
+    result = launch(ROOT / "algos/grpo.py", "--environment", "syntax.py:Any", check=False, cwd=tmp_path)
+    assert result.returncode == 2 and "SyntaxError" in result.stderr
+    assert "Traceback" not in result.stderr.partition("error[")[0]
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -19,9 +19,8 @@ import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch
 from helpers import gaps_of
 
-from common.errors import BadInput, RunFailed
+from common.errors import RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
-from common.preflight.machine import check_layout
 from common.rollout.servers import client, process
 from common.rollout.servers.client import Control, ask_all
 from common.rollout.servers.weights import cut
@@ -158,28 +157,6 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
             pass
         time.sleep(0.2)
     raise AssertionError(f"nothing within {seconds} s: {log.read_text()[-3000:]}")
-
-
-@pytest.mark.parametrize(
-    "layout, tp, backend, message",
-    [
-        (Layout("split"), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
-        (Layout("split", (0,), ("http://a",)), 1, "vllm", "needs --rollout-devices or --rollout-urls"),
-        (Layout("split", (0,)), 1, "hf", "--rollout-backend hf"),
-        (Layout("split", (99,)), 1, "vllm", "different ones of this node's cores"),
-        (Layout("split", (CORE, CORE)), 1, "vllm", "different ones"),
-        (Layout("split", tuple(CORES)), 1, "vllm", "none of this node's"),
-        (Layout("split", (CORE,)), 2, "vllm", "--rollout-tp 2 does not divide"),
-        (Layout(max_inflight_batches=2), 1, "vllm", "need --rollout-placement split"),
-        (Layout(rollout_urls=("http://a",)), 1, "vllm", "need --rollout-placement split"),
-    ],
-)
-def test_layouts_that_cannot_work_are_refused(layout, tp, backend, message, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: CORES)
-    if torch.cuda.is_available():
-        pytest.skip("devices are GPUs")
-    with pytest.raises(BadInput, match=message):
-        check_layout(layout, tp, backend)
 
 
 def test_a_server_that_is_not_there_is_named():

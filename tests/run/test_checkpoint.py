@@ -11,6 +11,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,6 +248,29 @@ def test_a_run_of_other_prompts_does_not_go_on_without_a_word(models, world, tmp
     saver.saving = checkpoint.Saving(resume=str(folder))
     saver.check_fits(folders.state(folder), folder)
     assert capsys.readouterr().err.count("warning[data-changed]") == 1
+
+
+def test_ranks_that_have_read_other_prompts_do_not_begin(models, world, tmp_path):
+    """A file may differ between the nodes. Each rank would train on its own, and call it one run."""
+    saver = start(models, world, tmp_path)
+
+    def load_beside(other: data.PromptLoader) -> int:
+        """Begin a run on two ranks, of which the other one has read these prompts."""
+        mark = int(other.fingerprint()[:12], 16)
+        of_the_other = iter([0, 0, mark, mark])  # its step, for both ends, and then the mark of its data
+        saver.world = SimpleNamespace(
+            min=lambda value: min(value, next(of_the_other)),
+            max=lambda value: max(value, next(of_the_other)),
+        )
+        return saver.load(None)
+
+    prompts = data.load("arithmetic", data.Source(), "test", arithmetic.tokenizer(), 64)
+    assert load_beside(data.PromptLoader(prompts, seed=0)) == 0
+    other_answer = [*prompts[:-1], dataclasses.replace(prompts[-1], answer="0")]
+    for changed in (other_answer, prompts[:-1], prompts[::-1]):
+        with pytest.raises(RunFailed, match="--dataset: the ranks have read different prompts") as failed:
+            load_beside(data.PromptLoader(changed, seed=0))
+        assert failed.value.code == "not-shared"
 
 
 def test_all_ranks_save_and_stop_after_a_step_in_which_one_of_them_was_asked(models, world, tmp_path):

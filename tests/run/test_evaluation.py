@@ -237,6 +237,27 @@ def test_the_share_of_responses_that_were_cut_off_is_told(script, monkeypatch):
     assert "100.0 % of responses cut off" in words
 
 
+def test_a_response_that_the_engine_cut_off_is_not_saved(script, tmp_path, monkeypatch):
+    """The first of each four was cut off, though its text is as long as the others'."""
+    generate = Engine.generate
+
+    def cut_off(self, prompt_ids, n, *given, **named):
+        rollout = generate(self, prompt_ids, n, *given, **named)
+        rollout.truncated[::n] = True
+        return rollout
+
+    monkeypatch.setattr(Engine, "generate", cut_off)
+    right = {7: [True] * 4, 8: [True, False, False, False], 9: [False, True, False, False]}
+    script(right, save_right="right.jsonl", save_pairs="pairs.jsonl")
+
+    saved, pairs = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("right", "pairs")
+    )
+    assert [row["answer"] for row in saved] == ["7", "7", "7", "9"]
+    assert [row["answer"] for row in pairs] == ["9"]
+
+
 def test_what_cannot_be_graded_is_no_value(script, tmp_path):
     """8 is nothing that this reward grades. Its problem has no value, and the mean is that of the others."""
     (tmp_path / "mine.py").write_text(
