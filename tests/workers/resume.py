@@ -36,7 +36,7 @@ FLAGS = {
 }
 OWN = {name: short_run(name) for name in ALGORITHMS}
 # Something that a checkpoint must not lose.
-OWN["grpo"] |= {"eval_every": 2, "source": TrainSource(eval_dataset="problems.jsonl")}
+OWN["grpo"] |= {"eval_every": 2, "source": TrainSource(eval_dataset=("problems.jsonl",))}
 OWN["dr_grpo"] |= {"schedule": "constant"}
 OWN["rloo"] |= {"reward": ("weights.json",)}
 OWN["ppo"] |= {"critic_warmup_steps": 3}
