@@ -62,6 +62,7 @@ LONGEST = (
     "test_gpu_check",
     "test_main",
     "test_refusals",
+    "test_main_plain",
     "test_packing",
     "test_install",
     "test_ranges",
