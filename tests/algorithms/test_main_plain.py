@@ -8,5 +8,5 @@ __all__ = ["record"]  # a fixture
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_update_is_the_papers_without_options(record, tmp_path, name):  # noqa: F811
+def test_every_update_is_the_papers_without_options(record, tmp_path, name):
     check_every_update(record, tmp_path, name, PLAIN | OWN.get(name, [{}, {}])[1])
