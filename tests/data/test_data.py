@@ -208,6 +208,14 @@ def test_a_mixture_has_its_proportions_everywhere(rows, weights, counts):
             assert abs(drawn[:end].count(name) - count * end / 1000) <= 1.1
 
 
+def test_the_files_of_a_folder_are_one_data_set():
+    """Each row comes once an epoch, however many rows its file has."""
+    places = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3", "b.jsonl:1"]
+    loader = PromptLoader([Prompt(place, place, [1], "", dataset="folder") for place in places], seed=0)
+    for _ in range(3):
+        assert sorted(prompt.id for prompt in loader.take(4)) == places
+
+
 def test_the_turns_of_a_mixture_are_pinned():
     """A run goes on with a mixture from its position alone, also with a later version."""
     assert turns([2.0, 1.0]) == [0, 1, 0] and turns([3.0, 1.0]) == [0, 0, 1, 0]
