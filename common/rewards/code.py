@@ -334,12 +334,7 @@ class CodeReward:
             else:
                 tests = {**vars(tests_of(item.answer, item.meta)), "stop": self.stop}
                 questions[row] = (program, json.dumps(tests))
-        # Equal programs run once.
-        distinct = list(dict.fromkeys(questions.values()))
-        verdicts = self.pool.verdicts([Item("", program, tests) for program, tests in distinct])
-        verdict_of = dict(zip(distinct, verdicts))
-        for row, question in questions.items():
-            results[row] = verdict_of[question]
+        results |= self.pool.verdicts_on(questions)
         return [results[row] for row in range(len(items))]
 
 

@@ -65,6 +65,13 @@ class Graders(Pool):
         """The results of items that are graded one by one. One that the grader cannot take is wrong: info says why."""
         return list(self.map(self.verdict, items))
 
+    def verdicts_on(self, questions: dict[int, tuple[str, str]]) -> dict[int, Result]:
+        """Row -> its result, for questions (response, reference answer). Equal ones are graded once."""
+        distinct = list(dict.fromkeys(questions.values()))
+        verdicts = self.verdicts([Item("", response, answer) for response, answer in distinct])
+        verdict_of = dict(zip(distinct, verdicts))
+        return {row: verdict_of[question] for row, question in questions.items()}
+
     def verdict(self, item: Item) -> Result:
         outcome = self.grade([item], [0], [False])
         if not isinstance(outcome, Failure):
@@ -92,12 +99,9 @@ class MathReward:
         for row, item in enumerate(items):
             if results[row] is None:
                 questions[row] = (last_answer(item.response), item.answer)
-        # Responses to one prompt often agree, so each distinct question is asked once.
-        distinct = list(dict.fromkeys(questions.values()))
-        verdicts = self.pool.verdicts([Item("", response, answer) for response, answer in distinct])
-        verdict_of = dict(zip(distinct, verdicts))
-        for row, question in questions.items():
-            results[row] = verdict_of[question]
+        # Responses to one prompt often agree.
+        for row, verdict in self.pool.verdicts_on(questions).items():
+            results[row] = verdict
         warn_of_timeouts(self.spec, items, results)
         return results
 
