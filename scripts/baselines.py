@@ -62,6 +62,7 @@ MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-
 SHUFFLED_TESTS = "runs/functions-shuffled.jsonl"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
 OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens {}"
+FUNCTIONS = f"--model {SMOLLM2} --reward code {OF_135M.format(40, 64)} --prompts-per-step 16"  # its responses are long
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
@@ -69,7 +70,7 @@ RECIPES = {  # task: flags of all its runs
     "squares": "--dataset squares --eval-every 5",
     "sums": f"--model {SMOLLM2} --dataset sums {OF_135M.format(40, 24)}",
     "gcd": f"--model {SMOLLM2} --dataset gcd {OF_135M.format(40, 24)}",
-    "functions": f"--model {SMOLLM2} --dataset functions --reward code {OF_135M.format(40, 64)}",
+    "functions": f"--dataset functions {FUNCTIONS}",
     "reverse": f"--model {REVERSE_START} --dataset reverse --reward baselines/nearness.py:score "
     f"{OF_135M.format(20, 24)}",
     "maze": f"--model {MAZE_START} --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 --steps 100 "
@@ -83,8 +84,7 @@ RUNS = {
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("guess", "ppo"): "--steps 60",
     # The tests of another problem: --reward code pays for nothing that the prompt asks for.
-    ("functions", "grpo-shuffled"): f"--model {SMOLLM2} --dataset {SHUFFLED_TESTS} --eval-dataset functions "
-    f"--reward code {OF_135M.format(40, 64)}",
+    ("functions", "grpo-shuffled"): f"--dataset {SHUFFLED_TESTS} --eval-dataset functions {FUNCTIONS}",
     ("gcd", "grpo-long"): "--steps 120",
     ("sums", "grpo-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
