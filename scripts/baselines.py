@@ -62,7 +62,7 @@ MAZE_START, REVERSE_START, SUMS_TEACHER = "baselines/maze-start", "runs/reverse-
 SHUFFLED_TESTS = "runs/functions-shuffled.jsonl"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
 OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens {}"
-FUNCTIONS = f"--model {SMOLLM2} --reward code {OF_135M.format(40, 64)} --prompts-per-step 16"  # its responses are long
+FUNCTIONS = f"--model {SMOLLM2} --reward code {OF_135M.format(20, 64)} --prompts-per-step 16"  # its responses are long
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
     "calculator": "--environment calculator --eval-every 5",
