@@ -16,9 +16,10 @@ number of rows in a micro-batch. A token has up to four log-probs:
     ref_logprobs      from the reference, the model as it was when the run began; only with --kl-coef
 The ratio compares `logprobs` with `old_logprobs`. Normally the engine sampled with the weights behind `old_logprobs`,
 so the gap between `rollout_logprobs` and `old_logprobs` is rounding error (larger in bfloat16). Every step reports it.
-With --max-inflight-batches 2 the next batch is sampled while this one trains, so the engine's weights are one step
-older. The ratio does not correct that. Truncated importance sampling (TIS) does, with the weights
-w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap).
+With --max-inflight-batches K later batches are sampled while this one trains, so a token's rollout_logprobs come from
+weights that are up to K - 1 updates older. The ratio does not correct that. Truncated importance sampling (TIS) does,
+with the weights w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap). Together they are decoupled PPO
+(arXiv:2505.24298): the clip bounds the step away from `old`, and w_it corrects for the policy that sampled.
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
 become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it scores 0.
@@ -118,8 +119,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
-    weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
+    updates. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -147,7 +148,7 @@ def check_args(args: Args) -> None:
     if args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a group of one always equals its own mean; use >= 2")
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
-        raise errors.BadInput("--max-inflight-batches 2: its responses are one step old; add --tis-cap 2")
+        raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
 
 def main(args: Args) -> None:
@@ -194,7 +195,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -208,7 +209,7 @@ def main(args: Args) -> None:
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
             # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
-            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 

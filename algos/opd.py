@@ -100,8 +100,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and by one step with --max-inflight-batches 2. The
-    weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
+    updates. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -132,7 +132,7 @@ def check_args(args: Args) -> None:
     if args.full_vocabulary and args.tis_cap:
         raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
-        raise errors.BadInput("--max-inflight-batches 2: its responses are one step old; add --tis-cap 2")
+        raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
 
 def main(args: Args) -> None:
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches 2 a thread does it one step ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -190,7 +190,7 @@ def main(args: Args) -> None:
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
             # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
-            # on devices of its own, as --max-inflight-batches 2 needs, does nothing here.
+            # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)
 

@@ -57,8 +57,10 @@ class Layout:
     rollout_devices: tuple[NonNegativeInt, ...] = ()
     """split: this node's GPUs (or CPU cores) for servers that this run starts"""
     rollout_urls: tuple[str, ...] = ()  # split: running servers to use instead (scripts/serve_rollout.sh)
-    max_inflight_batches: Annotated[int, Field(ge=1, le=2)] = 1
-    """2: the next step is sampled while this one trains; needs the split placement"""
+    max_inflight_batches: PositiveInt = 1
+    """K > 1: later steps are sampled while one trains, with weights up to K - 1 updates old; needs split"""
+    inflight_updates: Literal["none", "recompute", "keep"] = "none"
+    """new weights go in amid responses, whose keys and values are recomputed or kept; none: between responses"""
     rollout_memory: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of a GPU's memory for the engine; 0: as much as its responses need"""
 

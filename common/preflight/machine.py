@@ -85,11 +85,16 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
     """Refuse flags of the rollout's placement that contradict each other. Raises BadInput."""
     devices = layout.rollout_devices
     urls = layout.rollout_urls
+    if not layout.split and (devices or urls or layout.max_inflight_batches > 1):
+        raise BadInput(
+            "--rollout-devices, --rollout-urls and --max-inflight-batches > 1 need --rollout-placement split"
+        )
+    if layout.inflight_updates != "none" and layout.max_inflight_batches == 1:
+        raise BadInput(
+            f"--inflight-updates {layout.inflight_updates} needs --max-inflight-batches 2 or more: with 1 no response "
+            "is under way when new weights come"
+        )
     if not layout.split:
-        if devices or urls or layout.max_inflight_batches > 1:
-            raise BadInput(
-                "--rollout-devices, --rollout-urls and --max-inflight-batches 2 need --rollout-placement split"
-            )
         return
     for url in urls:
         if not re.fullmatch(r"https?://[^/?#@]+/?", url):

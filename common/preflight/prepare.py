@@ -173,7 +173,7 @@ def check_inputs(args: Flags, inputs: Inputs, value_head: bool) -> int:
         # With a batch in flight, a thread grades while this rank trains.
         if args.layout.max_inflight_batches > 1 and getattr(function, "sharded", False):
             raise BadInput(
-                f"--reward {name} with --max-inflight-batches 2: the reward model's collectives would mix with the "
+                f"--reward {name} with --max-inflight-batches > 1: the reward model's collectives would mix with the "
                 "trainer's; use model: or model-cpu:"
             )
     reward.check_answers(all_prompts)

@@ -53,12 +53,13 @@ class Response:
     token_ids: list[int]
     logprobs: list[float]  # one for each token
     truncated: bool  # True if the length limit ended it
+    versions: list[int] | None = None  # weights of each token; None: the engine's current ones sampled all
 
 
 def collate_responses(
-    prompt_ids: list[list[int]], n: int, responses: list[Response], weight_version: int, device
+    prompt_ids: list[list[int]], n: int, responses: list[Response], weight_version: int | list[list[int]], device
 ) -> Rollout:
-    """The rollout of n responses to each prompt, group-major."""
+    """The rollout of n responses to each prompt, group-major. weight_version: as in collate()."""
     return collate(
         [ids for ids in prompt_ids for _ in range(n)],
         [response.token_ids for response in responses],
@@ -73,7 +74,7 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
 
     logprobs: N lists, or None for demonstrations, which no engine sampled.
-    weight_version: one number for all responses, or N numbers.
+    weight_version: one number for all tokens, or N lists with one for each.
     sampled: N lists, False on an environment's tokens; None: the policy sampled all tokens.
     """
     lengths = torch.tensor([len(ids) for ids in response_ids])  # (N,)
@@ -86,8 +87,12 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
     mask = in_response.clone()
     if sampled is not None:
         mask[in_response] = torch.tensor(list(chain(*sampled)), dtype=torch.bool)
-    # (1, 1) or (N, 1), which is spread over the tokens of each response.
-    versions = torch.tensor(weight_version, dtype=torch.long).view(-1, 1) * mask  # (N, T)
+    versions = torch.zeros(len(response_ids), width, dtype=torch.long)  # (N, T)
+    if isinstance(weight_version, int):
+        versions[mask] = weight_version
+    else:
+        versions[in_response] = torch.tensor(list(chain(*weight_version)), dtype=torch.long)
+        versions = versions * mask
     return Rollout(
         prompt_ids,
         response_ids,

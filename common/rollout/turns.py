@@ -32,6 +32,7 @@ class Turns:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # True on tokens of the policy
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # weights of each token, if servers sampled it
     starts: list[int] = field(default_factory=list)  # place of the first token of each of the policy's turns
     truncated: bool = False  # the length limit ended the last turn
     texts: list[str] = field(default_factory=list)  # the policy's turns
@@ -42,16 +43,21 @@ class Turns:
     failure: str = ""  # kind of the environment's failure, see processes/pool.py
     result: Any = None  # grading.Result, if the environment scores
 
-    def add(self, ids: list[int], logprobs: Iterable[float], truncated: bool) -> None:
+    def add(
+        self, ids: list[int], logprobs: Iterable[float], truncated: bool, versions: list[int] | None = None
+    ) -> None:
         """A turn that the policy sampled."""
         self.starts.append(len(self.ids))
         self.extend(ids, True, logprobs)
+        self.versions += versions or []
         self.truncated = truncated
 
     def observe(self, ids: list[int]) -> None:
         """An observation, and all that stands before the next turn. It leaves room for a token."""
         assert len(ids) < self.room, f"an observation of {len(ids)} tokens, room for {self.room}"
         self.extend(ids, False, [0.0] * len(ids))
+        if self.versions:
+            self.versions += [0] * len(ids)
 
     def extend(self, ids: list[int], sampled: bool, logprobs: Iterable[float]) -> None:
         self.ids += ids
@@ -124,14 +130,14 @@ class Replies:
         return [(row, self.coming.pop(row).result()) for row in ready]
 
 
-def collate_turns(rows: list[Turns], weight_version: int, device) -> Rollout:
-    """The rollout of finished responses."""
+def collate_turns(rows: list[Turns], weight_version: int | None, device) -> Rollout:
+    """The rollout of finished responses. weight_version: of all tokens; None: each turn brought its own."""
     rollout = collate(
         [turns.prompt_ids for turns in rows],
         [turns.ids for turns in rows],
         [turns.logprobs for turns in rows],
         [turns.truncated for turns in rows],
-        weight_version,
+        [turns.versions for turns in rows] if weight_version is None else weight_version,
         device,
         [turns.sampled for turns in rows],
     )

@@ -10,7 +10,7 @@ SILENT_STEPS = 20  # steps in a row in which no response had an advantage
 COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
 WINDOW_STEPS = 10
 TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
-STALE_GAP = 0.5  # the gap allowed where the engine is one update behind: it includes what was learned since
+STALE_GAP = 0.5  # the gap allowed for tokens of older weights: it includes what was learned since
 
 
 def stop_unless_finite(tracker, name: str, value: torch.Tensor) -> None:
@@ -106,12 +106,16 @@ def check(metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[
 
     explain(max_logprob_gap): (error code, sentence) that say why the gap is too large; see diagnosis.explain_gap.
     """
-    bound = max_logprob_gap
-    if metrics.get("mismatch/staleness", 0.0) > 0:
-        # Some tokens are one update old, so their gap holds what the policy has learned since.
-        bound = max(10 * max_logprob_gap, STALE_GAP)
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
-    if gap > bound:
+    too_large = gap > max_logprob_gap
+    if metrics.get("mismatch/staleness", 0.0) > 0:
+        # The gap of tokens of older weights holds what the policy has learned since.
+        too_large = gap > max(10 * max_logprob_gap, STALE_GAP)
+        rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)  # of the tokens of current weights
+        if rounding > max_logprob_gap:
+            too_large = True
+            gap = rounding
+    if too_large:
         code, reason = explain(max_logprob_gap)
         raise RunFailed(
             f"step {metrics['step']}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "

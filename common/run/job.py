@@ -137,6 +137,8 @@ class Run:
             self.world,
             tracker,
             self.settings.layout,
+            self.engine,
+            first_step=self.saver.step + 1,
         )
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
@@ -146,8 +148,7 @@ class Run:
             position = self.loader.resume_at
             tracker.before_failing = partial(self.rescue, step - 1, position)
             with self.rescued(step - 1, position):
-                # A checkpoint has no place for a batch in flight, so before one nothing is sampled ahead.
-                batch = self.prefetcher.get(step, prefetch=not self.saver.due(step))
+                batch = self.prefetcher.get(step, last_step=self.args.steps)
             self.weight_version = self.engine.weight_version
             yield step, batch
 
@@ -171,15 +172,18 @@ class Run:
         # The training of this step is complete. A run that fails from here on resumes with the next prompts.
         with self.rescued(step, self.loader.resume_at):
             tracker.mismatch(old_logprobs, batch, self.weight_version, rows)
+            if self.prefetcher.ahead:
+                exact = self.args.layout.inflight_updates != "keep"
+                tracker.mismatch_by_age(old_logprobs, batch, self.weight_version, rows, exact=exact)
             tracker.max("advantage/abs_max", advantages.abs().max())
             if self.writes_rollouts(step):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.evaluates(step):
                 with tracker.time("eval"):
-                    self.prefetcher.wait()  # the engine may still be sampling the next step
+                    self.prefetcher.settle()  # the engine may still be sampling later steps
                     tracker.mean("eval/accuracy", self.accuracy())
             metrics = tracker.write(step)
-            explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.wait)
+            explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.settle)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
         # This step's metrics are written already, so these seconds are reported with the next step.
@@ -220,7 +224,7 @@ class Run:
 
     def close(self) -> None:
         """Write the report, stop the engine and leave the process group together. Collective: every rank calls it."""
-        self.prefetcher.wait()  # A run that was stopped early may have a batch in flight.
+        self.prefetcher.wait()  # A run that was stopped early may have batches in flight.
         self.tracker.close()
         placement.finish(self.world, self.engine)
 

@@ -1,13 +1,15 @@
-"""Sampling and grading of one step's responses, and the thread that samples one step ahead.
+"""Sampling and grading of one step's responses, and the threads that sample later steps while one trains.
 
 An algorithm file defines `sample(step, sampler) -> Batch`. The sampler gives it prompts, grades responses and records
-metrics. With `--max-inflight-batches 2` sample() runs in a thread, whose sampler has its own process group and metrics.
+metrics. With `--max-inflight-batches 2` or more, sample() runs in threads, one for each step. The sampler of a thread
+has its own process group and metrics.
 """
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field, fields
-from multiprocessing.pool import AsyncResult, ThreadPool
 
 import torch
 
@@ -59,21 +61,41 @@ def texts_of(rollout: Rollout, tokenizer) -> list[str]:
 class PromptSampler:
     """The second argument of sample(): it hands out this rank's prompts, grades responses and records metrics."""
 
-    def __init__(self, world: World, metrics: Metrics, loader: PromptLoader, reward, tokenizer, step: int = 0):
+    def __init__(
+        self,
+        world: World,
+        metrics: Metrics,
+        loader: PromptLoader,
+        reward,
+        tokenizer,
+        step: int = 0,
+        gates: "Gates | None" = None,
+    ):
+        """gates: the order of steps that are sampled at the same time; None: one step after the other."""
         self.world = world
         self.metrics = metrics
         self.loader = loader
         self.reward = reward
         self.tokenizer = tokenizer
         self.step = step
+        self.gates = gates
         self.time = metrics.time
+        self.draws_again = False  # the number of draws is not known before the last one
+        self.drawn_until: int | None = None  # place behind the prompts of this step in the walk over the data
 
     def prompts(self, count: int) -> list[Prompt]:
         """This rank's share of the next `count` prompts.
 
         Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
+        Raises RunFailed for a second call in a step that is sampled beside others.
         """
-        return self.loader.take(count)[self.world.rank :: self.world.size]
+        if self.gates is not None:
+            self.gates.drawing.enter(self.step)
+        prompts = self.loader.take(count)
+        self.drawn_until = self.loader.position
+        if self.gates is not None and not self.draws_again:
+            self.gates.drawing.leave(self.step)
+        return prompts[self.world.rank :: self.world.size]
 
     def grade_early(self, prompts: list[Prompt]):
         """A function for engine.generate(done=...): it grades finished responses while others are still sampled.
@@ -97,6 +119,8 @@ class PromptSampler:
         metrics reward/, group/ and response/.
         """
         metrics = self.metrics if with_metrics else None
+        if self.gates is not None:
+            self.gates.grading.enter(self.step)
         with self.time("reward"):
             texts = texts_of(rollout, self.tokenizer)
             results = self.reward.score(prompts, texts, rollout, self.world, self.step, metrics, grading)
@@ -133,10 +157,12 @@ class PromptSampler:
 
         All ranks make the same number of draws, until each has its share. Surplus prompts are discarded: in the next
         step their responses would be off-policy. Collective: every rank calls it. Raises RunFailed after max_draws.
+        With --max-inflight-batches 2 or more, later steps wait with their first draw until this one is full.
 
         keep: (B, G) bool, True for right responses -> (B,) bool, True for groups that stay.
         filter_in_words: ends the sentence "a rank has only 3 of its 8 prompts ...".
         """
+        self.draws_again = True
         share = wanted // self.world.size
         parts: list[tuple[Batch, list[int]]] = []  # for each group that stays: its draw, and its rows there
         for draw in range(max_draws):
@@ -179,10 +205,55 @@ def join(parts: list[tuple[Batch, list[int]]]) -> Batch:
     return Batch.of(select(parts), prompts, responses, results)
 
 
-class Prefetcher:
-    """Calls sample() for one step after the other. With --max-inflight-batches 2 a thread samples one step ahead.
+class InOrder:
+    """A gate that the threads of several steps pass in the order of the steps, although they run at the same time."""
 
-    A step that is sampled ahead misses the latest update: its responses are one step off-policy.
+    def __init__(self, first_step: int):
+        self.next_step = first_step  # whose turn it is
+        self.left: set[int] = set()  # later steps that have left already, because they failed
+        self.changed = threading.Condition()
+
+    def enter(self, step: int) -> None:
+        """Wait until all earlier steps have left. Raises RunFailed if this one has left, too."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.next_step >= step)
+        if self.next_step > step:
+            raise RunFailed(
+                "with --max-inflight-batches 2 or more, sample() has to draw all prompts of a step at once, or with "
+                "sampler.until_full()",
+                code="drawn-twice",
+            )
+
+    def leave(self, step: int) -> None:
+        """Let the next step pass. A second call does nothing."""
+        with self.changed:
+            if step >= self.next_step:
+                self.left.add(step)
+            while self.next_step in self.left:
+                self.left.remove(self.next_step)
+                self.next_step += 1
+            self.changed.notify_all()
+
+
+@dataclass
+class Gates:
+    """Where the threads of several steps keep to the order of the steps."""
+
+    drawing: InOrder  # of prompts: each rank draws the same ones for a step, whichever thread is faster
+    grading: InOrder  # collectives of two steps must not wait for each other, on one rank each
+
+
+class Prefetcher:
+    """Calls sample() for one step after the other. With --max-inflight-batches K up to K steps are sampled at a time.
+
+    Step t + K - 1 may be begun when step t is about to train. It then misses the updates of the K - 1 steps t ...
+    t + K - 2, so no token is more than K - 1 updates old when it is trained on. Nothing is ever dropped for its age,
+    because that would favour short responses. If the servers miss updates already (ServerEngine.behind), so many steps
+    fewer may be begun.
+
+    Each step has a thread. The threads draw prompts and grade in the order of the steps, and the batches are trained on
+    in that order. The requests of several steps are at the servers at the same time: while a long response is under
+    way, those of the next steps take the places that short ones have left.
     """
 
     def __init__(
@@ -194,6 +265,8 @@ class Prefetcher:
         world: World,
         tracker: Tracker,
         layout: Layout,
+        engine,
+        first_step: int = 1,
     ):
         """Collective: every rank makes one."""
         self.sample = sample
@@ -201,45 +274,98 @@ class Prefetcher:
         self.reward = reward
         self.tokenizer = tokenizer
         self.tracker = tracker
-        self.ahead = layout.max_inflight_batches > 1
-        # The thread's collectives must not meet those of the trainer, so it has a process group of its own.
-        self.world = world.beside() if self.ahead else world
-        self.thread = ThreadPool(1) if self.ahead else None  # a daemon thread, so that a failed run can end
-        self.waiting: AsyncResult | None = None
+        self.world = world
+        self.engine = engine
+        self.limit = layout.max_inflight_batches  # K
+        self.gates = Gates(InOrder(first_step), InOrder(first_step))
+        self.begun = first_step - 1  # the last step whose sampling has begun
+        self.in_flight: dict[int, futures.Future] = {}  # step -> its _collect()
+        self.worlds = []
+        if self.ahead:
+            # A thread's collectives must meet neither those of the trainer nor those of another thread.
+            self.worlds = [world.beside() for _ in range(self.limit)]
 
-    def get(self, step: int, *, prefetch: bool = True) -> Batch:
-        """The batch of this step. With --max-inflight-batches 2 sampling for the next step starts at once.
+    @property
+    def ahead(self) -> bool:
+        return self.limit > 1
 
-        prefetch: False if this step ends with a checkpoint or ends the run. Then nothing is sampled ahead, because a
-        resumed run also starts with nothing in flight. Raises the errors of sample().
+    def get(self, step: int, last_step: int) -> Batch:
+        """The batch of this step. Collective. Raises the errors of sample().
+
+        With K > 1 it also begins later steps, up to last_step, and gives the servers the latest weights if it finds
+        them without work.
         """
         if not self.ahead:
-            self.tracker.sampled, _ = self._collect(step, self.tracker)
+            sampler = self._sampler(step, self.world, self.tracker)
+            self.tracker.sampled = self.sample(step, sampler)
             return self.tracker.sampled
-        with self.tracker.time("wait"):
-            batch, metrics = (self.waiting or self._begin(step)).get()
-        self.tracker.merge(metrics)
-        self.tracker.sampled = batch
-        if prefetch:
-            # A checkpoint must store the position before the prompts that are now drawn ahead.
-            self.loader.in_flight = self.loader.position
-            self.waiting = self._begin(step + 1)
-        else:
-            self.loader.in_flight = None
-            self.waiting = None
+        tracker = self.tracker
+        self._begin_until(step, last_step)
+        future = self.in_flight[step]
+        with tracker.time("wait"):
+            self.engine.wait_until(future.done)
+        with tracker.time("sync"):
+            self.engine.take_latest()
+        self._begin_until(step, last_step)
+        with tracker.time("wait"):
+            batch, sampler = self.in_flight.pop(step).result()
+        tracker.merge(sampler.metrics)
+        tracker.sampled = batch
+        self._check_age(batch)
+        # A checkpoint of this step must resume with the prompts of the next one, although they are drawn already.
+        self.loader.in_flight = sampler.drawn_until
         return batch
 
     def wait(self) -> None:
-        """Wait until no sampling is in flight, so that an evaluation can use the engine. get() raises its errors."""
-        if self.waiting is not None:
-            self.waiting.wait()
+        """Wait until no step is being sampled. get() raises the errors of sample()."""
+        futures.wait(self.in_flight.values())
 
-    def _begin(self, step: int) -> AsyncResult:
-        return self.thread.apply_async(self._collect, (step, Metrics(self.world)))
+    def settle(self) -> None:
+        """Wait until no step is being sampled, and give the servers the latest weights: an evaluation may use the
+        engine. Collective.
+        """
+        self.wait()
+        if self.ahead:
+            self.engine.take_latest()
 
-    def _collect(self, step: int, metrics: Metrics) -> tuple[Batch, Metrics]:
-        if self.ahead and self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)  # a thread starts with device 0
+    def _begin_until(self, step: int, last_step: int) -> None:
+        """Begin all steps that may be sampled before `step` trains."""
+        newest = step + self.limit - 1 - self.engine.behind
+        while self.begun < min(newest, last_step):
+            self.begun += 1
+            self.in_flight[self.begun] = self._begin(self.begun)
+
+    def _sampler(self, step: int, world: World, metrics: Metrics, gates: Gates | None = None) -> PromptSampler:
         metrics.step = step
-        sampler = PromptSampler(self.world, metrics, self.loader, self.reward, self.tokenizer, step)
-        return self.sample(step, sampler), metrics
+        return PromptSampler(world, metrics, self.loader, self.reward, self.tokenizer, step, gates)
+
+    def _begin(self, step: int) -> futures.Future:
+        """Call sample() in a thread. The result: its batch, and the sampler that it was given."""
+        future: futures.Future = futures.Future()
+        # The thread of step - K does not need it any more: its batch has been taken.
+        world = self.worlds[step % self.limit]
+        sampler = self._sampler(step, world, Metrics(world), self.gates)
+
+        def collect() -> None:
+            if world.device.type == "cuda":
+                torch.cuda.set_device(world.device)  # a thread starts with device 0
+            self.engine.use_group(world.group)
+            try:
+                future.set_result((self.sample(step, sampler), sampler))
+            except BaseException as error:
+                future.set_exception(error)  # get() raises it, in the main thread
+            finally:
+                self.gates.drawing.leave(step)
+                self.gates.grading.leave(step)
+                self.engine.wake()
+
+        # A daemon does not keep a failed run from ending.
+        threading.Thread(target=collect, name=f"step {step}", daemon=True).start()
+        return future
+
+    def _check_age(self, batch: Batch) -> None:
+        """No token may be more than K - 1 updates old."""
+        versions = batch.weight_versions[batch.response_mask]
+        if len(versions):
+            age = self.engine.weight_version - int(versions.min())
+            assert age < self.limit, f"a token is {age} updates old, with --max-inflight-batches {self.limit}"

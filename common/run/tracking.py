@@ -107,6 +107,7 @@ class Metrics:
 
         staleness = (weight_version - batch.weight_versions) * batch.response_mask
         self.mean("mismatch/staleness", staleness.sum(), batch.response_mask.sum())
+        self.max("mismatch/staleness_max", staleness.max())
 
         weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # importance weights without a cap
         self.mean("mismatch/weight_over_2_frac", (weights > 2).sum(), tokens)
@@ -115,6 +116,30 @@ class Metrics:
         squares = self.world.sum(weights.square().sum())
         effective_tokens = total**2 / max(squares, 1e-9)
         self.mean("mismatch/effective_frac", effective_tokens / self.world.size, tokens)
+
+    def mismatch_by_age(
+        self,
+        old_logprobs: torch.Tensor,
+        batch: Rollout,
+        weight_version: int,
+        rows: torch.Tensor | None,
+        *,
+        exact: bool,
+    ) -> None:
+        """Record |d| of the tokens of current and of older weights apart; arguments as for mismatch().
+
+        Among those of current weights it is rounding alone, which guards.check() bounds. exact: False if the keys and
+        values behind them may be those of older weights (--inflight-updates keep), and then there are no such tokens.
+        """
+        mask = batch.response_mask
+        if rows is not None:
+            mask = mask & rows[:, None]
+        difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()  # (N, T)
+        current = mask & (batch.weight_versions == weight_version)
+        if exact:
+            self.mean("mismatch/rounding_abs_mean", difference[current].sum(), current.sum())
+        stale = mask & (batch.weight_versions < weight_version)
+        self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
 
     def merge(self, other: "Metrics") -> None:
         """Add metrics that a thread recorded during an earlier step. Its time/ becomes overlapped/."""

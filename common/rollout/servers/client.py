@@ -41,7 +41,9 @@ class Logprobs(BaseModel):
 
 
 class VersionSpan(BaseModel):
-    version: str  # number of the weights that sampled some of the response's tokens
+    version: str  # number of the weights that sampled these of the response's tokens
+    start: NonNegativeInt
+    end: NonNegativeInt
 
 
 class Choice(BaseModel):
@@ -85,12 +87,18 @@ def named_errors(url: str, path: str) -> Iterator[None]:
 
 
 async def ask_all(
-    requests: list[tuple[str, dict]], version: int, done: Done | None, follow: Callable | None = None
+    requests: list[tuple[str, dict]],
+    versions: Callable[[], range],
+    done: Done | None,
+    follow: Callable | None = None,
+    *,
+    salted: bool = False,
 ) -> list[list[Response]]:
     """Send all requests (server, body) at once and return their responses in the same order. Raises RunFailed.
 
-    version: number of the weights that must have sampled them. done is called as soon as a request is answered.
+    versions(): numbers of the weights that the servers may have now. done is called as soon as a request is answered.
     follow(i, response) gives the body that continues the conversation of request i; None ends it. Threads call it.
+    salted: no response reads a prompt from the cache that older weights have computed.
     """
     urls = {url for url, _ in requests}
     threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
@@ -104,7 +112,9 @@ async def ask_all(
     async def converse(i: int, url: str, body: dict | None) -> list[Response]:
         """The responses to request i or, with an environment, to the last one of its conversation."""
         while body is not None:
-            responses = await ask(client, url, body, version)
+            if salted:
+                body = body | {"cache_salt": str(versions().start)}
+            responses = await ask(client, url, body, versions)
             if follow is None:
                 break
             # An environment may take seconds. In a thread it does not hold up the other requests.
@@ -128,17 +138,30 @@ async def ask_all(
     return [task.result() for task in answers]
 
 
-async def ask(client: httpx.AsyncClient, url: str, body: dict, version: int) -> list[Response]:
+async def ask(client: httpx.AsyncClient, url: str, body: dict, versions: Callable[[], range]) -> list[Response]:
     """The responses to one request, in order. Raises RunFailed if other weights sampled them."""
+    oldest = versions().start
     with named_errors(url, GENERATE):
         reply = await client.post(url + GENERATE, json=body)
         reply.raise_for_status()
-        responses, versions = read_responses(reply.content, body["sampling_params"]["n"])
-    if versions != {str(version)}:
-        # Someone else has updated the server, or its owner has restarted it.
-        message = f"rollout server {url} has weights of version {', '.join(versions)}, not {version}"
-        raise RunFailed(message, code="weight-version")
-    return responses
+        choices = read_choices(reply.content, body["sampling_params"]["n"])
+    # Updates may have come while the responses were under way.
+    allowed = {str(version): version for version in range(oldest, versions().stop)}
+    return [to_response(choice, allowed, url) for choice in choices]
+
+
+def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
+    """A choice with the version of each token. Raises RunFailed for a version that is not in `allowed`."""
+    versions = []
+    for span in choice.weight_versions:
+        if span.version not in allowed:
+            # Someone else has updated the server, or its owner has restarted it.
+            expected = " or ".join(allowed)
+            message = f"rollout server {url} has weights of version {span.version}, not {expected}"
+            raise RunFailed(message, code="weight-version")
+        versions += [allowed[span.version]] * (span.end - span.start)
+    logprobs = [token.logprob for token in choice.logprobs.content]
+    return Response(choice.token_ids, logprobs, choice.finish_reason == "length", versions)
 
 
 async def watch(url: str) -> None:
@@ -155,25 +178,27 @@ async def watch(url: str) -> None:
     raise RunFailed(f"rollout server {url} does not answer: three health checks have failed", code="server-gone")
 
 
-def read_responses(reply: bytes, n: int) -> tuple[list[Response], set[str]]:
-    """The n responses of a reply, in order, and the versions of the weights that sampled them.
+def read_choices(reply: bytes, n: int) -> list[Choice]:
+    """The n responses of a reply, in order.
 
-    Raises ValueError if a response is not complete, or if an update came between two of its tokens.
-    A missing response or token would shift everything that follows it.
+    Raises ValueError if a response is not complete: a missing response, token or version would shift all that follow.
     """
     choices = Reply.model_validate_json(reply, strict=True).choices
     if len(choices) != n:
         raise ValueError(f"{len(choices)} responses, {n} were requested")
-    responses = []
-    versions = set()
-    for choice in sorted(choices, key=lambda choice: choice.index):
-        logprobs = [token.logprob for token in choice.logprobs.content]
-        if len(logprobs) != len(choice.token_ids):
-            raise ValueError(f"{len(choice.token_ids)} tokens and {len(logprobs)} log-probs in response {choice.index}")
-        (version,) = {span.version for span in choice.weight_versions}
-        versions.add(version)
-        responses.append(Response(choice.token_ids, logprobs, choice.finish_reason == "length"))
-    return responses, versions
+    for choice in choices:
+        tokens = len(choice.token_ids)
+        if len(choice.logprobs.content) != tokens:
+            raise ValueError(f"{tokens} tokens and {len(choice.logprobs.content)} log-probs in response {choice.index}")
+        # The spans of the versions follow each other, and cover all tokens.
+        covered = 0
+        for span in choice.weight_versions:
+            if span.start != covered or span.end < span.start:
+                raise ValueError(f"a version from token {span.start}, after {covered}, in response {choice.index}")
+            covered = span.end
+        if covered != tokens:
+            raise ValueError(f"{tokens} tokens and versions of {covered} in response {choice.index}")
+    return sorted(choices, key=lambda choice: choice.index)
 
 
 @dataclass
@@ -185,6 +210,7 @@ class Control:
     """
 
     urls: list[str]
+    keeps_cache: bool = False  # responses under way keep the keys and values of older weights
     workers: list[int] = field(default_factory=list)  # number of workers for each server
     version: str = "0"  # number of the weights that are being sent
 
@@ -205,8 +231,9 @@ class Control:
 
     def check(self) -> None:
         """Find out whether all servers answer and have the routes, and how many workers they have."""
-        # A server that has run before us may be at any version.
+        # A server that has run before us may be at any version, and paused, if a run ended during an update.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
+        self.request("POST", "/resume")
         replies = self.request("GET", "/get_world_size")
         for url, reply in zip(self.urls, replies):
             with named_errors(url, "/get_world_size"):
@@ -229,5 +256,16 @@ class Control:
 
     def finish_weight_update(self) -> None:
         self.request("POST", "/finish_weight_update", {"weight_version": self.version})
-        # The old weights computed the keys and values in this cache.
-        self.request("POST", "/reset_prefix_cache?reset_running_requests=true")
+        # The old weights computed the keys and values in this cache. What belongs to responses under way is computed
+        # again when they go on.
+        if not self.keeps_cache:
+            self.request("POST", "/reset_prefix_cache?reset_running_requests=true")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop all servers between two tokens. Responses under way go on afterwards, and new requests wait."""
+        self.request("POST", "/pause?mode=keep&clear_cache=false")
+        try:
+            yield
+        finally:
+            self.request("POST", "/resume")

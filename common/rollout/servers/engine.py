@@ -7,7 +7,16 @@ If a server is lost, all servers of this run are restarted, once. All of them, b
 some of them, and on GPUs the others may wait in NCCL for the lost one. The new servers read the model's files, get the
 latest weights under the number these had, and the responses or the update that failed are repeated. The second loss
 ends the run. Two kinds of servers are never restarted: servers that the user has started (--rollout-urls), and servers
-that sample ahead of the trainer (--max-inflight-batches 2), because the weights they had are gone.
+that sample ahead of the trainer (--max-inflight-batches 2 or more), because the weights they had are gone.
+
+With --max-inflight-batches 2 or more, threads call generate() while the trainer has an update. There are two ways:
+
+--inflight-updates none     The update waits until no response is under way: behind = 1. The trainer does not wait for
+                            that. It may train on the next batch first, and then behind = 2 (sampling.Prefetcher).
+--inflight-updates keep     The servers pause between two tokens, take the weights and go on. Responses under way then
+                            have tokens of several versions. Their keys and values stay those of older weights.
+--inflight-updates recompute   The same, but the keys and values of responses under way are computed again, so that
+                            each log-prob is exactly that of the weights that its version names.
 """
 
 import asyncio
@@ -38,14 +47,16 @@ class ServerEngine:
     def __init__(self, config: EngineConfig, stop_token_ids: list[int], world: World):
         """Start the layout's servers, or connect to those that it names. Collective. Raises RunFailed on all ranks."""
         self.config = config
+        self.inflight_updates = config.layout.inflight_updates
         self.stop_token_ids = stop_token_ids
         self.world = world
         self.wire_dtype = config.dtype  # the servers' dtype; sending float32 would take twice as long
         self.never = image_tokens(AutoConfig.from_pretrained(config.model_path))
-        self.weight_version = 0
-        # generate() may run in a thread beside the trainer. Its collectives must not mix with the trainer's.
-        self.group = dist.new_group(backend="gloo", timeout=world.timeout)
-        self.lock = threading.Lock()  # see exclusive()
+        self.weight_version = 0  # updates of the trainer, whether the servers have them or not
+        self.behind = 0  # how many of the latest updates the servers do not have
+        self.updating = False  # an update is being sent
+        self.calls = Calls()
+        self.thread = threading.local()  # its `group`: see use_group()
         self.restarted = False
         self.parameters: FullParameters | None = None  # the source of the latest weight update
         self.connect()
@@ -60,7 +71,7 @@ class ServerEngine:
                 if not urls:
                     self.started = process.start(self.config)
                     urls = [server.url for server in self.started]
-                self.control = client.Control(urls)
+                self.control = client.Control(urls, keeps_cache=self.inflight_updates == "keep")
                 self.control.check()
         # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
@@ -103,8 +114,9 @@ class ServerEngine:
         for ids, number in zip(prompt_ids, numbers):
             body = request_body(ids, settings, request_seed(seed, number, n))
             requests.append((self.server_of(number), body))
-        answers, version = self.ask(requests, done)
-        return collate_responses(prompt_ids, n, list(chain(*answers)), version, self.world.device)
+        responses = list(chain(*self.ask(requests, done)))
+        versions = [response.versions for response in responses]
+        return collate_responses(prompt_ids, n, responses, versions, self.world.device)
 
     def converse(
         self, prompt_ids: list[list[int]], numbers: list[int], settings: dict, seed: int, reply: Reply
@@ -120,41 +132,76 @@ class ServerEngine:
         requests = []
         for row, number in enumerate(response_numbers):
             requests.append((self.server_of(number // n), conversations.body(row)))
-        _, version = self.ask(requests, follow=conversations.follow)
-        return collate_turns(turns, version, self.world.device)
+        self.ask(requests, follow=conversations.follow)
+        return collate_turns(turns, None, self.world.device)
 
     def ask(
         self, requests: list[tuple[str, dict]], done: Done | None = None, follow: Callable | None = None
-    ) -> tuple[list[list[Response]], int]:
-        """client.ask_all() and the number of the weights that sampled the responses. Collective."""
-        with self.exclusive(self.group), failing_together(self.group):
-            version = self.weight_version
-            return asyncio.run(client.ask_all(requests, version, done, follow)), version
+    ) -> list[list[Response]]:
+        """client.ask_all(). Collective. Raises RunFailed on all ranks."""
+        salted = self.inflight_updates == "keep"
+        with failing_together(self.group), self.calls.one():
+            return asyncio.run(client.ask_all(requests, self.versions, done, follow, salted=salted))
+
+    def versions(self) -> range:
+        """Numbers of the weights that the servers may have at this moment. Two of them during an update."""
+        updating = self.updating  # read first: update() clears it last
+        oldest = self.weight_version - self.behind
+        return range(oldest, (self.weight_version if updating else oldest) + 1)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group of this thread. None is torch's default group, which the trainer uses."""
+        return getattr(self.thread, "group", None)
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Let the collectives of generate() use this group in the calling thread, so as not to mix with others'."""
+        self.thread.group = group
 
     def server_of(self, number: int) -> str:
         """The server that samples responses to this prompt of the step: they take prompts in turns."""
         return self.urls[number % len(self.urls)]
 
-    @contextlib.contextmanager
-    def exclusive(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Keep responses and weight updates apart. Collective over `group`.
-
-        Rank 0 holds the lock for all ranks. With a lock on each rank, one rank could enter generate() and another the
-        update, and both would wait for the other ranks.
-        """
-        with self.lock if self.world.is_main else contextlib.nullcontext():
-            dist.barrier(group)
-            yield
-
     def load_weights(self, parameters: FullParameters) -> None:
-        """Send the weights to all servers when no responses are in progress. Collective. Raises RunFailed together."""
+        """Send the weights to all servers, now or when take_latest() can. Collective. Raises RunFailed on all ranks."""
+        self.parameters = parameters
+        self.behind += 1  # first: a thread that asks for versions() in between may get one too many, but never lack one
+        self.weight_version += 1
+        self.take_latest()
+
+    def take_latest(self) -> None:
+        """Send the latest weights if the servers lack them. Collective. Raises RunFailed on all ranks.
+
+        Without --inflight-updates this does nothing as long as a response is under way on any rank.
+        """
+        if not self.behind:
+            return
+        if self.inflight_updates != "none":
+            self.update()
+            return
+        with self.calls.none_may_begin():
+            if self.world.max(self.calls.count) == 0:
+                self.update()
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait until done(), or until take_latest() can send weights that the servers lack. See wake()."""
+        with self.calls.changed:
+            self.calls.changed.wait_for(lambda: done() or (self.behind and not self.calls.count))
+
+    def wake(self) -> None:
+        """Let wait_until() ask done() again."""
+        with self.calls.changed:
+            self.calls.changed.notify_all()
+
+    def update(self) -> None:
+        """Send the latest weights; if a server is lost, to new servers. Collective. Raises RunFailed on all ranks."""
+        self.updating = True
         try:
-            with self.exclusive():
-                self.parameters = parameters
-                self.weight_version += 1
-                self.send()
+            self.send()
         except RunFailed as failed:
             self.restart(failed)  # it sends them again
+        self.behind = 0
+        self.updating = False
 
     def send(self) -> None:
         """Send self.parameters as self.weight_version to all servers. Collective. Raises RunFailed on all ranks."""
@@ -171,13 +218,15 @@ class ServerEngine:
 
     def send_from_main(self, source: weights.SingleIteration) -> None:
         """Send the weights from rank 0. Raises RunFailed on this rank."""
-        if self.world.device.type == "cpu":
-            weights.send_in_files(source, self.control)
-            return
-        if self.sender is None:
-            self.sender = weights.nccl_sender(source, self.control)
-        self.sender.source = source
-        self.sender.send_weights()
+        amid_responses = self.inflight_updates != "none"
+        with self.control.paused() if amid_responses else contextlib.nullcontext():
+            if self.world.device.type == "cpu":
+                weights.send_in_files(source, self.control)
+                return
+            if self.sender is None:
+                self.sender = weights.nccl_sender(source, self.control)
+            self.sender.source = source
+            self.sender.send_weights()
 
     def restart(self, failed: RunFailed) -> None:
         """Replace the servers after the loss of one, or raise RunFailed with the reason why not. Collective.
@@ -195,8 +244,8 @@ class ServerEngine:
             message += "; the run has restarted its servers before, and does so only once"
             raise RunFailed(message, code=failed.code)
         if self.config.layout.max_inflight_batches > 1:
-            message += "; with --max-inflight-batches 2 servers are not restarted: the trainer has changed the weights"
-            raise RunFailed(f"{message} that they had", code=failed.code)
+            message += "; with --max-inflight-batches > 1 servers are not restarted, because the trainer has changed "
+            raise RunFailed(f"{message}the weights that they had", code=failed.code)
         warn(f"{message}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
         self.restarted = True
         if self.sender is not None:
@@ -214,6 +263,40 @@ class ServerEngine:
         """End the servers that this run started."""
         for server in self.started:
             server.stop()
+
+
+class Calls:
+    """generate() calls under way on this rank, and a gate that keeps new ones waiting during an update."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.count = 0
+        self.closed = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A call is under way inside. It begins when the gate is open."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.closed)
+            self.count += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.count -= 1
+                self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def none_may_begin(self) -> Iterator[None]:
+        """The gate is closed inside. Calls that are under way go on."""
+        with self.changed:
+            self.closed = True
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.closed = False
+                self.changed.notify_all()
 
 
 def request_body(ids: list[int], settings: dict, seed: int) -> dict:
@@ -241,7 +324,7 @@ class Conversations:
     def follow(self, row: int, response: Response) -> dict | None:
         """Add a turn to its response. Returns the request for the next turn, or None."""
         turns = self.turns[row]
-        turns.add(response.token_ids, response.logprobs, response.truncated)
+        turns.add(response.token_ids, response.logprobs, response.truncated, response.versions)
         ids = self.reply(row // self.settings["n"], turns)
         if ids is None:
             return None
