@@ -55,6 +55,7 @@ class SavedState(BaseModel):
     model_config = STRICT
     step: Count
     position: Count  # place in the data where the next step's prompts begin
+    in_flight: Count = 0  # prompts from there on that were being sampled, or waited to be trained on
     data: str  # fingerprint of the prompts
     fresh: list[str]  # models whose optimizer had not stepped yet
     lora: AdapterInfo | None

@@ -85,6 +85,7 @@ class Saver:
         self.step = 0  # the last step that is done
         self.last_step = 0
         self.saved_step = 0  # the step of the newest checkpoint of this run
+        self.sampled_again = 0  # prompts that were in flight when the resumed checkpoint was saved
         self.writing: Future | None = None  # an asynchronous save that may not be on the disk yet
         if saving.async_save:
             # If two threads shared a process group, their collectives would be matched with each other.
@@ -138,6 +139,9 @@ class Saver:
             self.reward.restore(saved.reward.model_dump())
             self.engine.weight_version = saved.weight_version - 1  # the push after loading is not an update
         say(f"resumed after step {self.step}: {folder}")
+        self.sampled_again = saved.in_flight
+        if saved.in_flight:
+            say(f"{saved.in_flight} prompts were in flight; they are sampled again")
         return self.step
 
     def check_fits(self, saved: SavedState, folder: Path) -> None:
@@ -215,9 +219,12 @@ class Saver:
             folders.begin(folder)
         dist.barrier()  # no rank writes into the folder before it is there
         fresh = fresh_models(self.trained)
+        if position is None:
+            position = self.loader.resume_at
         saved = SavedState(
             step=step,
-            position=self.loader.resume_at if position is None else position,
+            position=position,
+            in_flight=self.loader.position - position,
             data=self.data,
             fresh=fresh,
             lora=adapters_of(self.policy),

@@ -150,6 +150,10 @@ class Run:
             with self.rescued(step - 1, position):
                 batch = self.prefetcher.get(step, last_step=self.args.steps)
             self.weight_version = self.engine.weight_version
+            if self.saver.sampled_again:
+                # Responses of the run that was resumed to these prompts are lost. The first step says how many.
+                tracker.sum("sampling/prompts_again", self.saver.sampled_again / self.world.size)
+                self.saver.sampled_again = 0
             yield step, batch
 
     def end_step(

@@ -106,14 +106,14 @@ def test_servers_grade_no_single_turn_ahead(world, monkeypatch):
     """An episode is graded as a whole when it has ended, also where the reward takes responses one by one."""
     given = []
 
-    async def ask_all(requests, version, done, follow):
+    async def ask_all(requests, versions, done, follow, salted):
         given.append((len(requests), done))
         raise BadInput("enough")
 
     monkeypatch.setattr(client, "ask_all", ask_all)
     engine = object.__new__(servers.ServerEngine)
-    engine.world, engine.stop_token_ids, engine.never, engine.urls, engine.group = world, [1], (), ["http://a"], None
-    engine.weight_version, engine.lock = 0, threading.Lock()
+    engine.world, engine.stop_token_ids, engine.never, engine.urls = world, [1], (), ["http://a"]
+    engine.inflight_updates, engine.calls, engine.thread = "none", servers.Calls(), threading.local()
     with pytest.raises(BadInput, match="enough"):
         engine.generate([[5], [6]], 4, 1.0, 8, 0, done=lambda *row: None, reply=lambda prompt, turns: None)
     assert given == [(8, None)]
@@ -610,15 +610,18 @@ def in_one_process(reply, world, monkeypatch):
 
 def on_a_server(reply, world, monkeypatch):
     choice = {"index": 0, "token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
-    found = {"choices": [{**choice, "weight_versions": [{"version": "0"}]}]}
+    found = {"choices": [{**choice, "weight_versions": [{"version": "4", "start": 0, "end": 1}]}]}
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=found))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
     settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
     conversations = servers.Conversations(rows, [0, 1, 2], settings, 0, reply)
     bodies = [conversations.body(row) for row in range(3)]
-    asyncio.run(client.ask_all([("http://a", body) for body in bodies], 0, None, conversations.follow))
-    return collate_turns(rows, 0, world.device)
+    requests = [("http://a", body) for body in bodies]
+    asyncio.run(client.ask_all(requests, lambda: range(4, 5), None, conversations.follow))
+    batch = collate_turns(rows, None, world.device)
+    assert torch.equal(batch.weight_versions, 4 * batch.response_mask)  # an observation has no version
+    return batch
 
 
 @pytest.mark.parametrize("play", [in_one_process, on_a_server])
@@ -699,9 +702,9 @@ def asked_of_servers(prompts: list[int], rank: int, size: int, seed: int, reply,
                 sampling = body["sampling_params"]
                 request = {"ids": body["token_ids"], "seed": sampling["seed"], "room": sampling["max_tokens"]}
                 requests.append({**request, "url": url})
-                answers.append([Response([7], [-1.0], False)] * sampling["n"])
+                answers.append([Response([7], [-1.0], False, [0])] * sampling["n"])
                 body = follow(i, answers[-1][0]) if follow else None
-        return answers, 0
+        return answers
 
     monkeypatch.setattr(engine, "ask", ask)
     engine.generate([[prompt] for prompt in prompts], 2, 1.0, ROOM, seed, reply=reply)

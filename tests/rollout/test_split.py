@@ -19,6 +19,9 @@ import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch
 from helpers import gaps_of
 
+from common.data import arithmetic
+from common.data.prompts import PromptLoader, TrainSource, load
+from common.data.tokenizer import load_tokenizer
 from common.errors import RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
 from common.rollout.servers import client, process
@@ -84,21 +87,63 @@ def test_it_goes_on_without_its_server_once_and_ends_with_it(started):
 
 @needs_two_cores
 @pytest.mark.slow
-def test_it_learns_one_step_behind_until_it_is_interrupted(started):
-    ahead = ["--max-inflight-batches", 2, "--tis-cap", 2, "--prompts-per-step", 32, "--save-every", 4]
-    ahead += ["--eval-every", 8, "--eval-prompts", 128]
+@pytest.mark.parametrize("inflight, updates", [(2, "none"), (4, "none"), (4, "recompute")])
+def test_it_learns_from_older_weights_until_it_is_interrupted(started, inflight, updates):
+    """Each token's log-prob is that of the weights that its version names, also where an update came between tokens."""
+    ahead = ["--max-inflight-batches", inflight, "--inflight-updates", updates, "--tis-cap", 2]
+    ahead += ["--prompts-per-step", 32, "--eval-every", 8, "--eval-prompts", 128]
     run, log, found = started(ROOT / "tests/workers/behind.py", *ahead)
     wait_for(lambda: len(found()) >= 9, run, log)
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=60) == 0 and "to go on: " in log.read_text(), log.read_text()[-2000:]
     gaps = gaps_of(log.read_text())
-    assert len(gaps) >= 8 and max(gaps) <= 1e-4, gaps  # to the weights that sampled each token
-    rows = found()
+    assert len(gaps) >= 8 and max(gaps) <= 1e-4, gaps
+    mixed = sum(map(int, re.findall(r"\bmixed (\d+)", log.read_text())))
+    assert (mixed > 0) == (updates == "recompute"), mixed
+    rows = found()[:9]
     assert rows[8]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05, rows
-    staleness = [row["mismatch/staleness"] for row in rows[1:9]]
-    assert staleness[0] == staleness[4] == 0  # nothing is in flight at the start and after a checkpoint
-    assert staleness[1:4] == staleness[5:] == [1, 1, 1], staleness
-    assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in rows[1:9])
+    oldest = [row["mismatch/staleness_max"] for row in rows[1:]]
+    assert oldest[:2] == [0, 1] and max(oldest) == inflight - 1, oldest
+    assert max(row["mismatch/rounding_abs_mean"] for row in rows[1:]) <= 1e-6
+    assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in rows[1:])
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_batches_in_flight_trains_on_each_prompt_once(started):
+    """What was in flight is sampled again, and the first step of the resumed run says how much that was."""
+    flags = ["--max-inflight-batches", 4, "--inflight-updates", "recompute", "--tis-cap", 2, "--prompts-per-step", 16]
+    flags += ["--eval-prompts", 0, "--save-every", 3, "--rollouts-every", 1]
+    run, log, found = started(GRPO, *flags)
+    wait_for(lambda: len(found()) >= 5, run, log)
+    run.kill()
+    run.wait()
+    run, log, found = started(GRPO, *flags, "--resume", "auto")
+    wait_for(lambda: "mismatch/staleness" in found()[-1] and found()[-1]["step"] >= 8, run, log)
+    first = next(row for row in found() if row["step"] % 3 == 1 and "sampling/prompts_again" in row)
+    assert f"{first['sampling/prompts_again']:.0f} prompts were in flight" in log.read_text()
+    assert 0 < first["sampling/prompts_again"] <= 3 * 16 and first["mismatch/staleness_max"] == 0
+    assert sum("sampling/prompts_again" in row for row in found()) == 1
+    assert max(row["mismatch/staleness_max"] for row in found()) <= 3
+    trained = []
+    for step in range(1, 9):
+        lines = (log.parent / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+        trained += dict.fromkeys(json.loads(line)["id"] for line in lines)
+    tokenizer, _ = load_tokenizer(str(arithmetic.WARM_START))
+    loader = PromptLoader(load("arithmetic", TrainSource(), "train", tokenizer, 64), 0)
+    assert trained == [prompt.id for prompt in loader.take(8 * 16)]
+
+
+@needs_two_cores
+@pytest.mark.slow
+def test_a_server_that_is_lost_with_batches_in_flight_ends_the_run_in_one_line(started):
+    flags = ["--max-inflight-batches", 4, "--inflight-updates", "recompute", "--tis-cap", 2, "--prompts-per-step", 16]
+    run, log, found = started(GRPO, *flags, "--eval-prompts", 0)
+    wait_for(lambda: len(found()) >= 2, run, log)
+    kill_engine(run)
+    assert run.wait(timeout=60) == 3
+    said = re.findall(r"error\[.*", log.read_text())
+    assert len(said) == 1 and said[0].startswith("error[server-gone]"), log.read_text()[-2000:]
 
 
 @pytest.fixture
@@ -165,8 +210,8 @@ def test_a_server_that_is_not_there_is_named():
         control.check()
 
 
-class Scripted(httpx.BaseTransport):
-    """Answers by path; what is not a reply is raised."""
+class Scripted:
+    """Answers by path."""
 
     def __init__(self, replies: dict):
         self.replies, self.asked = replies, []
@@ -182,8 +227,8 @@ class Scripted(httpx.BaseTransport):
 def scripted(monkeypatch):
     def install(replies: dict) -> Scripted:
         transport = Scripted(replies)
-        http = httpx.Client(transport=transport)
-        monkeypatch.setattr(httpx, "request", lambda *a, trust_env, **k: http.request(*a, **k))
+        answer = httpx.MockTransport(transport.handle_request).handle_async_request
+        monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", lambda self, request: answer(request))
         monkeypatch.setattr(client, "healthy", lambda url: True)
         return transport
 
@@ -191,7 +236,7 @@ def scripted(monkeypatch):
 
 
 def test_each_server_gets_its_own_nccl_ranks(scripted):
-    paths = ("/get_world_size", "/init_weight_transfer_engine", "/update_weight_version")
+    paths = ("/get_world_size", "/init_weight_transfer_engine", "/update_weight_version", "/resume")
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
     control = Control(["http://a", "http://b"])
     control.check()
@@ -212,6 +257,31 @@ def test_an_update_ends_with_an_empty_prefix_cache(scripted):
     assert reset.endswith("/reset_prefix_cache?reset_running_requests=true")
 
 
+def test_a_server_that_a_run_left_paused_goes_on(scripted):
+    """A run may have ended in the midst of an update. Its requests would wait for ever."""
+    transport = scripted(
+        {"/get_world_size": (200, {"world_size": 1}), **dict.fromkeys(("/update_weight_version", "/resume"), (200, {}))}
+    )
+    Control(["http://a"]).check()
+    assert "http://a/resume" in [url for url, _ in transport.asked]
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, keeps_cache):
+    """They go on afterwards, also if the update fails. With `keep` nothing they have computed is thrown away."""
+    paths = ("/pause", "/resume", "/finish_weight_update", "/reset_prefix_cache")
+    transport = scripted(dict.fromkeys(paths, (200, {})))
+    control = Control(["http://a"], keeps_cache=keeps_cache)
+    with control.paused():
+        control.finish_weight_update()
+    asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
+    reset = [] if keeps_cache else ["reset_prefix_cache?reset_running_requests=true"]
+    assert asked == ["pause?mode=keep&clear_cache=false", "finish_weight_update", *reset, "resume"]
+    with pytest.raises(RunFailed, match="lost"), control.paused():
+        raise RunFailed("lost", code="server-gone")
+    assert transport.asked[-1][0].endswith("/resume")
+
+
 def test_a_server_without_the_routes_is_explained(scripted):
     scripted({"/update_weight_version": (404, {})})
     with pytest.raises(RunFailed, match=r"http://a refused .*serve_rollout\.sh"):
@@ -227,14 +297,19 @@ def good_reply() -> dict:
 
 @pytest.fixture
 def ask_one(monkeypatch):
-    """The responses to one request for n responses of version 2, from a server that answers with given bytes."""
+    """The responses to one request for n responses, from a server that answers with given bytes.
 
-    def ask(reply: bytes, n: int, told: list | None = None) -> list:
+    It has weights of version 2. With `updates` so many updates come while the request is under way.
+    """
+
+    def ask(reply: bytes, n: int, told: list | None = None, updates: int = 0) -> list:
         told = [] if told is None else told
         transport = httpx.MockTransport(lambda request: httpx.Response(200, content=reply))
         monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
         done = lambda *given: told.append(given)
-        return asyncio.run(ask_all([("http://a", {"sampling_params": {"n": n}})], 2, done))[0]
+        versions = iter([range(2, 3), range(2 + updates, 3 + updates)])
+        request = ("http://a", {"sampling_params": {"n": n}})
+        return asyncio.run(ask_all([request], lambda: next(versions), done))[0]
 
     return ask
 
@@ -268,7 +343,7 @@ def test_a_connection_that_was_idle_is_not_used_again():
             time.sleep(1.7)  # the environment answers
             return {"sampling_params": {"n": 1}} if len(turns) < 2 else None
 
-        return await ask_all([(url, {"sampling_params": {"n": 1}})], 2, None, follow)
+        return await ask_all([(url, {"sampling_params": {"n": 1}})], lambda: range(2, 3), None, follow)
 
     ((response,),) = asyncio.run(play())
     assert response.token_ids == [7, 1] and list(map(len, connections)) == [1, 1]
@@ -282,6 +357,19 @@ def test_responses_come_in_order_and_whole(ask_one):
     assert told == [(0, [[7, 1], [7, 1]], [False, True])], "a reward may grade them while others are sampled"
     assert [response.truncated for response in found] == [False, True]
     assert found[0].token_ids == [7, 1] and found[0].logprobs == [-0.5, -0.1]
+    assert found[0].versions == [2, 2]
+
+
+def test_each_token_has_the_version_of_its_weights(ask_one):
+    """Two updates came while the responses were under way: one between their tokens, one before the second."""
+    reply = good_reply()
+    of_two = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
+    reply["choices"][1]["weight_versions"] = of_two  # this choice has index 0
+    reply["choices"][0]["weight_versions"] = [{"version": "4", "start": 0, "end": 2}]
+    found = ask_one(json.dumps(reply).encode(), 2, updates=2)
+    assert [response.versions for response in found] == [[2, 3], [4, 4]]
+    with pytest.raises(RunFailed, match="version 4, not 2 or 3"):
+        ask_one(json.dumps(reply).encode(), 2, updates=1)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +379,10 @@ def test_responses_come_in_order_and_whole(ask_one):
         {"token_ids": [7]},
         {"weight_versions": None},
         {"weight_versions": []},
-        {"weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]},
+        {"weight_versions": [{"version": "2", "start": 0, "end": 1}]},
+        {"weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "2", "start": 0, "end": 2}]},
+        {"weight_versions": [{"version": "2", "start": 0, "end": 3}]},
+        {"weight_versions": [{"version": "2"}]},
         {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": -9999.0}]}},
         {"logprobs": {"content": [{"token_id": 7, "logprob": -0.5}, {"token_id": 1, "logprob": True}]}},
         {"token_ids": [7, -1]},
@@ -338,7 +429,7 @@ def test_what_is_no_reply_is_one_line(scripted, ask_one, reply):
     """It may come from a proxy's page, another service at the port, or another version of vLLM."""
     with pytest.raises(RunFailed, match="http://a "):
         ask_one(reply, 1)
-    scripted({"/get_world_size": (200, reply), "/update_weight_version": (200, {})})
+    scripted({"/get_world_size": (200, reply), "/update_weight_version": (200, {}), "/resume": (200, {})})
     with pytest.raises(RunFailed, match="http://a .*/get_world_size"):
         Control(["http://a"]).check()
 
@@ -357,7 +448,10 @@ def test_a_server_that_hangs_is_found(monkeypatch):
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunFailed, match=url):
-            asyncio.run(ask_all([(url, {})], 0, None))
+            asyncio.run(ask_all([(url, {})], lambda: range(1), None))
+        # An update, too: the front end of an engine that has died may never answer.
+        with pytest.raises(RunFailed, match=url):
+            Control([url]).start_weight_update()
 
 
 @pytest.mark.parametrize("cuda", [False, True])

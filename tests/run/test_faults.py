@@ -217,7 +217,7 @@ def test_a_fresh_run_that_is_never_taught_anything_stops(world, tmp_path):
 
 def test_a_server_that_is_gone_has_a_code():
     with pytest.raises(RunFailed, match="http://127.0.0.1:9") as failed:
-        asyncio.run(ask_all([("http://127.0.0.1:9", {})], 0, None))
+        asyncio.run(ask_all([("http://127.0.0.1:9", {})], lambda: range(1), None))
     assert failed.value.code == "server-gone"
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from common.preflight import checks, flags
 from common.preflight.prepare import prepare
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
+from common.rollout.servers.engine import Calls, ServerEngine
 from common.run import guards, job
 from common.run.sampling import Batch
 from common.run.tracking import Tracker
@@ -117,7 +119,7 @@ def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
 def test_a_batch_in_flight_needs_a_correction(name):
     algorithm = importlib.import_module(f"algos.{name}")
     behind = {**algorithm.EMBEDDED, "layout": Layout("split", (0,), max_inflight_batches=2)}
-    with pytest.raises(BadInput, match="--max-inflight-batches 2: .* --tis-cap 2"):
+    with pytest.raises(BadInput, match="--max-inflight-batches > 1: .* --tis-cap 2"):
         algorithm.check_args(algorithm.Args(**behind))
     algorithm.check_args(algorithm.Args(**behind, tis_cap=2.0))
     if name == "opd":  # its loss over the vocabulary does not depend on who sampled
@@ -153,12 +155,19 @@ def test_a_teacher_with_another_tokenizer_is_refused(monkeypatch, tmp_path, coun
         checks.check_companion("--teacher", "absent/model/there", own, [], 8)
 
 
-AHEAD = Layout(rollout_placement="split", max_inflight_batches=2)
+LAYOUTS = {
+    "here": Layout(),
+    "two": Layout(rollout_placement="split", max_inflight_batches=2),
+    "four": Layout(rollout_placement="split", max_inflight_batches=4),
+}
 PROMPTS_PER_STEP = 8
 
 
 class Saver:
     """Goes through six steps, and notes what it is asked to save. A checkpoint is due after steps 4 and 6."""
+
+    step = 0  # a fresh run
+    sampled_again = 0
 
     def __init__(self):
         self.rescued = []
@@ -176,6 +185,23 @@ class Saver:
         self.rescued.append((step, position))
 
 
+class Engine:
+    """Takes every update at once. Nothing of it is used but what the loop asks of servers."""
+
+    def __init__(self, weight_version: int = 0):
+        self.weight_version = weight_version
+        self.behind = 0
+        self.calls = Calls()
+        self.wait_until = partial(ServerEngine.wait_until, self)
+        self.wake = partial(ServerEngine.wake, self)
+
+    def use_group(self, group) -> None:
+        """It has no collectives."""
+
+    def take_latest(self) -> None:
+        """It has them."""
+
+
 class Run(job.Run):
     """A run of six steps without models. The fixture below gives it what the loop uses."""
 
@@ -190,8 +216,8 @@ class Run(job.Run):
             held_out=["held out"],
             max_logprob_gap=1.0,
         )
-        self.loader = PromptLoader([], 0)
-        self.engine = SimpleNamespace(weight_version=5)
+        self.loader = PromptLoader([Prompt("p", "p", [9], "1")], 0)
+        self.engine = Engine(weight_version=5)
         self.saver = Saver()
         self.tracker = Tracker(str(run_dir), "grpo", self.args, world, "none", 0, 6)
         self.probe = None
@@ -203,7 +229,7 @@ class Run(job.Run):
 
     def sample(self, step: int, sampler) -> Batch:
         self.begun.append(step)
-        self.loader.position += PROMPTS_PER_STEP
+        sampler.prompts(PROMPTS_PER_STEP)
         if step == self.fails_at:
             raise RunFailed("the server is gone", code="server-gone")
         time.sleep(0.02)
@@ -223,9 +249,9 @@ class Run(job.Run):
         self.end_step(step, batch, advantages=torch.tensor([-2.0, 1.0]), old_logprobs=batch.rollout_logprobs)
 
 
-@pytest.fixture(params=[Layout(), AHEAD], ids=["here", "ahead"])
+@pytest.fixture(params=LAYOUTS)
 def run(world, tmp_path, monkeypatch, request):
-    made = Run(world, tmp_path, request.param)
+    made = Run(world, tmp_path, LAYOUTS[request.param])
     monkeypatch.setattr(made.tracker, "write_report", lambda: tmp_path / "report.html")
     yield made
     if hasattr(made, "prefetcher"):
@@ -233,13 +259,12 @@ def run(world, tmp_path, monkeypatch, request):
     made.tracker.bar.close()
 
 
-# After step 4 comes a checkpoint, so that step 5 was not drawn ahead.
 failing_step = pytest.mark.parametrize("failing", [1, 3, 4, 5])
 
 
 @failing_step
 def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run, failing):
-    """Also where its prompts, or those of the step after it, were drawn ahead."""
+    """Also where its prompts, or those of the steps after it, were drawn ahead."""
     run.fails_at = failing
     with pytest.raises(RunFailed, match="the server is gone"):
         for step, batch in run.steps(run.sample):
@@ -270,14 +295,16 @@ def test_a_step_that_fails_after_its_update_is_done(run, failing):
     assert run.saver.rescued == [(failing, failing * PROMPTS_PER_STEP)]
 
 
-def test_nothing_is_sampled_ahead_of_a_checkpoint(run):
+def test_nothing_is_sampled_that_is_too_early_or_too_late_to_be_trained_on(run):
+    """K - 1 steps ahead, and none after the last. A checkpoint, as after step 4, holds nothing up."""
     begun_before_the_end_of = {}
     for step, batch in run.steps(run.sample):
         run.prefetcher.wait()
-        begun_before_the_end_of[step] = run.begun[-1]
+        begun_before_the_end_of[step] = max(run.begun)
         run.train(step, batch)
-    ahead = run.prefetcher.ahead
-    assert begun_before_the_end_of == {step: step + (ahead and step not in (4, 6)) for step in range(1, 7)}
+    ahead = run.prefetcher.limit - 1
+    assert begun_before_the_end_of == {step: min(step + ahead, 6) for step in range(1, 7)}
+    assert sorted(run.begun) == list(range(1, 7))
 
 
 def test_an_evaluation_waits_for_the_engine_and_has_the_held_out_prompts(run):
@@ -298,7 +325,7 @@ def test_responses_are_as_old_as_the_weights_that_sampled_them(run):
         run.prefetcher.wait()  # the next step is sampled before this one's push
         run.train(step, batch)
         staleness.append(run.saver.metrics["mismatch/staleness"])
-    assert staleness == ([0, 1, 1, 1, 0, 1] if run.prefetcher.ahead else [0] * 6)
+    assert staleness == [min(run.prefetcher.limit - 1, step - 1) for step in range(1, 7)]
     assert run.saver.metrics["advantage/abs_max"] == 2.0, "a negative advantage is a signal, too"
 
 

@@ -1,4 +1,6 @@
-"""algos/grpo.py that prints, each step, how far its responses are from the weights said to have sampled each token."""
+"""algos/grpo.py that prints, each step, how far its responses are from the weights said to have sampled each token, and
+how many responses have tokens of several weights.
+"""
 
 import torch
 import tyro
@@ -29,7 +31,7 @@ def remembered(policy, engine) -> None:
 def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
     now, gap = parameters(policy), 0.0
     trained = torch.zeros_like(batch.response_mask)
-    for micro in micro_batches:  # The rows of the first mini-batch are not among them.
+    for micro in micro_batches:  # Rows that need no forward are not among them.
         trained[micro.rows] = True
     for version in batch.weight_versions[batch.response_mask].unique().tolist():
         put(policy, sent[version])
@@ -38,6 +40,10 @@ def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
         gap = max([gap, *difference[of].abs().tolist()])
     put(policy, now)
     print(f"gap {gap:.2e}", flush=True)
+    versions = batch.weight_versions.masked_fill(~batch.response_mask, -1)
+    newest = versions.amax(1, keepdim=True)
+    mixed = (batch.response_mask & (versions < newest)).any(1)
+    print(f"mixed {int(mixed.sum())}", flush=True)
     return frozen_logprobs(policy, batch, micro_batches, temperature)
 
 

@@ -35,19 +35,19 @@ class Server:
 
 
 class Control:
-    def __init__(self, urls: list[str]):
+    def __init__(self, urls: list[str], keeps_cache: bool):
         self.urls = urls
 
     def __getattr__(self, route: str):
         return lambda *args: None
 
 
-async def ask_all(requests: list, version: int, done, follow) -> list:
+async def ask_all(requests: list, versions, done, follow, salted: bool) -> list:
     url = requests[0][0]
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
         raise RunFailed(f"rollout server {url} is gone", code="server-gone")
-    return [[Response([7], [-0.5], False)]]
+    return [[Response([7], [-0.5], False, list(versions()))]]
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Every failure becomes one RunFailed that names the server. Its code is "server-g
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -102,11 +102,11 @@ async def ask_all(
     """
     urls = {url for url, _ in requests}
     threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
-    client = httpx.AsyncClient(
+    client = connect(
+        urls,
         # A long response takes its time, so there is no timeout. watch() finds a server that hangs.
         timeout=None,
         limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
-        trust_env=not all(map(is_local, urls)),
     )
 
     async def converse(i: int, url: str, body: dict | None) -> list[Response]:
@@ -124,17 +124,30 @@ async def ask_all(
         return responses
 
     try:
+        async with client:
+            return await watched(urls, [converse(i, url, body) for i, (url, body) in enumerate(requests)])
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def connect(urls: Iterable[str], **settings) -> httpx.AsyncClient:
+    """A client for these servers. Certificates, which take longer to load than a request on a LAN, only for https."""
+    encrypted = any(url.startswith("https:") for url in urls)
+    return httpx.AsyncClient(verify=encrypted, trust_env=not all(map(is_local, urls)), **settings)
+
+
+async def watched(urls: Iterable[str], requests: list[Coroutine]) -> list:
+    """What the requests return, in their order. Raises the first error, also that of a server that does not answer."""
+    try:
         # The first error in a group cancels its other tasks.
-        async with client, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             watches = [group.create_task(watch(url)) for url in urls]
-            answers = [group.create_task(converse(i, url, body)) for i, (url, body) in enumerate(requests)]
+            answers = [group.create_task(request) for request in requests]
             await asyncio.gather(*answers, return_exceptions=True)
             for task in watches:
                 task.cancel()
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
     return [task.result() for task in answers]
 
 
@@ -167,7 +180,7 @@ def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
 async def watch(url: str) -> None:
     """Raise RunFailed when three health checks of the server have failed in a row."""
     failures = 0
-    async with httpx.AsyncClient(timeout=HEALTH_ANSWER_SECONDS, trust_env=not is_local(url)) as client:
+    async with connect([url], timeout=HEALTH_ANSWER_SECONDS) as client:
         while failures < 3:
             await asyncio.sleep(HEALTH_EVERY_SECONDS)
             try:
@@ -216,18 +229,21 @@ class Control:
 
     def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
         """Send a request to every server and return what they reply. bodies: one for each server, or one for all."""
-
-        def send(url: str, body: dict | None) -> bytes:
-            timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
-            with named_errors(url, path):
-                reply = httpx.request(method, url + path, json=body, timeout=timeout, trust_env=not is_local(url))
-                return reply.raise_for_status().content
-
         if not isinstance(bodies, list):
             bodies = [bodies] * len(self.urls)
-        # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
-        with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(send, self.urls, bodies))
+
+        async def send(url: str, body: dict | None) -> bytes:
+            timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
+            async with connect([url], timeout=timeout) as http:
+                with named_errors(url, path):
+                    reply = await http.request(method, url + path, json=body)
+                    return reply.raise_for_status().content
+
+        async def send_all() -> list[bytes]:
+            # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
+            return await watched(self.urls, [send(url, body) for url, body in zip(self.urls, bodies)])
+
+        return asyncio.run(send_all())
 
     def check(self) -> None:
         """Find out whether all servers answer and have the routes, and how many workers they have."""
