@@ -75,7 +75,7 @@ def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], Non
     prompts: those of the step. settle(): returns when nothing else uses the engine. max_gap: the largest mean gap that
     is allowed, in nats.
     """
-    # With --max-inflight-batches 2 a thread may be sampling the next step.
+    # With --max-inflight-batches 2 or more, threads may be sampling later steps.
     settle()
     prompt_ids = [prompt.ids for prompt in prompts]
     before = probe.gap(probe.sample(prompt_ids, seed=1))

@@ -25,7 +25,7 @@ PHASES = {  # phase of a step -> ways to make it faster
     "reward": "more workers, or a service on another machine (docs/rewards.md)",
     "logprobs": "a larger --token-budget",
     "update": TRAINING,
-    "sync": "more prompts a step (--prompts-per-step); with --max-inflight-batches 2 it waits for responses in flight",
+    "sync": "more prompts a step (--prompts-per-step)",
     "eval": "a larger --eval-every, fewer --eval-prompts",
     "save": "a larger --save-every, --async-save",
 }
