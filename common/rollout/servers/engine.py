@@ -9,14 +9,14 @@ latest weights under the number these had, and the responses or the update that 
 ends the run. Two kinds of servers are never restarted: servers that the user has started (--rollout-urls), and servers
 that sample ahead of the trainer (--max-inflight-batches 2 or more), because the weights they had are gone.
 
-With --max-inflight-batches 2 or more, threads call generate() while the trainer has an update. There are two ways:
+With --max-inflight-batches 2 or more, threads are in generate() when the trainer pushes new weights. What happens then:
 
---inflight-updates none     The update waits until no response is under way: behind = 1. The trainer does not wait for
-                            that. It may train on the next batch first, and then behind = 2 (sampling.Prefetcher).
---inflight-updates keep     The servers pause between two tokens, take the weights and go on. Responses under way then
-                            have tokens of several versions. Their keys and values stay those of older weights.
---inflight-updates recompute   The same, but the keys and values of responses under way are computed again, so that
-                            each log-prob is exactly that of the weights that its version names.
+--inflight-updates none       The update waits until no response is under way. The trainer does not wait for that: it
+                              may train on further batches, and `behind` counts the updates that the servers miss.
+--inflight-updates recompute  The servers pause between two tokens, take the weights and go on. Responses under way have
+                              tokens of several versions. Their keys and values are computed again, so each log-prob is
+                              exactly that of the weights that its version names.
+--inflight-updates keep       The same, but their keys and values stay those of older weights.
 """
 
 import asyncio
