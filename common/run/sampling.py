@@ -8,8 +8,8 @@ has its own process group and metrics.
 import math
 import threading
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass, field, fields
+from multiprocessing.pool import AsyncResult, ThreadPool
 
 import torch
 
@@ -243,6 +243,15 @@ class Gates:
     grading: InOrder  # collectives of two steps must not wait for each other, on one rank each
 
 
+@dataclass
+class InFlight:
+    """A step that is being sampled, or waits to be trained on."""
+
+    sampler: PromptSampler
+    ended: threading.Event  # sample() has returned, or raised an error
+    batch: AsyncResult | None = None
+
+
 class Prefetcher:
     """Calls sample() for one step after the other. With --max-inflight-batches K up to K steps are sampled at a time.
 
@@ -279,9 +288,9 @@ class Prefetcher:
         self.limit = layout.max_inflight_batches  # K
         self.gates = Gates(InOrder(first_step), InOrder(first_step))
         self.begun = first_step - 1  # the last step whose sampling has begun
-        self.in_flight: dict[int, futures.Future] = {}  # step -> its _collect()
-        self.worlds = []
+        self.in_flight: dict[int, InFlight] = {}  # by step
         if self.ahead:
+            self.threads = ThreadPool(self.limit)  # daemons, so that a failed run can end
             # A thread's collectives must meet neither those of the trainer nor those of another thread.
             self.worlds = [world.beside() for _ in range(self.limit)]
 
@@ -301,24 +310,25 @@ class Prefetcher:
             return self.tracker.sampled
         tracker = self.tracker
         self._begin_until(step, last_step)
-        future = self.in_flight[step]
         with tracker.time("wait"):
-            self.engine.wait_until(future.done)
+            self.engine.wait_until(self.in_flight[step].ended.is_set)
         with tracker.time("sync"):
             self.engine.take_latest()
         self._begin_until(step, last_step)
         with tracker.time("wait"):
-            batch, sampler = self.in_flight.pop(step).result()
-        tracker.merge(sampler.metrics)
+            taken = self.in_flight.pop(step)
+            batch = taken.batch.get()
+        tracker.merge(taken.sampler.metrics)
         tracker.sampled = batch
         self._check_age(batch)
         # A checkpoint of this step must resume with the prompts of the next one, although they are drawn already.
-        self.loader.in_flight = sampler.drawn_until
+        self.loader.in_flight = taken.sampler.drawn_until
         return batch
 
     def wait(self) -> None:
         """Wait until no step is being sampled. get() raises the errors of sample()."""
-        futures.wait(self.in_flight.values())
+        for step in self.in_flight.values():
+            step.ended.wait()
 
     def settle(self) -> None:
         """Wait until no step is being sampled, and give the servers the latest weights: an evaluation may use the
@@ -339,29 +349,26 @@ class Prefetcher:
         metrics.step = step
         return PromptSampler(world, metrics, self.loader, self.reward, self.tokenizer, step, gates)
 
-    def _begin(self, step: int) -> futures.Future:
-        """Call sample() in a thread. The result: its batch, and the sampler that it was given."""
-        future: futures.Future = futures.Future()
-        # The thread of step - K does not need it any more: its batch has been taken.
+    def _begin(self, step: int) -> InFlight:
+        """Call sample() in a thread."""
+        # Step - K does not need it any more: its batch has been taken.
         world = self.worlds[step % self.limit]
-        sampler = self._sampler(step, world, Metrics(world), self.gates)
+        begun = InFlight(self._sampler(step, world, Metrics(world), self.gates), threading.Event())
 
-        def collect() -> None:
+        def collect() -> Batch:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)  # a thread starts with device 0
             self.engine.use_group(world.group)
             try:
-                future.set_result((self.sample(step, sampler), sampler))
-            except BaseException as error:
-                future.set_exception(error)  # get() raises it, in the main thread
+                return self.sample(step, begun.sampler)
             finally:
                 self.gates.drawing.leave(step)
                 self.gates.grading.leave(step)
+                begun.ended.set()
                 self.engine.wake()
 
-        # A daemon does not keep a failed run from ending.
-        threading.Thread(target=collect, name=f"step {step}", daemon=True).start()
-        return future
+        begun.batch = self.threads.apply_async(collect)
+        return begun
 
     def _check_age(self, batch: Batch) -> None:
         """No token may be more than K - 1 updates old."""

@@ -145,7 +145,7 @@ def test_training_does_not_wait_for_later_steps(world):
     run.hold(2, 3)
     run.get(1)
     run.wait_for_begun(1, 2, 3)
-    assert not run.prefetcher.in_flight[2].done()
+    assert not run.prefetcher.in_flight[2].ended.is_set()
     run.held[3].set()
     run.held[2].set()
     assert run.get(2).version == 0
@@ -336,7 +336,7 @@ def test_a_run_that_is_stopped_waits_for_its_batches_in_flight(world):
     run.get(1)
     threading.Timer(0.05, lambda: [event.set() for event in run.held.values()]).start()
     run.prefetcher.wait()
-    assert all(future.done() for future in run.prefetcher.in_flight.values())
+    assert all(step.ended.is_set() for step in run.prefetcher.in_flight.values())
 
 
 def test_steps_in_flight_have_collectives_of_their_own(world):
