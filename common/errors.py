@@ -8,7 +8,9 @@ import errno
 import json
 import os
 import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 # Words in errors of gloo, NCCL and torch's store when another rank does not arrive, and when it is gone.
 LATE = ("timed out", "timeout")
 GONE = ("closed by peer", "reset by peer", "broken pipe", "refused", "connection was likely closed", "remote process")
+# Words in errors of gloo when no interface has that name, and when ranks don't reach each other's addresses.
+UNREACHABLE = ("unable to find address for", "connectfullmesh failed")
 FULL = (os.strerror(errno.ENOSPC).lower(), os.strerror(errno.EDQUOT).lower())
 GIVE_UP_SECONDS = 3.0  # ranks that wait for the same rank give up within about this time of each other
+STORE_SECONDS = 10.0  # torch's store answers at once, unless the node of rank 0 is gone
 # Environment variables whose values are never written, neither into run.json nor into a message.
 SECRETS = (
     "REWARD_TOKEN",
@@ -160,6 +165,17 @@ def recognized(error: BaseException) -> RunFailed | None:
         return RunFailed(f"{here}: out of memory ({first_line}); {cure}", code="out-of-memory")
     if any(words in text for words in FULL):
         return RunFailed(f"{here}: {first_line}; make room, then --resume auto goes on", code="disk-full")
+    if any(words in text for words in UNREACHABLE):
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        tried = f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
+        interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
+        message = (
+            f"{here}: no connection to other ranks over {tried} ({first_line}); set GLOO_SOCKET_IFNAME, or INTERFACE "
+        )
+        message += (
+            f"for scripts/launch/torchrun.sh, to the interface that other nodes reach; this node has {interfaces}"
+        )
+        return RunFailed(message, code="no-network")
     if isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text:
         if any(words in text for words in LATE):
             return RunFailed(f"{here}: waited in vain for another rank ({first_line})", code="collective-timeout")
@@ -169,21 +185,40 @@ def recognized(error: BaseException) -> RunFailed | None:
 
 
 def print_once(failure: RunFailed) -> None:
-    """Print the failure on the first rank that fails. If ranks wait for others, add which ranks never arrived.
-
-    Ranks that fail enter their numbers in torch's store, in the order in which they fail.
-    """
+    """Print the failure on the first rank that fails. If ranks wait for others, add which ranks never arrived."""
     from torch.distributed import distributed_c10d as c10d
 
     line = f"error[{failure.code}]: {failure}"
-    with contextlib.suppress(RuntimeError, ValueError):  # there may be no store yet, or its process may be dead
+    waited = failure.code in ("collective-timeout", "rank-lost")
+    with contextlib.suppress(ValueError):  # there may be no store yet
         store = c10d._get_default_store()
         rank = c10d.get_rank()
-        store.append("failed", f"{rank} ")
-        if failure.code in ("collective-timeout", "rank-lost"):
-            time.sleep(GIVE_UP_SECONDS)  # the other ranks that wait give up, too
-            missing = set(range(c10d.get_world_size())) - set(map(int, store.get("failed").split()))
-            line += f"; ranks that hang or are dead: {sorted(missing)[:8] or 'unknown'}"
-        if int(store.get("failed").split()[0]) != rank:
+        # The other ranks that wait give up, too.
+        failed = failed_ranks(store, rank, GIVE_UP_SECONDS if waited else 0.0)
+        if failed and failed[0] != rank:
             return
+        if waited and failed:
+            missing = set(range(c10d.get_world_size())) - set(failed)
+            line += f"; ranks that hang or are dead: {sorted(missing)[:8] or 'unknown'}"
+        if waited and not failed:
+            line += "; the node of rank 0 does not answer"
     print(line, file=sys.stderr, flush=True)
+
+
+def failed_ranks(store: Any, rank: int, pause: float) -> list[int]:
+    """Ranks that fail within the pause, in the order in which they fail, this one included. They enter their numbers
+    in torch's store. Empty if the store's process is dead or its node is gone.
+    """
+    found: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.append("failed", f"{rank} ")
+            time.sleep(pause)
+            found.extend(int(number) for number in store.get("failed").split())
+
+    # A node that is gone closes no connection, and then the store's own timeout does not end get().
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(pause + STORE_SECONDS)
+    return list(found)

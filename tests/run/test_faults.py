@@ -261,6 +261,8 @@ def test_errors_keep_their_code_between_ranks():
     [
         (RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv"), "collective-timeout"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "rank-lost"),
+        (RuntimeError("ifa != nullptr. Unable to find address for: eth9"), "no-network"),
+        (RuntimeError("Gloo connectFullMesh failed with timed out connecting: Connection refused"), "no-network"),
         (MemoryError(), "out-of-memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "out-of-memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), "out-of-memory"),
