@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 from helpers import load
 
+from common.rollout import engines
 from common.rollout.rollout import Response
 from common.run.sampling import Prefetcher
 
@@ -141,6 +142,13 @@ def test_recomputing_takes_the_servers_time_for_each_token_under_way():
     assert recompute[1].at - keep[1].at == pytest.approx(0.01 * 8 * 150)
 
 
+def test_beside_a_trainer_that_works_a_token_takes_longer():
+    lengths = lambda step: [100] * 8 if step == 1 else [200] * 8
+    steps = trained(model.Loop(2, "keep"), lengths, places=16, train=lambda tokens: 50.0, slower=2.0)
+    # Step 1 trains from 100 to 150. Meanwhile step 2 gets 25 tokens, and 75 are missing.
+    assert steps[1].at == pytest.approx(150 + 75 + 50)
+
+
 @pytest.mark.parametrize("inflight", [2, 3, 5])
 def test_the_steps_that_may_begin_are_those_of_the_loop(inflight):
     """The same calls of both admission rules. The servers are `behind` by some updates."""
@@ -226,6 +234,16 @@ def test_at_scale_each_layout_stays_below_its_bound_and_colocated_gpus_do_both()
     assert colocated == pytest.approx(simulate.speed(replace(full, full=8)) / 2)
     ahead = simulate.tokens_per_gpu(full, 8, 64, model.Loop(4, "keep"), False)
     assert split < ahead <= second / 2 * (1 + 1e-9)
+
+
+def test_at_scale_a_server_works_on_no_more_responses_than_in_a_run(monkeypatch):
+    """Four servers for 64 responses of the same length, of which each has places for 8: they sample twice."""
+    assert simulate.MOST_SEQUENCES == engines.MOST_SEQUENCES
+    monkeypatch.setattr(simulate, "MOST_SEQUENCES", 8)
+    args = simulate.Args(steps=10, inflight=(4,), update=0.0, sigma=0.0, full=8)
+    # The trainer takes as long.
+    expected = simulate.speed(args) / 4
+    assert simulate.tokens_per_gpu(args, 8, 64, model.Loop(), False) == pytest.approx(expected)
 
 
 def test_a_group_has_a_long_response_whose_seed_is_its_own():
