@@ -58,6 +58,22 @@ def test_every_token_is_trained_on_once_in_a_run_that_loses_servers(inflight):
     assert steps == trained(loop, restart=1000.0), "the same seed gives the same run"
 
 
+@pytest.mark.parametrize("inflight, again", [(1, [7]), (2, [5, 6, 7, 8])])
+def test_a_run_that_loses_a_server_in_its_seventh_step_repeats_what_it_has_to(inflight, again):
+    """In turns, that step. With a batch in flight, all that was begun since the checkpoint of step 4."""
+    begun = []
+
+    def lengths(step: int) -> list[int]:
+        begun.append(step)
+        return [9]
+
+    run = model.Run(COSTS, model.Loop(inflight, "keep", lost=0.5, save_every=4), lengths, 8)
+    draws = iter([1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1])
+    run.random = SimpleNamespace(random=lambda: next(draws))
+    run.go()
+    assert begun == [*range(1, 7 + inflight), *again, *range(7 + inflight, 9)]
+
+
 def test_free_places_go_to_those_that_have_waited_longest():
     server = model.Server(replace(COSTS, places=2), now=0.0, version=0)
     server.add(1, [5, 2])
