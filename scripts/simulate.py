@@ -12,6 +12,7 @@ import json
 import math
 import random
 import statistics
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def beside_measured(data: dict) -> str:
 class Args:
     measured: str = ""  # JSON file of scripts/bench/tails.py. Without one, the assumptions below.
     gpus: tuple[int, ...] = (8, 64, 512)
-    responses: tuple[int, ...] = (1024, 8192)  # Of a step, at any number of GPUs.
+    responses: tuple[int, ...] = (1024,)  # Of a step, at any number of GPUs.
     median: float = 1000  # Tokens of a response.
     sigma: float = 1.0  # Of the logarithm of its tokens.
     longest: int = 16384  # A longer response is cut off.
@@ -86,7 +87,7 @@ class Args:
     restart: float = 300.0  # Seconds until it goes on.
     save_every: int = 10  # Steps between checkpoints.
     steps: int = 40
-    seed: int = 0
+    seed: int = 0  # Of the lengths, and of the steps that lose a server.
 
 
 def long_tailed(args: Args, responses: int, step: int) -> list[int]:
@@ -132,13 +133,16 @@ def at_scale(args: Args) -> str:
     for inflight in args.inflight:
         loops[f"K = {inflight}, keep"] = (replace(synchronous, inflight=inflight, updates="keep"), False)
     most = speed(args) / 2
-    lines = [
-        "<!-- scale -->",
+    caption = (
         f"Tokens a second and GPU. Assumed, not measured: log-normal lengths (median {args.median:g}, sigma "
         f"{args.sigma:g}, cut off at {args.longest}); a server on each GPU, which takes {1000 * args.base:g} ms and "
         f"{1000 * args.each:g} ms for each response under way until all have their next token; a GPU that trains as "
         f"fast as a server with {args.full} responses samples; {args.update:g} s for an update; a probability of "
-        f"{args.lost:g} that a step loses a server. With such servers and trainers always busy it would be {most:.0f}.",
+        f"{args.lost:g} that a step loses a server. With such servers and trainers always busy it would be {most:.0f}."
+    )
+    lines = [
+        "<!-- scale -->",
+        textwrap.fill(caption, 120),
         "",
         f"| GPUs | responses a step | {' | '.join(loops)} |",
         "|---" * (2 + len(loops)) + "|",

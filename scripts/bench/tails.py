@@ -51,7 +51,6 @@ ROWS = {  # name -> --max-inflight-batches, --inflight-updates
     "K = 4, recompute": (4, "recompute"),
     "K = 4, keep": (4, "keep"),
 }
-PREFILL_TOKENS = 400
 PARTS = tuple(f"time/{part}" for part in ("rollout", "reward", "wait", "logprobs", "update", "sync"))
 
 
@@ -173,7 +172,7 @@ def measure(flags: list[str], log: Path, result: Path, lengths: list[int]) -> No
         rates = {"alone": decoding(engine, prompts, lengths)}
         with busy():
             rates["beside"] = decoding(engine, prompts, lengths)
-        rates["prefill_token"] = prefilling(engine, prompts)
+        rates["prefill_token"] = prefilling(engine, prompts, max(lengths))
         result.write_text(json.dumps(rates))
         placement.finish(world, engine)
         sys.exit()
@@ -197,13 +196,13 @@ def decoding(engine, prompts: list[list[int]], lengths: list[int]) -> dict[int, 
     return seconds
 
 
-def prefilling(engine, prompts: list[list[int]]) -> float:
-    """Seconds for a token of a prompt. Each prompt is read once, so that none comes from the cache."""
+def prefilling(engine, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds for a token of a prompt. Each of these long ones is read once, so that none comes from the cache."""
     ids = list(itertools.chain(*prompts))
-    long = [ids[i * PREFILL_TOKENS : (i + 1) * PREFILL_TOKENS] for i in range(16)]
+    long = [ids[i * tokens : (i + 1) * tokens] for i in range(16)]
     began = time.perf_counter()
     engine.generate(long, 1, 1.0, 1, 0)
-    return (time.perf_counter() - began) / (len(long) * PREFILL_TOKENS)
+    return (time.perf_counter() - began) / (len(long) * tokens)
 
 
 @contextlib.contextmanager

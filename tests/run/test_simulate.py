@@ -262,6 +262,10 @@ def test_at_scale_a_server_works_on_no_more_responses_than_in_a_run(monkeypatch)
     assert simulate.tokens_per_gpu(args, 8, 64, model.Loop(), False) == pytest.approx(expected)
 
 
+def test_the_page_has_the_table_that_the_script_prints():
+    assert simulate.at_scale(simulate.Args()) in (ROOT / "docs/scaling.md").read_text()
+
+
 def test_a_group_has_a_long_response_whose_seed_is_its_own():
     """The last of sixteen. Responses keep their order and count as complete."""
     asked = []
