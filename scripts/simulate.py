@@ -37,23 +37,26 @@ def interpolated(seconds: dict[str, float]) -> Callable[[int], float]:
 
 
 def predicted(data: dict, name: str) -> float:
-    """Tokens a second of a row of tails.py. What it costs is measured in other rows or alone; its K is its own."""
+    """Tokens a second of a row of tails.py. Of the row it knows the trainer's seconds, not how long it waited."""
     runs = data["rows"][name]
+    loop = Loop(*data["loops"][name])
     alone, beside = data["rates"]["alone"], data["rates"]["beside"]
     first = data["rows"]["synchronous"]
     mean = lambda rows, part: statistics.mean(run[part] for run in rows)
     training = mean(runs, "training") + mean(first, "rest")
+    # Amid responses each step has an update, which waits for the servers to pause.
+    update = mean(first if loop.updates == "none" else runs, "sync")
     costs = Costs(
         servers=1,
         places=data["places"],
         decode=interpolated(alone),
         train=lambda tokens: training,
-        update=mean(first, "sync"),
+        update=update,
         recompute=data["rates"]["prefill_token"],
         grade=mean(first, "reward"),
         slower=beside[str(data["places"])] / alone[str(data["places"])],
     )
-    trained = Run(costs, Loop(*data["loops"][name]), lambda step: data["lengths"], data["steps"]).go()
+    trained = Run(costs, loop, lambda step: data["lengths"], data["steps"]).go()
     return rate(trained, data["warmup"], data["steps"] - data["draining"])
 
 

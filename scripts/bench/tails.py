@@ -183,10 +183,13 @@ def measure(flags: list[str], log: Path, result: Path, lengths: list[int]) -> No
 
 
 def decoding(engine, prompts: list[list[int]], lengths: list[int]) -> dict[int, float]:
-    """Number of responses under way -> seconds for a token of each. The shortest of three tries, prompts included."""
-    tokens = round(statistics.mean(lengths))
+    """Number of responses under way -> seconds for a token of each. The shortest of three tries, prompts included.
+
+    Few are under way where the others have ended, so they are long.
+    """
     seconds = {}
     for count in sorted({1, len(lengths) // 16, len(lengths) // 4, len(lengths)}):
+        tokens = max(lengths) if count < len(lengths) else round(statistics.mean(lengths))
         tries = []
         for seed in range(3):
             began = time.perf_counter()

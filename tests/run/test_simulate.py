@@ -214,6 +214,17 @@ def test_a_synchronous_row_is_predicted_from_its_parts():
     assert f"| one ahead | 1.00 | {ratio:.2f} | {ratio:.2f} |" in page
 
 
+def test_updates_amid_responses_take_what_they_took_in_their_own_row():
+    """Where weights go in between responses, not every step has an update: it takes as long as in turns."""
+    data = made_up(dict.fromkeys(tails.ROWS, 18.0))
+    before = {name: simulate.predicted(data, name) for name in tails.ROWS}
+    for name in tails.ROWS:
+        if name != "synchronous":
+            data["rows"][name][0]["sync"] = 5.0
+    slower = [name for name in tails.ROWS if simulate.predicted(data, name) < before[name]]
+    assert slower == ["K = 4, recompute", "K = 4, keep"]
+
+
 def test_between_measured_numbers_of_responses_the_pace_is_interpolated():
     decode = simulate.interpolated({"64": 0.05, "4": 0.02, "1": 0.01})
     assert [decode(count) for count in (1, 4, 34, 64)] == pytest.approx([0.01, 0.02, 0.035, 0.05])
