@@ -265,30 +265,35 @@ def table(data: dict) -> str:
     sampling = tokens / data["sampling_alone"]
     training = tokens / data["training_alone"]
     bound = min(sampling, training)
-    synchronous = statistics.mean(run["tokens_per_s"] for run in data["rows"]["synchronous"])
+    rates = {name: [run["tokens_per_s"] for run in runs] for name, runs in data["rows"].items()}
+    synchronous = rates["synchronous"]
     lines = [
         "<!-- tails -->",
         f"Sampling alone {sampling:.0f} tokens a second with all {data['places']} places taken, training alone "
         f"{training:.0f}, {data['epochs']} passes.",
         "",
-        "| row | tokens a second | times synchronous | of the bound | a step, p50, s | staleness, mean and most |",
+        "| row | tokens a second | times synchronous (each round) | of the bound | p50 step, s | staleness, most |",
         "|---" * 6 + "|",
     ]
     for name, runs in data["rows"].items():
-        rate = statistics.mean(run["tokens_per_s"] for run in runs)
+        rate = statistics.mean(rates[name])
+        times = rate / statistics.mean(synchronous)
+        each = [mine / theirs for mine, theirs in zip(rates[name], synchronous)]
         p50 = statistics.median(itertools.chain(*(run["steps"] for run in runs)))
         age = statistics.mean(run["staleness"] for run in runs)
         oldest = max(run["staleness_max"] for run in runs)
         lines.append(
-            f"| {name} | {rate:.0f} | {rate / synchronous:.2f} | {rate / bound:.2f} | {p50:.2f} | "
-            f"{age:.2f}, {oldest:.0f} |"
+            f"| {name} | {rate:.0f} | {times:.2f} ({min(each):.2f} to {max(each):.2f}) | {rate / bound:.2f} | "
+            f"{p50:.2f} | {age:.2f}, {oldest:.0f} |"
         )
     return "\n".join([*lines, "<!-- /tails -->"])
 
 
 def main(args: Args) -> None:
-    if args.steps <= args.warmup + DRAINING:
-        raise SystemExit(f"--steps {args.steps}: {args.warmup + DRAINING} of them do not count")
+    counted = args.steps - args.warmup - DRAINING
+    if counted < 1 or counted % DRAINING:
+        # With K = 4 and updates between responses, three batches share their weights and come together.
+        raise SystemExit(f"--steps {args.steps} --warmup {args.warmup}: {counted} steps count; take a multiple of 3")
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(Path(scratch), args)
         job.prepare()

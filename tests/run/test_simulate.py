@@ -298,7 +298,16 @@ def test_a_group_has_a_long_response_whose_seed_is_its_own():
 
 def test_the_table_compares_with_the_synchronous_row_and_with_the_slower_side():
     seconds = dict.fromkeys(tails.ROWS, 12.0) | {"synchronous": 18.0}
-    page = tails.table(made_up(seconds))
+    data = made_up(seconds)
     # Alone the trainer has 320 / 9 tokens a second, fewer than the server.
-    assert "| synchronous | 18 | 1.00 | 0.50 | 18.00 | 0.00, 1 |" in page
-    assert "| K = 4, keep | 27 | 1.50 | 0.75 | 12.00 | 1.50, 1 |" in page
+    page = tails.table(data)
+    assert "| synchronous | 18 | 1.00 (1.00 to 1.00) | 0.50 | 18.00 | 0.00, 1 |" in page
+    assert "| K = 4, keep | 27 | 1.50 (1.50 to 1.50) | 0.75 | 12.00 | 1.50, 1 |" in page
+
+
+def test_a_round_is_compared_with_the_synchronous_row_of_the_same_round():
+    """In the second one the machine has half its speed."""
+    data = made_up(dict.fromkeys(tails.ROWS, 12.0) | {"synchronous": 18.0})
+    for runs in data["rows"].values():
+        runs.append(runs[0] | {"tokens_per_s": runs[0]["tokens_per_s"] / 2, "staleness_max": 3.0})
+    assert "| K = 4, keep | 20 | 1.50 (1.50 to 1.50) | 0.56 | 12.00 | 1.50, 3 |" in tails.table(data)
