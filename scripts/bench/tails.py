@@ -270,9 +270,9 @@ def table(data: dict) -> str:
     lines = [
         "<!-- tails -->",
         f"Sampling alone {sampling:.0f} tokens a second with all {data['places']} places taken, training alone "
-        f"{training:.0f}, {data['epochs']} passes.",
+        f"{training:.0f} (`--epochs {data['epochs']}`).",
         "",
-        "| row | tokens a second | times synchronous (each round) | of the bound | p50 step, s | staleness, most |",
+        "| row | tokens a second | times synchronous (each round) | of the bound | p50 step, s | staleness: mean, max |",
         "|---" * 6 + "|",
     ]
     for name, runs in data["rows"].items():
