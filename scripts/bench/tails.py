@@ -272,7 +272,7 @@ def table(data: dict) -> str:
         f"Sampling alone {sampling:.0f} tokens a second with all {data['places']} places taken, training alone "
         f"{training:.0f} (`--epochs {data['epochs']}`).",
         "",
-        "| row | tokens a second | times synchronous (each round) | of the bound | p50 step, s | staleness: mean, max |",
+        "| row | tokens a second | times synchronous (each round) | of the bound | p50 step, s | staleness mean, max |",
         "|---" * 6 + "|",
     ]
     for name, runs in data["rows"].items():
