@@ -1,0 +1,161 @@
+"""How fast is the loop? Simulated rows beside measured ones, and machines that nobody has measured.
+
+python scripts/simulate.py                                                # 8, 64 and 512 GPUs, by its assumptions
+python scripts/simulate.py --measured baselines/performance/tails.json    # beside what bench/tails.py measured
+
+Both tables are Markdown, between comments that mark them in a page. scripts/loop_model.py is the model. It needs no
+GPU, and a table is the same each time.
+"""
+
+import itertools
+import json
+import math
+import random
+import statistics
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+from loop_model import Costs, Loop, Run, rate
+
+MOST_SEQUENCES = 512  # as in common/rollout/engines.py, which takes seconds to import
+
+
+def interpolated(seconds: dict[str, float]) -> Callable[[int], float]:
+    """A function through these points, straight between them."""
+    points = sorted((int(count), value) for count, value in seconds.items())
+
+    def decode(count: int) -> float:
+        for (left, low), (right, high) in itertools.pairwise(points):
+            if count <= right:
+                return low + (high - low) * (count - left) / (right - left)
+        return points[-1][1]
+
+    return decode
+
+
+def predicted(data: dict, name: str) -> float:
+    """Tokens a second of a row of tails.py. Of the row it knows the trainer's seconds, not how long it waited."""
+    runs = data["rows"][name]
+    loop = Loop(*data["loops"][name])
+    alone, beside = data["rates"]["alone"], data["rates"]["beside"]
+    first = data["rows"]["synchronous"]
+    mean = lambda rows, part: statistics.mean(run[part] for run in rows)
+    training = mean(runs, "training") + mean(first, "rest")
+    # Amid responses each step has an update, which waits for the servers to pause.
+    update = mean(first if loop.updates == "none" else runs, "sync")
+    costs = Costs(
+        servers=1,
+        places=data["places"],
+        decode=interpolated(alone),
+        train=lambda tokens: training,
+        update=update,
+        recompute=data["rates"]["prefill_token"],
+        grade=mean(first, "reward"),
+        slower=beside[str(data["places"])] / alone[str(data["places"])],
+    )
+    trained = Run(costs, loop, lambda step: data["lengths"], data["steps"]).go()
+    return rate(trained, data["warmup"], data["steps"] - data["draining"])
+
+
+def beside_measured(data: dict) -> str:
+    """The ratios between rows, measured and predicted, in Markdown."""
+    measured = {name: statistics.mean(run["tokens_per_s"] for run in runs) for name, runs in data["rows"].items()}
+    simulated = {name: predicted(data, name) for name in measured}
+    lines = ["<!-- simulated -->", "| row | times synchronous, measured | simulated | simulated / measured |"]
+    lines.append("|---" * 4 + "|")
+    for name in measured:
+        there = measured[name] / measured["synchronous"]
+        here = simulated[name] / simulated["synchronous"]
+        lines.append(f"| {name} | {there:.2f} | {here:.2f} | {here / there:.2f} |")
+    return "\n".join([*lines, "<!-- /simulated -->"])
+
+
+@dataclass(frozen=True)
+class Args:
+    measured: str = ""  # JSON file of scripts/bench/tails.py. Without one, the assumptions below.
+    gpus: tuple[int, ...] = (8, 64, 512)
+    responses: tuple[int, ...] = (1024,)  # Of a step, at any number of GPUs.
+    median: float = 1000  # Tokens of a response.
+    sigma: float = 1.0  # Of the logarithm of its tokens.
+    longest: int = 16384  # A longer response is cut off.
+    base: float = 0.010  # Seconds for the next token of one response on a server, which has one GPU ...
+    each: float = 0.0001  # ... and for each response under way.
+    full: int = 256  # With so many responses a server samples as fast as a GPU of the trainer trains.
+    update: float = 2.0  # Seconds in which all servers get new weights.
+    inflight: tuple[int, ...] = (4, 16)  # K of the columns with several batches in flight.
+    lost: float = 0.0  # Probability that a server is lost in a step.
+    restart: float = 300.0  # Seconds until it goes on.
+    save_every: int = 10  # Steps between checkpoints.
+    steps: int = 40
+    seed: int = 0  # Of the lengths, and of the steps that lose a server.
+
+
+def long_tailed(args: Args, responses: int, step: int) -> list[int]:
+    """Log-normal lengths of the responses of a step, the same for all rows."""
+    draw = random.Random(f"{args.seed} {step}")
+    lengths = (math.ceil(draw.lognormvariate(math.log(args.median), args.sigma)) for _ in range(responses))
+    return [min(length, args.longest) for length in lengths]
+
+
+def decode_seconds(args: Args, count: int) -> float:
+    return args.base + args.each * count
+
+
+def speed(args: Args) -> float:
+    """Tokens a second of a GPU of the trainer, and of a full server."""
+    return args.full / decode_seconds(args, args.full)
+
+
+def tokens_per_gpu(args: Args, gpus: int, responses: int, loop: Loop, colocated: bool) -> float:
+    """Tokens a second and GPU. Half of the GPUs sample and half train or, colocated, all do both in turns."""
+    servers = trainers = gpus if colocated else gpus // 2
+    costs = Costs(
+        servers=servers,
+        places=min(MOST_SEQUENCES, math.ceil(responses / servers)),  # as in a run
+        decode=lambda count: decode_seconds(args, count),
+        train=lambda tokens: tokens / speed(args) / trainers,
+        update=args.update,
+        restart=args.restart,
+    )
+    lengths = lambda step: long_tailed(args, responses, step)
+    first = last = max(args.inflight) - 1  # steps at both ends that do not count
+    return rate(Run(costs, loop, lengths, args.steps).go(), first, args.steps - last) / gpus
+
+
+def at_scale(args: Args) -> str:
+    """What each loop makes of these GPUs, in Markdown. The caption has the assumptions."""
+    synchronous = Loop(lost=args.lost, save_every=args.save_every, seed=args.seed)
+    loops = {
+        "synchronous, colocated": (synchronous, True),
+        "synchronous, split": (synchronous, False),
+        "one ahead": (replace(synchronous, inflight=2), False),
+    }
+    for inflight in args.inflight:
+        loops[f"K = {inflight}, keep"] = (replace(synchronous, inflight=inflight, updates="keep"), False)
+    most = speed(args) / 2
+    caption = (
+        f"Tokens a second and GPU. Assumed, not measured: log-normal lengths (median {args.median:g}, sigma "
+        f"{args.sigma:g}, cut off at {args.longest}); a server on each GPU, which takes {1000 * args.base:g} ms and "
+        f"{1000 * args.each:g} ms for each response under way until all have their next token; a GPU that trains as "
+        f"fast as a server with {args.full} responses samples; {args.update:g} s for an update; a probability of "
+        f"{args.lost:g} that a step loses a server. With such servers and trainers always busy it would be {most:.0f}."
+    )
+    lines = [
+        "<!-- scale -->",
+        textwrap.fill(caption, 120),
+        "",
+        f"| GPUs | responses a step | {' | '.join(loops)} |",
+        "|---" * (2 + len(loops)) + "|",
+    ]
+    for responses, gpus in itertools.product(args.responses, args.gpus):
+        cells = [f"{tokens_per_gpu(args, gpus, responses, loop, alike):.0f}" for loop, alike in loops.values()]
+        lines.append(f"| {gpus} | {responses} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "<!-- /scale -->"])
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    print(beside_measured(json.loads(Path(args.measured).read_text())) if args.measured else at_scale(args))
