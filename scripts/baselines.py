@@ -95,7 +95,8 @@ RUNS = {
     ("sums", "prime"): "--prompts-per-step 16 --gen-prompts 32 --accuracy-range 0.1 0.9 "
     "--prm-learning-rate 1e-5 --c-process 0.3 --steps 20",
 }
-ENDED_BY_GUARD = {("calculator", "grpo-off")}  # never gets a reward, and ends as `no-signal` with exit code 3
+# Runs that never get a reward. They end as `no-signal`, with exit code 3.
+ENDED_BY_GUARD = {("calculator", "grpo-off"), ("functions", "grpo-shuffled")}
 REJECTED = {"prompts": 2560, "n": 4}  # problems, and untrained responses to each, from which controls take theirs
 # Runs that sample nothing while they train: number of responses from which their data were taken.
 OFFLINE = {
