@@ -366,6 +366,7 @@ def test_the_delight_gate_passes_surprising_successes_and_holds_back_surprising_
         advantages = torch.tensor([2.0, -2.0])
         settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "denominator": 1.0}
         loss = gate.policy_loss(logprobs, old_logprobs, None, advantages, mask, **settings)
+        assert loss.isfinite(), "NaN outside the mask changes nothing"
         return torch.autograd.grad(loss, logprobs)[0][:, :2]
 
     delight = [2 * math.log(1 / 0.9), 2 * math.log(1 / 0.05)]
