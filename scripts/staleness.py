@@ -272,8 +272,8 @@ class Estimate:
     def __str__(self) -> str:
         """In percent or points, such as 91.2 [89.0, 93.4]."""
         if math.isnan(self.low):
-            return f"{100 * self.mean:.1f}"
-        return f"{100 * self.mean:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+            return f"{100 * self.mean:z.1f}"
+        return f"{100 * self.mean:z.1f} [{100 * self.low:z.1f}, {100 * self.high:z.1f}]"
 
 
 def over_seeds(values: list[float]) -> Estimate:

@@ -263,6 +263,15 @@ def test_the_committed_table_is_what_the_csvs_give(task):
     assert staleness.block(staleness.FOLDER, task) in (staleness.FOLDER / "README.md").read_text()
 
 
+def test_the_committed_runs_are_of_one_recipe_and_of_committed_code():
+    for file in staleness.FOLDER.glob("*/*/*.json"):
+        task, correction = file.parts[-3:-1]
+        about = json.loads(file.read_text())
+        cell = staleness.Cell(task, correction, about["staleness"], about["seed"])
+        assert cell.file(staleness.FOLDER).with_suffix(".json") == file and about["flags"] == cell.flags()
+        assert about["commit"] and not about["uncommitted_changes"], file
+
+
 @pytest.mark.parametrize(
     "changes, names",
     [
