@@ -200,6 +200,7 @@ def our_variants() -> Tensors:
     z = grpo.compute_advantages(b.scores, G)
     icepop = variants.load("icepop")
     sequence = variants.load("sequence-weights")
+    sequence_mask = variants.load("sequence-mask")
     geometric = variants.load("geometric-mask")
 
     # Without randomness: every token of the band loses its gradient. At least one token is in it, and not all are.
@@ -239,6 +240,7 @@ def our_variants() -> Tensors:
         "variant kl-cov loss": loss(kl_cov, penalized=penalized),
         "variant icepop weights": icepop.rollout_weights(b.old, b.ref, b.mask, 1.2) * b.mask,
         "variant sequence weights": sequence.rollout_weights(b.old, b.ref, b.mask, 1.1) * b.mask,
+        "variant sequence mask": sequence_mask.rollout_weights(b.old, b.ref, b.mask, 1.1) * b.mask,
         "variant geometric mask": geometric.rollout_weights(b.old, b.ref, b.mask, 1.05) * b.mask,
     }
 
@@ -343,6 +345,7 @@ def verl_lines() -> Tensors:
         "variant kl-cov loss|kl_cov": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_kl_cov),
         "variant icepop weights|rollout_is token, 0.5_1.2": weights("token", "0.5_1.2"),
         "variant sequence weights|rollout_is sequence": weights("sequence", 1.1) * mask,
+        "variant sequence mask|rollout_is sequence, 1e-9_1.1": weights("sequence", "1e-9_1.1") * mask,
         "variant geometric mask|rollout_rs seq_mean_k1": corrections.compute_rollout_rejection_mask(
             b.old - b.ref,
             mask,

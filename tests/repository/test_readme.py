@@ -16,6 +16,7 @@ TEXTS = [
     ROOT / "README.md",
     ROOT / "baselines/README.md",
     ROOT / "baselines/performance/README.md",
+    ROOT / "baselines/staleness/README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),

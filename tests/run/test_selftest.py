@@ -13,6 +13,7 @@ from cases import ALGORITHMS
 from conftest import ROOT, launch
 from helpers import load
 
+from algos import grpo
 from common import errors, placement, weight_sync
 from common.data import arithmetic, prompts
 from common.errors import RunFailed
@@ -336,7 +337,7 @@ def test_the_loss_of_each_variant_holds(holds, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("variant", ["icepop", "sequence-weights", "geometric-mask"])
+@pytest.mark.parametrize("variant", ["icepop", "sequence-weights", "sequence-mask", "geometric-mask"])
 def test_importance_weights_fit_every_file(name, variant):
     """Ratios of two responses: e^0, e^1 and e^2; e^0 and e^-1."""
     mask = torch.tensor([[True, True, True], [True, True, False]])
@@ -345,9 +346,44 @@ def test_importance_weights_fit_every_file(name, variant):
     expected = {
         "icepop": [1, 0, 0, 1, 0],
         "sequence-weights": [2, 2, 2, 1 / math.e, 1 / math.e],
+        "sequence-mask": [0, 0, 0, 1 / math.e, 1 / math.e],
         "geometric-mask": [0, 0, 0, 1, 1],  # geometric means of e and 0.61
     }[variant]
     assert torch.allclose(weights[mask], torch.tensor(expected).float())
+
+
+def test_the_delight_gate_passes_surprising_successes_and_holds_back_surprising_failures():
+    """A success of advantage 2 and a failure of -2, of two tokens each: an expected one (p = 0.9) and a surprising one
+    (p = 0.05). Ratios of 1.1 are not clipped. The gate is that of the current policy, and has no gradient.
+    """
+    surprisal = -torch.tensor([[0.9, 0.05, math.nan]]).log().expand(2, 3)
+    logprobs = (-surprisal).clone().requires_grad_()
+    mask = torch.tensor([[True, True, False]]).expand(2, 3)
+    old = logprobs.detach() - math.log(1.1)
+    gate = variants.load("delight-gate")
+
+    def gradient(old_logprobs: torch.Tensor) -> torch.Tensor:
+        advantages = torch.tensor([2.0, -2.0])
+        settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "denominator": 1.0}
+        loss = gate.policy_loss(logprobs, old_logprobs, None, advantages, mask, **settings)
+        assert loss.isfinite(), "NaN outside the mask changes nothing"
+        return torch.autograd.grad(loss, logprobs)[0][:, :2]
+
+    delight = [2 * math.log(1 / 0.9), 2 * math.log(1 / 0.05)]
+    success = [-1.1 / (1 + math.exp(-value)) for value in delight]  # -A / 2 tokens = -1
+    failure = [1.1 / (1 + math.exp(value)) for value in delight]
+    assert torch.allclose(gradient(old), torch.tensor([success, failure]))
+    # GRPO's clip is still there: ratios of 1.5 have no gradient where the advantage is positive.
+    clipped = gradient(logprobs.detach() - math.log(1.5))
+    assert clipped[0].tolist() == [0, 0] and (clipped[1] > 0).all()
+
+
+def test_the_delight_gate_needs_no_importance_weights_for_batches_in_flight():
+    layout = placement.Layout(rollout_placement="split", max_inflight_batches=2)
+    with pytest.raises(errors.BadInput, match="--tis-cap"):
+        grpo.check_args(grpo.Args(layout=layout))
+    gate = variants.load("delight-gate")
+    gate.check_args(gate.Args(layout=layout))
 
 
 def test_a_diff_that_no_longer_fits_says_where():
