@@ -1,5 +1,5 @@
 """algos/grpo.py that prints, each step, how far its responses are from the weights said to have sampled each token, and
-how many responses have tokens of several weights.
+how many responses have tokens of several weights. With --inflight-updates keep the gap is what the cache remembers.
 """
 
 import torch
@@ -29,7 +29,7 @@ def remembered(policy, engine) -> None:
 
 
 def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
-    now, gap = parameters(policy), 0.0
+    now, gaps = parameters(policy), [0.0]
     trained = torch.zeros_like(batch.response_mask)
     for micro in micro_batches:  # Rows that need no forward are not among them.
         trained[micro.rows] = True
@@ -37,9 +37,9 @@ def compared(policy, batch, micro_batches, temperature) -> torch.Tensor:
         put(policy, sent[version])
         of = batch.response_mask & trained & (batch.weight_versions == version)
         difference = frozen_logprobs(policy, batch, micro_batches, temperature) - batch.rollout_logprobs
-        gap = max([gap, *difference[of].abs().tolist()])
+        gaps += difference[of].abs().tolist()
     put(policy, now)
-    print(f"gap {gap:.2e}", flush=True)
+    print(f"gap {max(gaps):.2e} mean {sum(gaps) / len(gaps):.2e}", flush=True)
     versions = batch.weight_versions.masked_fill(~batch.response_mask, -1)
     newest = versions.amax(1, keepdim=True)
     mixed = (batch.response_mask & (versions < newest)).any(1)
