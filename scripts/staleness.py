@@ -141,7 +141,7 @@ class Early(sampling.Prefetcher):
         self.tracker.merge(sampler.metrics)
         self.tracker.sampled = batch
         # A checkpoint of this step names the place of the next step's prompts, although they are drawn already.
-        self.loader.in_flight = sampler.drawn_until
+        self.loader.trained_until = sampler.drawn_until
         self.check_ages(batch, step)
         return batch
 

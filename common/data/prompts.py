@@ -259,8 +259,8 @@ class PromptLoader:
         self.seed = seed
         # Number of prompts drawn so far. A resumed run sets it.
         self.position = 0
-        # Start of a batch that has been drawn and not yet been trained on.
-        self.in_flight: int | None = None
+        # Place behind the last prompts that were trained on, if others have been drawn since. None: there are none.
+        self.trained_until: int | None = None
         self.also = also
         by_name: dict[str, list[Prompt]] = {}
         for prompt in prompts:
@@ -273,7 +273,7 @@ class PromptLoader:
     @property
     def resume_at(self) -> int:
         """Position at which a resumed run continues: the first prompt that has not been trained on."""
-        return self.position if self.in_flight is None else self.in_flight
+        return self.position if self.trained_until is None else self.trained_until
 
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and answers in their order. A file whose content changed has another fingerprint."""

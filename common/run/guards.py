@@ -10,6 +10,7 @@ SILENT_STEPS = 20  # steps in a row in which no response had an advantage
 COLLAPSED_SHARE = 0.05  # entropy, as a share of the mean entropy of the first WINDOW_STEPS, below which to warn
 WINDOW_STEPS = 10
 TRUNCATED_STEPS = 5  # steps in a row in which every response was cut off
+ENOUGH_TOKENS = 1000  # of current weights, on all ranks, for a mean gap
 STALE_GAP = 0.5  # the gap allowed for tokens of older weights: it includes what was learned since
 
 
@@ -111,8 +112,9 @@ def check(metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[
     if metrics.get("mismatch/staleness", 0.0) > 0:
         # The gap of tokens of older weights holds what the policy has learned since.
         too_large = gap > max(10 * max_logprob_gap, STALE_GAP)
-        rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)  # of the tokens of current weights
-        if rounding > max_logprob_gap:
+        # The gap of tokens of current weights is rounding. The mean of a few is no measure: one of them may be rare.
+        rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)
+        if rounding > max_logprob_gap and metrics["mismatch/current_tokens"] >= ENOUGH_TOKENS:
             too_large = True
             gap = rounding
     if too_large:

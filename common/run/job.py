@@ -140,6 +140,9 @@ class Run:
             self.engine,
             first_step=self.saver.step + 1,
         )
+        if self.settings.layout.split:
+            # If servers are lost during a push, the training of the step is complete.
+            self.engine.before_failing = lambda: self.rescue(tracker.step, self.loader.resume_at)
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
             # If this step fails, a checkpoint labelled with the previous step lets a resumed run repeat these prompts.
@@ -228,8 +231,8 @@ class Run:
 
     def close(self) -> None:
         """Write the report, stop the engine and leave the process group together. Collective: every rank calls it."""
-        self.prefetcher.wait()  # A run that was stopped early may have batches in flight.
         self.tracker.close()
+        self.prefetcher.abandon()  # A run that was stopped early may have batches in flight.
         placement.finish(self.world, self.engine)
 
 

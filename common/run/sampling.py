@@ -210,7 +210,7 @@ class InOrder:
 
     def __init__(self, first_step: int):
         self.next_step = first_step  # whose turn it is
-        self.left: set[int] = set()  # later steps that have left already, because they failed
+        self.left: set[int] = set()  # later steps that have left already, such as those that failed
         self.changed = threading.Condition()
 
     def enter(self, step: int) -> None:
@@ -240,7 +240,7 @@ class Gates:
     """Where the threads of several steps keep to the order of the steps."""
 
     drawing: InOrder  # of prompts: each rank draws the same ones for a step, whichever thread is faster
-    grading: InOrder  # collectives of two steps must not wait for each other, on one rank each
+    grading: InOrder  # rewards have a state, such as weights that are read from a file once a step
 
 
 @dataclass
@@ -309,11 +309,12 @@ class Prefetcher:
             self.tracker.sampled = self.sample(step, sampler)
             return self.tracker.sampled
         tracker = self.tracker
+        # Now, while we wait, and again below, because an update that goes in lets further steps begin.
         self._begin_until(step, last_step)
         with tracker.time("wait"):
-            self.engine.wait_until(self.in_flight[step].ended.is_set)
+            self.engine.wait_for_step_or_idle(self.in_flight[step].ended.is_set)
         with tracker.time("sync"):
-            self.engine.take_latest()
+            self.engine.send_if_behind()
         self._begin_until(step, last_step)
         with tracker.time("wait"):
             taken = self.in_flight.pop(step)
@@ -322,21 +323,26 @@ class Prefetcher:
         tracker.sampled = batch
         self._check_age(batch)
         # A checkpoint of this step must resume with the prompts of the next one, although they are drawn already.
-        self.loader.in_flight = taken.sampler.drawn_until
+        self.loader.trained_until = taken.sampler.drawn_until
         return batch
 
-    def wait(self) -> None:
-        """Wait until no step is being sampled. get() raises the errors of sample()."""
+    def settle(self) -> None:
+        """Wait until no step is being sampled, and give the servers the latest weights, so that an evaluation has the
+        engine to itself. Collective. Raises the errors of sample().
+        """
+        if not self.ahead:
+            return
+        # In the order of the steps. After an error of one, later steps may wait for it for ever.
+        for step in self.in_flight.values():
+            step.batch.get()
+        self.engine.send_if_behind()
+
+    def abandon(self) -> None:
+        """End the sampling of steps that will not be trained on, because the run was asked to stop."""
+        if self.in_flight:
+            self.engine.abandon()
         for step in self.in_flight.values():
             step.ended.wait()
-
-    def settle(self) -> None:
-        """Wait until no step is being sampled, and give the servers the latest weights: an evaluation may use the
-        engine. Collective.
-        """
-        self.wait()
-        if self.ahead:
-            self.engine.take_latest()
 
     def _begin_until(self, step: int, last_step: int) -> None:
         """Begin all steps that may be sampled before `step` trains."""
@@ -351,7 +357,7 @@ class Prefetcher:
 
     def _begin(self, step: int) -> InFlight:
         """Call sample() in a thread."""
-        # Step - K does not need it any more: its batch has been taken.
+        # The step that had this world, K steps ago, has ended: its batch has been taken.
         world = self.worlds[step % self.limit]
         begun = InFlight(self._sampler(step, world, Metrics(world), self.gates), threading.Event())
 

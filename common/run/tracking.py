@@ -138,6 +138,7 @@ class Metrics:
         current = mask & (batch.weight_versions == weight_version)
         if exact:
             self.mean("mismatch/rounding_abs_mean", difference[current].sum(), current.sum())
+            self.sum("mismatch/current_tokens", current.sum())
         stale = mask & (batch.weight_versions < weight_version)
         self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
 

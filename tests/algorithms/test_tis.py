@@ -64,6 +64,23 @@ def test_metrics_of_the_gap(world):
     assert total["mismatch/effective_frac"] == pytest.approx(sum(ratios) ** 2 / sum(w * w for w in ratios), rel=1e-5)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_gap_of_stale_tokens_is_told_from_rounding(world, exact):
+    """The second token is an update old, and the third an environment's. The second row had no forward."""
+    logprobs = [[-1.0, -2.0, 0.0, -3.0], [-1.0]]
+    versions = [[7, 6, 0, 7], [7]]
+    batch = collate(
+        [[1]] * 2, [[5] * 4, [5]], logprobs, [True] * 2, versions, "cpu", [[True, True, False, True], [True]]
+    )
+    old = torch.tensor([[-1.25, -4.0, -9.0, -3.5], [9.0, 0.0, 0.0, 0.0]])
+    metrics = Metrics(world)
+    metrics.mismatch_by_age(old, batch, 7, torch.tensor([True, False]), exact=exact)
+    recorded = {name: tuple(map(float, entry)) for name, (entry,) in metrics.sums.items()}
+    assert recorded["mismatch/stale_abs_mean"] == (2.0, 1)
+    rounding = {"mismatch/rounding_abs_mean": (0.25 + 0.5, 2), "mismatch/current_tokens": (2, 0)}
+    assert {name: recorded[name] for name in recorded.keys() & rounding.keys()} == (rounding if exact else {})
+
+
 def test_the_effective_size_is_that_of_all_ranks_together():
     """100 weights of 1 here and 100 of 2 on the other rank: (100 + 200)^2 / (100 + 400) / 200 = 0.9."""
     others = iter([200.0, 400.0])

@@ -113,7 +113,7 @@ def test_servers_grade_no_single_turn_ahead(world, monkeypatch):
     monkeypatch.setattr(client, "ask_all", ask_all)
     engine = object.__new__(servers.ServerEngine)
     engine.world, engine.stop_token_ids, engine.never, engine.urls = world, [1], (), ["http://a"]
-    engine.inflight_updates, engine.calls, engine.thread = "none", servers.Calls(), threading.local()
+    engine.inflight_updates, engine.calls, engine.of_thread = "none", servers.CallGate(), threading.local()
     with pytest.raises(BadInput, match="enough"):
         engine.generate([[5], [6]], 4, 1.0, 8, 0, done=lambda *row: None, reply=lambda prompt, turns: None)
     assert given == [(8, None)]

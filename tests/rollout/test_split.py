@@ -144,6 +144,7 @@ def test_a_server_that_is_lost_with_batches_in_flight_ends_the_run_in_one_line(s
     assert run.wait(timeout=60) == 3
     said = re.findall(r"error\[.*", log.read_text())
     assert len(said) == 1 and said[0].startswith("error[server-gone]"), log.read_text()[-2000:]
+    assert re.search(r"saved after step \d+; to go on: ", log.read_text()), log.read_text()[-2000:]
 
 
 @pytest.fixture
@@ -210,6 +211,9 @@ def test_a_server_that_is_not_there_is_named():
         control.check()
 
 
+FRESH = ("/update_weight_version", "/resume", "/reset_prefix_cache")  # routes that make a used server as a new one
+
+
 class Scripted:
     """Answers by path."""
 
@@ -236,7 +240,7 @@ def scripted(monkeypatch):
 
 
 def test_each_server_gets_its_own_nccl_ranks(scripted):
-    paths = ("/get_world_size", "/init_weight_transfer_engine", "/update_weight_version", "/resume")
+    paths = ("/get_world_size", "/init_weight_transfer_engine", *FRESH)
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
     control = Control(["http://a", "http://b"])
     control.check()
@@ -257,18 +261,17 @@ def test_an_update_ends_with_an_empty_prefix_cache(scripted):
     assert reset.endswith("/reset_prefix_cache?reset_running_requests=true")
 
 
-def test_a_server_that_a_run_left_paused_goes_on(scripted):
-    """A run may have ended in the midst of an update. Its requests would wait for ever."""
-    transport = scripted(
-        {"/get_world_size": (200, {"world_size": 1}), **dict.fromkeys(("/update_weight_version", "/resume"), (200, {}))}
-    )
+def test_a_server_that_another_run_has_used_is_as_a_new_one(scripted):
+    """That run may have ended during an update, and its cache has keys and values of other weights."""
+    transport = scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, {"world_size": 1})})
     Control(["http://a"]).check()
-    assert "http://a/resume" in [url for url, _ in transport.asked]
+    asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
+    assert "resume" in asked and "reset_prefix_cache?reset_running_requests=true" in asked
 
 
 @pytest.mark.parametrize("keeps_cache", [False, True])
 def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, keeps_cache):
-    """They go on afterwards, also if the update fails. With `keep` nothing they have computed is thrown away."""
+    """They go on afterwards. With `keep` nothing that they have computed is thrown away."""
     paths = ("/pause", "/resume", "/finish_weight_update", "/reset_prefix_cache")
     transport = scripted(dict.fromkeys(paths, (200, {})))
     control = Control(["http://a"], keeps_cache=keeps_cache)
@@ -277,9 +280,33 @@ def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, keeps_
     asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
     reset = [] if keeps_cache else ["reset_prefix_cache?reset_running_requests=true"]
     assert asked == ["pause?mode=keep&clear_cache=false", "finish_weight_update", *reset, "resume"]
-    with pytest.raises(RunFailed, match="lost"), control.paused():
-        raise RunFailed("lost", code="server-gone")
-    assert transport.asked[-1][0].endswith("/resume")
+
+
+@pytest.mark.parametrize("lost_in", ["/pause", "an update"])
+def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkeypatch):
+    """The first has been lost, and its error is the one that is told. The second may belong to the user."""
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "a":
+            raise httpx.ConnectError("refused")
+        asked.append(request.url.path)
+        return httpx.Response(200, json={})
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "post", lambda url, **given: http.post(url))
+    monkeypatch.setattr(client, "healthy", lambda url: True)
+
+    async def at_once(self, request):
+        if request.url.path == "/pause" and lost_in != "/pause":
+            return httpx.Response(200, json={})
+        return answer(request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", at_once)
+    control = Control(["http://a", "http://b"])
+    with pytest.raises(RunFailed, match="http://a"), control.paused():
+        control.start_weight_update()
+    assert asked[-1] == "/resume"
 
 
 def test_a_server_without_the_routes_is_explained(scripted):
@@ -312,6 +339,22 @@ def ask_one(monkeypatch):
         return asyncio.run(ask_all([request], lambda: next(versions), done))[0]
 
     return ask
+
+
+def test_with_a_kept_cache_a_request_reads_no_prompt_that_older_weights_have_computed(monkeypatch):
+    """vLLM shares the cache of requests with equal salts. During an update nobody knows which weights will compute."""
+    salts = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        salts.append(json.loads(request.content)["cache_salt"])
+        return httpx.Response(200, json=good_reply())
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
+    requests = [("http://a", {"sampling_params": {"n": 2}})]
+    for versions in (range(2, 3), range(2, 4), range(2, 3)):
+        asyncio.run(ask_all(requests, lambda now=versions: now, None, salted=True))
+    assert salts[0] == salts[2] != salts[1]
 
 
 def test_a_connection_that_was_idle_is_not_used_again():
@@ -429,7 +472,7 @@ def test_what_is_no_reply_is_one_line(scripted, ask_one, reply):
     """It may come from a proxy's page, another service at the port, or another version of vLLM."""
     with pytest.raises(RunFailed, match="http://a "):
         ask_one(reply, 1)
-    scripted({"/get_world_size": (200, reply), "/update_weight_version": (200, {}), "/resume": (200, {})})
+    scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, reply)})
     with pytest.raises(RunFailed, match="http://a .*/get_world_size"):
         Control(["http://a"]).check()
 

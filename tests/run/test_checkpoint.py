@@ -201,7 +201,7 @@ def test_prompts_that_are_in_flight_are_drawn_again_after_a_resume(models, world
     saver = start(models, world, tmp_path)
     step(*saver.trained["policy"])
     saver.loader.take(8)
-    saver.loader.in_flight = 8
+    saver.loader.trained_until = 8
     in_flight = saver.loader.take(8)
     saver.save(3, {})
     again = start(models, world, tmp_path)

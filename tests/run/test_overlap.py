@@ -10,7 +10,7 @@ import torch
 from common.data.prompts import Prompt, PromptLoader
 from common.errors import RunFailed
 from common.placement import Layout
-from common.rollout.servers.engine import Calls, ServerEngine
+from common.rollout.servers.engine import CallGate, ServerEngine
 from common.run import sampling
 from common.run.sampling import InOrder, Prefetcher
 from common.run.tracking import Metrics
@@ -29,19 +29,25 @@ class Engine:
         self.world = world
         self.inflight_updates = updates
         self.weight_version = 0
-        self.behind = 0
-        self.updating = False
-        self.calls = Calls()
+        self.served_version = 0
+        self.sending = False
+        self.calls = CallGate()
         self.sent = []  # versions that the servers got
-        for name in ("take_latest", "wait_until", "wake", "load_weights", "versions"):
+        self.abandoned = False
+        for name in ("send_if_behind", "wait_for_step_or_idle", "wake", "load_weights", "versions"):
             setattr(self, name, partial(getattr(ServerEngine, name), self))
+
+    behind = ServerEngine.behind
 
     def use_group(self, group) -> None:
         """Its collectives are those of the world."""
 
-    def update(self) -> None:
+    def send_or_restart(self) -> None:
         self.sent.append(self.weight_version)
-        self.behind = 0
+        self.served_version = self.weight_version
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 class Batch:
@@ -79,7 +85,7 @@ class Run:
 
     def sample(self, step: int, sampler):
         prompts = [prompt.text for prompt in sampler.prompts(self.count)]
-        with self.engine.calls.one():
+        with self.engine.calls.under_way():
             self.begun.append(step)
             self.in_main.append(threading.current_thread() is self.main)
             version = self.engine.versions().start
@@ -104,6 +110,11 @@ class Run:
             time.sleep(0.005)
 
 
+def wait_for_all(run: Run) -> None:
+    for step in run.prefetcher.in_flight.values():
+        assert step.ended.wait(SECONDS)
+
+
 def in_the_walk(run: Run, first: int, count: int) -> list[str]:
     return [run.loader.prompt_at(position).text for position in range(first, first + count)]
 
@@ -120,7 +131,7 @@ def test_so_many_steps_are_under_way_while_one_trains(world, inflight):
     run = Run(world, inflight)
     for step in range(1, 4):
         run.get(step)
-        run.prefetcher.wait()
+        wait_for_all(run)
         assert sorted(run.begun) == list(range(1, step + inflight)) and not any(run.in_main)
         run.push()
     assert [total for total, _ in run.tracker.sums["reward/mean"]] == [1, 2, 3], "metrics of step 2 are step 2's"
@@ -154,14 +165,14 @@ def test_training_does_not_wait_for_later_steps(world):
 def test_nothing_is_sampled_after_the_last_step(world):
     run = Run(world, 4)
     run.get(1, last_step=2)
-    run.prefetcher.wait()
+    wait_for_all(run)
     assert sorted(run.begun) == [1, 2]
 
 
 def test_a_resumed_run_begins_with_its_own_step(world):
     run = Run(world, 3, first_step=8)
     assert run.get(8).prompts == in_the_walk(run, 0, 2)
-    run.prefetcher.wait()
+    wait_for_all(run)
     assert sorted(run.begun) == [8, 9, 10]
 
 
@@ -170,7 +181,7 @@ def test_a_checkpoint_resumes_with_the_first_prompts_that_were_not_trained_on(wo
     run = Run(world, 4)
     for step in range(1, 4):
         run.get(step)
-        run.prefetcher.wait()
+        wait_for_all(run)
         assert run.loader.resume_at == 2 * step and run.loader.position == 2 * (step + 3)
         run.push()
 
@@ -278,7 +289,7 @@ def test_no_token_is_ever_older_than_allowed(world, inflight, updates, monkeypat
 def test_a_token_that_is_too_old_is_noticed(world):
     run = Run(world, 2)
     run.get(1)
-    run.prefetcher.wait()
+    wait_for_all(run)
     run.engine.weight_version += 2
     with pytest.raises(AssertionError, match="2 updates old"):
         run.get(2)
@@ -296,13 +307,13 @@ def test_an_evaluation_has_the_latest_weights_and_no_company(world):
 
 
 def test_no_response_begins_during_an_update(world):
-    calls, begun = Calls(), threading.Event()
+    calls, begun = CallGate(), threading.Event()
 
     def call() -> None:
-        with calls.one():
+        with calls.under_way():
             begun.set()
 
-    with calls.none_may_begin():
+    with calls.closed():
         threading.Thread(target=call, daemon=True).start()
         assert not begun.wait(0.1)
     assert begun.wait(SECONDS)
@@ -323,20 +334,53 @@ def test_an_error_beside_is_raised_where_its_batch_is_wanted(world, inflight):
 
     run.prefetcher.sample = fails
     run.get(1)
-    run.prefetcher.wait()  # not here, and later steps don't wait for the one that failed
+    wait_for_all(run)  # not here, and later steps don't wait for the one that failed
     with pytest.raises(RunFailed, match="the server is gone"):
         run.get(2)
     assert run.loader.resume_at == 2, "its prompts are drawn again"
 
 
-def test_a_run_that_is_stopped_waits_for_its_batches_in_flight(world):
-    """Else the servers are ended under them, and a run that was asked to stop ends with an error."""
+def test_a_run_that_is_stopped_ends_its_batches_in_flight(world, monkeypatch):
+    """Nobody will train on them, and long responses take their time. Their errors are no errors of the run."""
     run = Run(world, 3)
     run.hold(2, 3)
     run.get(1)
-    threading.Timer(0.05, lambda: [event.set() for event in run.held.values()]).start()
-    run.prefetcher.wait()
+    monkeypatch.setattr(run.engine, "abandon", lambda: [event.set() for event in run.held.values()])
+    run.prefetcher.abandon()
     assert all(step.ended.is_set() for step in run.prefetcher.in_flight.values())
+
+
+def test_an_evaluation_does_not_wait_for_steps_behind_one_that_failed(world):
+    """On another rank a later step may wait for ever for the one that failed here."""
+    run = Run(world, 4)
+    run.hold(3, 4)
+    sample = run.prefetcher.sample
+
+    def fails(step, sampler):
+        if step == 2:
+            raise ValueError("out of memory")
+        return sample(step, sampler)
+
+    run.prefetcher.sample = fails
+    run.get(1)
+    with pytest.raises(ValueError, match="out of memory"):
+        run.prefetcher.settle()
+    assert not run.prefetcher.in_flight[3].ended.is_set()
+    run.held[3].set()
+    run.held[4].set()
+
+
+def test_a_push_that_fails_saves_what_the_run_has(world, monkeypatch):
+    run, saved = Run(world, 2), []
+
+    def lost():
+        raise RunFailed("the server is gone", code="server-gone")
+
+    run.engine.send_or_restart = lost
+    run.engine.before_failing = lambda: saved.append(True)
+    with pytest.raises(RunFailed, match="the server is gone"):
+        run.push()
+    assert saved == [True]
 
 
 def test_steps_in_flight_have_collectives_of_their_own(world):
@@ -351,7 +395,7 @@ def test_steps_in_flight_have_collectives_of_their_own(world):
 
     run.prefetcher.sample = noted
     run.get(1)
-    run.prefetcher.wait()
+    wait_for_all(run)
     assert None not in groups and len(set(map(id, groups))) == 3 and world.group is None
 
 
@@ -379,7 +423,7 @@ def test_batches_are_graded_in_the_order_of_their_steps(world, monkeypatch):
 
     run.prefetcher.sample = grades
     run.get(1)
-    run.prefetcher.wait()
+    wait_for_all(run)
     assert graded == [1, 2, 3]
 
 
@@ -406,6 +450,6 @@ def test_a_second_draw_in_a_step_is_refused_and_until_full_may_draw_again(world)
 
     run.prefetcher.sample = again
     run.get(1)
-    run.prefetcher.wait()
+    wait_for_all(run)
     assert [drawn[step] for step in (1, 2, 3)] == [in_the_walk(run, first, 4) for first in (0, 4, 8)]
     assert run.loader.resume_at == 4

@@ -100,7 +100,7 @@ def test_each_step_is_sampled_once_under_its_own_number(world, k, sampled):
     for step in range(1, 6):
         batch = early.get(step, last_step=5)
         assert batch.response_ids == [[5, step]] and tracker.sampled is batch
-        assert loader.in_flight == 10 * step
+        assert loader.trained_until == 10 * step
         assert tracker.sums.pop("reward/mean") == [(step, 1)]
         engine.weight_version += 1
     assert calls == sampled

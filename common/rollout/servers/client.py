@@ -19,6 +19,7 @@ from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
 from common.rollout.turns import REPLIES_AT_ONCE
 
 GENERATE = "/inference/v1/generate"
+EMPTY_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 UPDATE_SECONDS = 300.0  # for one part of a weight update
 # A server that hangs fails three health checks in a row, so it is found within three times the sum of these.
 HEALTH_EVERY_SECONDS = 4.0
@@ -113,7 +114,9 @@ async def ask_all(
         """The responses to request i or, with an environment, to the last one of its conversation."""
         while body is not None:
             if salted:
-                body = body | {"cache_salt": str(versions().start)}
+                # Requests made during an update have a cache of their own: they may be computed before or after it.
+                now = versions()
+                body = body | {"cache_salt": f"{now.start} to {now.stop - 1}"}
             responses = await ask(client, url, body, versions)
             if follow is None:
                 break
@@ -247,9 +250,11 @@ class Control:
 
     def check(self) -> None:
         """Find out whether all servers answer and have the routes, and how many workers they have."""
-        # A server that has run before us may be at any version, and paused, if a run ended during an update.
+        # Another run may have used the server. Then it has that run's version; it is paused, if the run ended during an
+        # update; and its cache has keys and values of other weights, perhaps under the same salts.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
         self.request("POST", "/resume")
+        self.request("POST", EMPTY_CACHE)
         replies = self.request("GET", "/get_world_size")
         for url, reply in zip(self.urls, replies):
             with named_errors(url, "/get_world_size"):
@@ -275,13 +280,28 @@ class Control:
         # The old weights computed the keys and values in this cache. What belongs to responses under way is computed
         # again when they go on.
         if not self.keeps_cache:
-            self.request("POST", "/reset_prefix_cache?reset_running_requests=true")
+            self.request("POST", EMPTY_CACHE)
+
+    def abort(self) -> None:
+        """End all responses under way."""
+        self.request("POST", "/abort_requests", {})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop all servers between two tokens. Responses under way go on afterwards, and new requests wait."""
-        self.request("POST", "/pause?mode=keep&clear_cache=false")
+        complete = False
         try:
+            self.request("POST", "/pause?mode=keep&clear_cache=false")
             yield
+            complete = True
         finally:
-            self.request("POST", "/resume")
+            if complete:
+                self.request("POST", "/resume")
+            else:
+                self.resume_each()
+
+    def resume_each(self) -> None:
+        """Let servers go on after a failed update, one by one: one may be gone, and others may belong to the user."""
+        for url in self.urls:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{url}/resume", timeout=ANSWER_SECONDS, trust_env=not is_local(url))

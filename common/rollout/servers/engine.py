@@ -12,15 +12,16 @@ that sample ahead of the trainer (--max-inflight-batches 2 or more), because the
 With --max-inflight-batches 2 or more, threads are in generate() when the trainer pushes new weights. What happens then:
 
 --inflight-updates none       The update waits until no response is under way. The trainer does not wait for that: it
-                              may train on further batches, and `behind` counts the updates that the servers miss.
+                              trains on batches that are complete, and `behind` counts the updates that servers miss.
 --inflight-updates recompute  The servers pause between two tokens, take the weights and go on. Responses under way have
                               tokens of several versions. Their keys and values are computed again, so each log-prob is
-                              exactly that of the weights that its version names.
+                              that of the weights that its version names.
 --inflight-updates keep       The same, but their keys and values stay those of older weights.
 """
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,12 +54,14 @@ class ServerEngine:
         self.wire_dtype = config.dtype  # the servers' dtype; sending float32 would take twice as long
         self.never = image_tokens(AutoConfig.from_pretrained(config.model_path))
         self.weight_version = 0  # updates of the trainer, whether the servers have them or not
-        self.behind = 0  # how many of the latest updates the servers do not have
-        self.updating = False  # an update is being sent
-        self.calls = Calls()
-        self.thread = threading.local()  # its `group`: see use_group()
+        self.served_version = 0  # the latest of them that the servers have
+        self.sending = False  # an update is being sent
+        self.before_failing: Callable[[], None] = lambda: None  # saves what can be saved; every rank calls it
+        self.calls = CallGate()
+        self.of_thread = threading.local()  # its `group`: see use_group()
         self.restarted = False
         self.parameters: FullParameters | None = None  # the source of the latest weight update
+        raise_limit_of_open_files()
         self.connect()
 
     def connect(self) -> None:
@@ -139,69 +142,96 @@ class ServerEngine:
         self, requests: list[tuple[str, dict]], done: Done | None = None, follow: Callable | None = None
     ) -> list[list[Response]]:
         """client.ask_all(). Collective. Raises RunFailed on all ranks."""
+        # Only with `keep` may the servers have keys and values of older weights in their caches.
         salted = self.inflight_updates == "keep"
-        with failing_together(self.group), self.calls.one():
+        # This call is over before it waits for those of other ranks. send_if_behind() waits for both: it would never
+        # find a rank without calls if a call that has ended counted until the others have.
+        with failing_together(self.group), self.calls.under_way():
             return asyncio.run(client.ask_all(requests, self.versions, done, follow, salted=salted))
 
+    @property
+    def behind(self) -> int:
+        """How many of the trainer's updates the servers do not have. Equal on all ranks."""
+        return self.weight_version - self.served_version
+
     def versions(self) -> range:
-        """Numbers of the weights that the servers may have at this moment. Two of them during an update."""
-        updating = self.updating  # read first: update() clears it last
-        oldest = self.weight_version - self.behind
-        return range(oldest, (self.weight_version if updating else oldest) + 1)
+        """Numbers of the weights that the servers may have at this moment. More than one during an update.
+
+        Any thread may call it. The order of reading matters: sending ends after served_version has changed.
+        """
+        sending = self.sending
+        oldest = self.served_version
+        return range(oldest, (self.weight_version if sending else oldest) + 1)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group of this thread. None is torch's default group, which the trainer uses."""
-        return getattr(self.thread, "group", None)
+        """Process group of this thread. None is torch's default group, which the trainer's thread uses."""
+        return getattr(self.of_thread, "group", None)
 
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Let the collectives of generate() use this group in the calling thread, so as not to mix with others'."""
-        self.thread.group = group
+        self.of_thread.group = group
 
     def server_of(self, number: int) -> str:
         """The server that samples responses to this prompt of the step: they take prompts in turns."""
         return self.urls[number % len(self.urls)]
 
     def load_weights(self, parameters: FullParameters) -> None:
-        """Send the weights to all servers, now or when take_latest() can. Collective. Raises RunFailed on all ranks."""
+        """Send the weights to all servers, now or when send_if_behind() can. Collective: the trainer's thread of every
+        rank. Raises RunFailed on all ranks, after before_failing().
+        """
         self.parameters = parameters
-        self.behind += 1  # first: a thread that asks for versions() in between may get one too many, but never lack one
         self.weight_version += 1
-        self.take_latest()
+        try:
+            self.send_if_behind()
+        except RunFailed:
+            self.before_failing()
+            raise
 
-    def take_latest(self) -> None:
-        """Send the latest weights if the servers lack them. Collective. Raises RunFailed on all ranks.
+    def send_if_behind(self) -> None:
+        """Send the latest weights if the servers lack them. Collective: the trainer's thread of every rank. Raises
+        RunFailed on all ranks.
 
-        Without --inflight-updates this does nothing as long as a response is under way on any rank.
+        With --inflight-updates none this does nothing as long as a response is under way on any rank.
         """
         if not self.behind:
             return
         if self.inflight_updates != "none":
-            self.update()
+            self.send_or_restart()
             return
-        with self.calls.none_may_begin():
+        with self.calls.closed():
             if self.world.max(self.calls.count) == 0:
-                self.update()
+                self.send_or_restart()
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until done(), or until take_latest() can send weights that the servers lack. See wake()."""
+    def wait_for_step_or_idle(self, ended: Callable[[], bool]) -> None:
+        """Wait until ended(), or until this rank has no response under way and the servers lack weights. The trainer's
+        thread calls it; see wake().
+        """
         with self.calls.changed:
-            self.calls.changed.wait_for(lambda: done() or (self.behind and not self.calls.count))
+            self.calls.changed.wait_for(lambda: ended() or (self.behind and not self.calls.count))
 
     def wake(self) -> None:
-        """Let wait_until() ask done() again."""
+        """Let wait_for_step_or_idle() ask ended() again. Any thread may call it."""
         with self.calls.changed:
             self.calls.changed.notify_all()
 
-    def update(self) -> None:
+    def abandon(self) -> None:
+        """End the responses under way, because nobody will train on them: their generate() raises. Rank 0 does it."""
+        if self.world.is_main:
+            with contextlib.suppress(RunFailed):  # a server that is gone has none
+                self.control.abort()
+
+    def send_or_restart(self) -> None:
         """Send the latest weights; if a server is lost, to new servers. Collective. Raises RunFailed on all ranks."""
-        self.updating = True
+        self.sending = True
+        # A response of the new weights may end at any rank as soon as rank 0 has sent them. versions() then allows it.
+        dist.barrier()
         try:
             self.send()
         except RunFailed as failed:
             self.restart(failed)  # it sends them again
-        self.behind = 0
-        self.updating = False
+        self.served_version = self.weight_version
+        self.sending = False
 
     def send(self) -> None:
         """Send self.parameters as self.weight_version to all servers. Collective. Raises RunFailed on all ranks."""
@@ -265,19 +295,19 @@ class ServerEngine:
             server.stop()
 
 
-class Calls:
-    """generate() calls under way on this rank, and a gate that keeps new ones waiting during an update."""
+class CallGate:
+    """Counts the generate() calls under way on this rank. Closed, it keeps new ones waiting, for an update."""
 
     def __init__(self):
         self.changed = threading.Condition()
         self.count = 0
-        self.closed = False
+        self.is_closed = False
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def under_way(self) -> Iterator[None]:
         """A call is under way inside. It begins when the gate is open."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.closed)
+            self.changed.wait_for(lambda: not self.is_closed)
             self.count += 1
         try:
             yield
@@ -287,16 +317,24 @@ class Calls:
                 self.changed.notify_all()
 
     @contextlib.contextmanager
-    def none_may_begin(self) -> Iterator[None]:
-        """The gate is closed inside. Calls that are under way go on."""
+    def closed(self) -> Iterator[None]:
+        """No call may begin inside. Those that are under way go on."""
         with self.changed:
-            self.closed = True
+            self.is_closed = True
         try:
             yield
         finally:
             with self.changed:
-                self.closed = False
+                self.is_closed = False
                 self.changed.notify_all()
+
+
+def raise_limit_of_open_files() -> None:
+    """Allow as many open files as the system does: each step in flight has up to client.CONNECTIONS connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16  # macOS and some containers have no limit, and take no infinity
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def request_body(ids: list[int], settings: dict, seed: int) -> dict:
