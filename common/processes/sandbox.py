@@ -9,7 +9,7 @@
       passes the fds         ---->      forks a keeper     ---->     new namespaces of processes and mounts,
                                                                      an empty folder /program; forks the program,
                                                                      which takes limits and runs role(fd, ...)
-    running.ended()          <--------------------------------       "exit 0", "signal 9" or "timeout"
+    running.wait()           <--------------------------------       "exit 0", "signal 9" or "timeout"
 
 A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery never reads anything but file
 descriptors, so no program finds another one's text, or its tests, in its own memory.
@@ -91,7 +91,7 @@ class Running:
     def __init__(self, status: socket.socket):
         self.status = status
 
-    def ended(self) -> str:
+    def wait(self) -> str:
         """Waits for the end: "exit N", "signal N" or "timeout"."""
         with self.status:
             return self.status.recv(100).decode() or "signal 9"  # without a word, the keeper itself was killed
@@ -201,8 +201,8 @@ def main(control_fd: int, settings: dict) -> None:
     try:
         if settings["kind"] == "namespaces":
             isolate()
-        has_rooms = settings["kind"] != "limits" and can_make_room()
-        if settings["kind"] == "namespaces" and not has_rooms:
+        has_own_namespaces = settings["kind"] != "limits" and can_unshare()
+        if settings["kind"] == "namespaces" and not has_own_namespaces:
             problem = "no namespace of processes"
     except OSError as error:
         problem = f"{error.strerror} ({error.filename})"
@@ -221,7 +221,7 @@ def main(control_fd: int, settings: dict) -> None:
             request = json.loads(message)
             module, _, function = request["role"].partition(":")
             role = getattr(modules[module], function)
-            keep(role, fds[0], fds[1:], request["seconds"], has_rooms, settings["kind"] == "bubblewrap")
+            keeper_main(role, fds[0], fds[1:], request["seconds"], has_own_namespaces, settings["kind"] == "bubblewrap")
         for fd in fds:
             os.close(fd)
 
@@ -296,12 +296,12 @@ def bubblewrap() -> list[str]:
     return command
 
 
-def can_make_room() -> bool:
+def can_unshare() -> bool:
     """Whether a keeper may have namespaces of its own. bubblewrap's profile on Ubuntu forbids it."""
     child = os.fork()
     if child == 0:
         try:
-            make_room()
+            unshare_for_program()
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -311,7 +311,9 @@ def can_make_room() -> bool:
 # Inside a keeper
 
 
-def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_rooms: bool, in_bubblewrap: bool) -> None:
+def keeper_main(
+    role: Callable, status_fd: int, fds: list[int], seconds: float, has_own_namespaces: bool, in_bubblewrap: bool
+) -> None:
     """Fork the program, wait for its end, and say how it ended. Never returns."""
     code = 1
     try:
@@ -320,8 +322,8 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         status = socket.socket(fileno=status_fd)
         folder = WORK
-        if has_rooms:
-            make_room()
+        if has_own_namespaces:
+            unshare_for_program()
         else:
             folder = tempfile.mkdtemp(prefix="program-")
             call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -330,11 +332,11 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
         uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
         child = os.fork()
         if child == 0:
-            become(role, fds, folder, seconds, uid)
+            run_role(role, fds, folder, seconds, uid)
         for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
             os.close(fd)
         words = wait_for(child, status, seconds)
-        if not has_rooms:
+        if not has_own_namespaces:
             end_descendants()
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # the worker may not care any more
@@ -344,7 +346,7 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
         os._exit(code)
 
 
-def make_room() -> None:
+def unshare_for_program() -> None:
     """Namespaces of processes, mounts and shared memory, and an empty folder in memory. Raises OSError."""
     call("unshare", CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={WORK_BYTES},nr_inodes=1000")
@@ -414,7 +416,7 @@ def descendants(process: int) -> set[int]:
 # Inside the program's process
 
 
-def become(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None) -> None:
+def run_role(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None) -> None:
     """Take the limits, give up all rights, and run the role. uid: the user in root's place. Never returns."""
     code = 1
     try:

@@ -73,8 +73,8 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
             entry_point = meta.get("entry_point")
             if not isinstance(entry_point, str) or not entry_point.isidentifier():
                 raise BadInput('"test" has check(candidate), and "entry_point" names no function')
-            return Tests(setup=code_of(meta.get("prompt")), parts=[checked(test)], entry_point=entry_point)
-        return Tests(parts=[for_pytest(checked(test))])
+            return Tests(setup=code_of(meta.get("prompt")), parts=[require_python(test)], entry_point=entry_point)
+        return Tests(parts=[require_plain_pytest(require_python(test))])
     test_list = meta.get("test_list")
     if test_list:
         if isinstance(test_list, str):
@@ -82,7 +82,7 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
         setup = meta.get("test_setup_code") or ""
         imports = meta.get("test_imports") or ""
         imports = imports if isinstance(imports, str) else "\n".join(imports)
-        return Tests(setup=checked(f"{imports}\n{setup}"), parts=[checked(part) for part in test_list])
+        return Tests(setup=require_python(f"{imports}\n{setup}"), parts=[require_python(part) for part in test_list])
     for name in ("input_output", "tests", "test_cases", "official_tests", "public_tests"):
         value = lookup(dict(meta), name)
         if value:
@@ -154,7 +154,7 @@ def text_of(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def checked(code: str) -> str:
+def require_python(code: str) -> str:
     """The code of tests. Raises BadInput if it is none."""
     try:
         ast.parse(code)
@@ -163,7 +163,7 @@ def checked(code: str) -> str:
     return code
 
 
-def for_pytest(code: str) -> str:
+def require_plain_pytest(code: str) -> str:
     """The code of tests. Raises BadInput if they need more of pytest than parametrize and raises."""
     tree = ast.parse(code)
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
@@ -362,23 +362,23 @@ def run(sandbox: Sandbox, program: str, tests: dict) -> dict:
     """{"passed": number, "total": number, "failure": the first one, or ""}"""
     if tests["cases"] and not tests["function"]:
         return run_with_inputs(sandbox, program, tests)
-    ours, theirs = socket.socketpair()
+    tests_end, program_end = socket.socketpair()
     verdict_fd, source, content = in_memory(b""), in_memory(to_bytes(program)), in_memory(json.dumps(tests).encode())
     roles = "common.rewards.code_roles"
-    with ours, theirs:
+    with tests_end, program_end:
         # The tests outlive the program, so that they can say that it was late.
-        tested = sandbox.start(f"{roles}:serve_calls", [source, theirs.fileno()], PROGRAM_SECONDS)
-        testing = sandbox.start(f"{roles}:run_tests", [content, ours.fileno(), verdict_fd], PROGRAM_SECONDS + 1)
+        tested = sandbox.start(f"{roles}:serve_calls", [source, program_end.fileno()], PROGRAM_SECONDS)
+        testing = sandbox.start(f"{roles}:run_tests", [content, tests_end.fileno(), verdict_fd], PROGRAM_SECONDS + 1)
     os.close(source)
     os.close(content)
-    ended = testing.ended()
+    ended = testing.wait()
     written = read_back(verdict_fd)
     try:
         verdict = json.loads(written)
     except ValueError:
         verdict = {"passed": 0, "total": len(tests["parts"]) or len(tests["cases"]), "failure": f"the tests: {ended}"}
     if verdict["failure"].startswith("the program has ended"):
-        verdict["failure"] += f": {tested.ended()}"
+        verdict["failure"] += f": {tested.wait()}"
     else:
         tested.stop()
     return verdict
@@ -408,7 +408,7 @@ def run_once(sandbox: Sandbox, program: str, given: str, expected: str, seconds:
     running = sandbox.start("common.rewards.code_roles:run_script", [source, stdin, stdout, stderr], seconds)
     os.close(source)
     os.close(stdin)
-    ended = running.ended()
+    ended = running.wait()
     printed, errors = read_back(stdout), read_back(stderr)
     if ended != "exit 0":
         last = errors.strip().rpartition("\n")[2]

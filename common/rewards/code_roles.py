@@ -85,7 +85,7 @@ def serve_calls(source_fd: int, channel_fd: int) -> int:
         exec(compile(source, "program.py", "exec"), vars(program))
         ready: dict = {"value": sorted(name for name in vars(program) if not name.startswith("__"))}
     except BaseException as error:
-        ready = {"error": [type(error).__name__, last_line(error)]}
+        ready = {"error": [type(error).__name__, message_and_line(error)]}
     try:
         channel.send(ready)
         while True:
@@ -94,7 +94,7 @@ def serve_calls(source_fd: int, channel_fd: int) -> int:
         return 0
 
 
-def last_line(error: BaseException) -> str:
+def message_and_line(error: BaseException) -> str:
     """What went wrong, and in which line of the program."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program.py"]
     where = f" (line {lines[-1]})" if lines else ""

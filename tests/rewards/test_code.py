@@ -697,7 +697,7 @@ def test_a_program_ends_with_a_worker_whose_group_is_killed(tmp_path):
     script = (
         "import os\nfrom common.processes.sandbox import Sandbox\n"
         f"fds = [os.open({str(tmp_path / 'hostile.py')!r}, os.O_RDONLY), *[os.open(os.devnull, os.O_RDWR) for _ in range(3)]]\n"
-        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).ended()"
+        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).wait()"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
     wait_until(lambda: processes_with(mark))
