@@ -101,36 +101,7 @@ def message_and_line(error: BaseException) -> str:
     return f"{error}"[:300] + where
 
 
-def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
-    """Run tests against the program at the other end of the channel. Writes a verdict as JSON to verdict_fd.
-
-    tests: the fields of a code.Tests, and "stop": whether the first failure ends them.
-    """
-    tests = json.loads(read_all(tests_fd))
-    tally = Tally(tests["stop"])
-    try:
-        channel = Channel(channel_fd)
-        ready = channel.receive()
-        if "error" in ready:
-            name, message = ready["error"]
-            tally.failures.append(f"{str(name)[:50]}: {str(message)[:300]}")
-        elif tests["function"]:
-            run_cases(tests, channel, tally, ready["value"])
-        else:
-            run_code(tests, channel, tally)
-    except Stop:
-        pass
-    except Ended as end:
-        tally.failures.append(f"the program has ended {end}".strip())
-    except BaseException as error:
-        tally.failures.append(described(error))
-    total = max(tally.expected, tally.passed + len(tally.failures))
-    failure = tally.failures[0] if tally.failures else ""
-    if not failure and not tally.passed:
-        failure = "no test has run"
-    with os.fdopen(verdict_fd, "w") as file:
-        json.dump({"passed": tally.passed, "total": total, "failure": failure}, file)
-    return 0
+# What counts the tests
 
 
 class Stop(BaseException):
@@ -164,6 +135,98 @@ class Tally:
 
 def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300].removesuffix(": ")
+
+
+# The code of the tests
+
+
+def first_line(tree: ast.AST) -> str:
+    return ast.unparse(tree).strip().split("\n")[0][:300]
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    """All names that code binds anywhere."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+    return names
+
+
+def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
+    """Names in tests that they neither define nor find in Python: they are the program's.
+
+    If there are none, the function may have the name of a built-in one: MBPP has a `sum`. It is the only built-in
+    function that all parts use. The program has no say in this: it must not replace the tests' abs() or all().
+    """
+    codes = [setup, *parts]
+    bound = set().union(*map(bound_names, codes))
+    used = [{node.id for node in ast.walk(code) if isinstance(node, ast.Name)} for code in codes]
+    missing = {name for name in set().union(*used) - bound - set(vars(builtins)) if not name.startswith("__")}
+    if missing or bound or not parts:
+        return missing
+    in_all = set.intersection(*used[1:])
+    functions = {name for name in in_all if isinstance(getattr(builtins, name), types.BuiltinFunctionType)}
+    return functions if len(functions) == 1 else set()
+
+
+class Guard(ast.NodeTransformer):
+    """Puts each assertion into `with __one__(source):`, which counts it and lets the next one run."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.With:
+        call = ast.Call(ast.Name("__one__", ast.Load()), [ast.Constant(first_line(node))], [])
+        return ast.copy_location(ast.With([ast.withitem(call)], [node]), node)
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        return node  # a test that expects an assertion to fail
+
+    def visit_With(self, node: ast.With) -> ast.With:
+        if any("raises(" in ast.unparse(item.context_expr) for item in node.items):
+            return node  # pytest.raises(AssertionError)
+        return self.generic_visit(node)
+
+
+# Running the tests
+
+
+def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
+    """Run tests against the program at the other end of the channel. Writes a verdict as JSON to verdict_fd.
+
+    tests: the fields of a code.Tests, and "stop": whether the first failure ends them.
+    """
+    tests = json.loads(read_all(tests_fd))
+    tally = Tally(tests["stop"])
+    try:
+        channel = Channel(channel_fd)
+        ready = channel.receive()
+        if "error" in ready:
+            name, message = ready["error"]
+            tally.failures.append(f"{str(name)[:50]}: {str(message)[:300]}")
+        elif tests["function"]:
+            run_cases(tests, channel, tally, ready["value"])
+        else:
+            run_code(tests, channel, tally)
+    except Stop:
+        pass
+    except Ended as end:
+        tally.failures.append(f"the program has ended {end}".strip())
+    except BaseException as error:
+        tally.failures.append(described(error))
+    total = max(tally.expected, tally.passed + len(tally.failures))
+    failure = tally.failures[0] if tally.failures else ""
+    if not failure and not tally.passed:
+        failure = "no test has run"
+    with os.fdopen(verdict_fd, "w") as file:
+        json.dump({"passed": tally.passed, "total": total, "failure": failure}, file)
+    return 0
 
 
 def run_cases(tests: dict, channel: Channel, tally: Tally, names: list) -> None:
@@ -236,23 +299,6 @@ def remote_attribute(channel: Channel, name: str) -> Remote:
     return Remote(channel, name)
 
 
-def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
-    """Names in tests that they neither define nor find in Python: they are the program's.
-
-    If there are none, the function may have the name of a built-in one: MBPP has a `sum`. It is the only built-in
-    function that all parts use. The program has no say in this: it must not replace the tests' abs() or all().
-    """
-    codes = [setup, *parts]
-    bound = set().union(*map(bound_names, codes))
-    used = [{node.id for node in ast.walk(code) if isinstance(node, ast.Name)} for code in codes]
-    missing = {name for name in set().union(*used) - bound - set(vars(builtins)) if not name.startswith("__")}
-    if missing or bound or not parts:
-        return missing
-    in_all = set.intersection(*used[1:])
-    functions = {name for name in in_all if isinstance(getattr(builtins, name), types.BuiltinFunctionType)}
-    return functions if len(functions) == 1 else set()
-
-
 def test_functions(namespace: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
     """The name and a call of each test function, and of each method of a test class, as pytest finds them."""
     for name, value in list(namespace.items()):
@@ -287,40 +333,3 @@ def parameters_of(function: Any) -> list[dict[str, Any]]:
         rows = [getattr(row, "values", row) if several else [row] for row in rows]
         calls = [{**call, **dict(zip(names, row))} for row in rows for call in calls]
     return calls
-
-
-def first_line(tree: ast.AST) -> str:
-    return ast.unparse(tree).strip().split("\n")[0][:300]
-
-
-def bound_names(tree: ast.AST) -> set[str]:
-    """All names that code binds anywhere."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
-    return names
-
-
-class Guard(ast.NodeTransformer):
-    """Puts each assertion into `with __one__(source):`, which counts it and lets the next one run."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.With:
-        call = ast.Call(ast.Name("__one__", ast.Load()), [ast.Constant(first_line(node))], [])
-        return ast.copy_location(ast.With([ast.withitem(call)], [node]), node)
-
-    def visit_Try(self, node: ast.Try) -> ast.Try:
-        return node  # a test that expects an assertion to fail
-
-    def visit_With(self, node: ast.With) -> ast.With:
-        if any("raises(" in ast.unparse(item.context_expr) for item in node.items):
-            return node  # pytest.raises(AssertionError)
-        return self.generic_visit(node)
