@@ -113,7 +113,7 @@ class Tally:
 
     def __init__(self, stop: bool):
         self.stop = stop
-        self.expected = 0  # assertions that the code of the tests has
+        self.expected = 0  # assertions in the code of the tests that count when they run
         self.passed = 0
         self.failures: list[str] = []
 
@@ -181,7 +181,11 @@ def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
 class Guard(ast.NodeTransformer):
     """Puts each assertion into `with __one__(source):`, which counts it and lets the next one run."""
 
+    def __init__(self):
+        self.assertions = 0  # those that are counted when they run
+
     def visit_Assert(self, node: ast.Assert) -> ast.With:
+        self.assertions += 1
         call = ast.Call(ast.Name("__one__", ast.Load()), [ast.Constant(first_line(node))], [])
         return ast.copy_location(ast.With([ast.withitem(call)], [node]), node)
 
@@ -267,7 +271,6 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
     namespace: dict[str, Any] = vars(new_module("tests"))
     setup = ast.parse(tests["setup"])
     parts = [ast.parse(part) for part in tests["parts"]]
-    tally.expected = sum(isinstance(node, ast.Assert) for part in parts for node in ast.walk(part))
     for name in {*programs_names(setup, parts), tests["entry_point"]} - {""}:
         namespace[name] = Remote(channel, name)
     exec(compile(setup, "setup.py", "exec"), namespace)
@@ -276,12 +279,14 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
         namespace[tests["entry_point"]] = Remote(channel, tests["entry_point"])
 
     namespace["__one__"] = tally.one
-    for part in parts:
-        guarded = ast.fix_missing_locations(Guard().visit(part))
+    guard = Guard()
+    guarded_parts = [ast.fix_missing_locations(guard.visit(part)) for part in parts]
+    tally.expected = guard.assertions
+    for part in guarded_parts:
         # A part such as `np.testing.assert_equal(f(), 3)` is a test. Definitions and imports are none.
         calls = any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in part.body)
         with tally.one(first_line(part), counts=calls):
-            exec(compile(guarded, "tests.py", "exec"), namespace)
+            exec(compile(part, "tests.py", "exec"), namespace)
     if tests["entry_point"]:
         candidate = namespace[tests["entry_point"]]
         functions = [("check", functools.partial(namespace["check"], candidate))]

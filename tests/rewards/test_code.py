@@ -228,6 +228,15 @@ def test_fractions_count_assertions_and_cases(sandbox):
     assert tried(sandbox, half, calls, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
 
 
+def test_an_assertion_that_a_test_expects_to_fail_is_no_test_of_its_own(sandbox):
+    """A right program would get a half for it."""
+    expected = "try:\n    assert add(1, 2) == 4\nexcept AssertionError:\n    pass\n"
+    tests = code.Tests(parts=[expected + "assert add(1, 2) == 3"])
+    assert tried(sandbox, RIGHT, tests, stop=False) == {"passed": 1, "total": 1, "failure": ""}
+    raises = "import pytest\nwith pytest.raises(AssertionError):\n    assert add(1, 2) == 4\nassert add(1, 2) == 3"
+    assert tried(sandbox, RIGHT, code.Tests(parts=[raises]), stop=False)["total"] == 1
+
+
 def test_a_program_that_passes_some_of_its_tests_is_not_right():
     fraction = CodeReward("code-fraction", workers=1)
     result = graded(fraction, "def add(a, b):\n    return 3", ADD)
