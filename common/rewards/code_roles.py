@@ -255,11 +255,15 @@ def equal(result: Any, expected: Any) -> bool:
 
     A float in place of a whole number has to be as close, however large the number is.
     """
-    if isinstance(result, float) and isinstance(expected, int | float):
-        rel_tol = 1e-6 if isinstance(expected, float) else 0.0
-        return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     if isinstance(result, list | tuple) and isinstance(expected, list | tuple):
         return len(result) == len(expected) and all(map(equal, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(equal(result[key], expected[key]) for key in expected)
+    are_numbers = isinstance(result, int | float) and isinstance(expected, int | float)
+    if are_numbers and (isinstance(result, float) or isinstance(expected, float)):
+        rel_tol = 1e-6 if isinstance(expected, float) else 0.0
+        with contextlib.suppress(OverflowError):  # a whole number that is too large for a float
+            return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     return result == expected
 
 

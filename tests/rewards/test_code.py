@@ -176,6 +176,14 @@ def test_a_result_is_as_exact_as_what_is_expected(sandbox):
     large = code.Tests(function="f", cases=[([], 1_000_000_000), ([], 2)])
     assert not tried(sandbox, "x = iter([1e9, 2 + 1e-9])\ndef f(): return next(x)", large)["failure"]
     assert tried(sandbox, "x = iter([1e9 - 1, 2])\ndef f(): return next(x)", large)["failure"]
+    # A whole number may stand where a float is expected, also inside of a dictionary.
+    floats = code.Tests(function="f", cases=[([], 2.9999999), ([], {"a": [0.3333333]})])
+    assert not tried(sandbox, "x = iter([3, {'a': (1 / 3,)}])\ndef f(): return next(x)", floats)["failure"]
+    for wrong in ("4", "10**400", "None", "[2.9999999]"):
+        assert tried(sandbox, f"def f(): return {wrong}", code.Tests(function="f", cases=[([], 2.9999999)]))["failure"]
+    for wrong in ("{'a': [0.3]}", "{}", "{'a': [0.3333333], 'b': 1}"):
+        case = ([], {"a": [0.3333333]})
+        assert tried(sandbox, f"def f(): return {wrong}", code.Tests(function="f", cases=[case]))["failure"]
     digits = code.tests_of(None, {"tests": {"fn_name": "f", "inputs": [["1"]], "outputs": ["100"]}})
     assert not tried(sandbox, "def f(x): return '100'", digits)["failure"]
     assert tried(sandbox, "def f(x): return 100", digits)["failure"]
