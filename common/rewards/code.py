@@ -10,6 +10,7 @@ program can read its tests, change them, or announce that it has passed. `info` 
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from common.data.rows import lookup
@@ -36,6 +38,7 @@ PYTHON = ("python", "python3", "py")
 # A long word matches in one way only. Otherwise a program could print a word that takes hours.
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 LONGEST_NUMBER = 1000  # characters
+NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 FORMS = (
     'a "test" with check(candidate) and "entry_point"; a "test" with functions test_*(); "test_list"; or inputs and '
     'outputs in "input_output", "tests", "test_cases", "official_tests" or the answer'
@@ -69,11 +72,14 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
     if isinstance(test, str) and test.strip():
         if "unittest" in test:
             raise BadInput('"test" uses unittest; expected functions check(candidate) or test_*()')
-        if re.search(r"^def check\(", test, re.MULTILINE):
+        if re.search(r"^(async )?def check\(", test, re.MULTILINE):
             entry_point = meta.get("entry_point")
             if not isinstance(entry_point, str) or not entry_point.isidentifier():
                 raise BadInput('"test" has check(candidate), and "entry_point" names no function')
-            return Tests(setup=code_of(meta.get("prompt")), parts=[require_python(test)], entry_point=entry_point)
+            for node in ast.parse(require_python(test)).body:
+                if getattr(node, "name", "") == "check":
+                    require_plain_function(node)
+            return Tests(setup=code_of(meta.get("prompt")), parts=[test], entry_point=entry_point)
         return Tests(parts=[require_plain_pytest(require_python(test))])
     test_list = meta.get("test_list")
     if test_list:
@@ -155,11 +161,11 @@ def text_of(value: Any) -> str:
 
 
 def require_python(code: str) -> str:
-    """The code of tests. Raises BadInput if it is none."""
+    """The code of tests. Raises BadInput if it is not valid Python."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
-        raise BadInput(f"the tests are no Python: {error}") from None
+        raise BadInput(f"the tests are not valid Python: {error}") from None
     return code
 
 
@@ -168,8 +174,9 @@ def require_plain_pytest(code: str) -> str:
     tree = ast.parse(code)
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     for node in [node for body in bodies for node in body]:
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
             continue
+        require_plain_function(node)
         required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
         fixtures = [argument.arg for argument in required if argument.arg != "self"]
         is_parametrized = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -178,6 +185,20 @@ def require_plain_pytest(code: str) -> str:
     if re.search(r"^\s*(import|from) pytest\b", code, re.MULTILINE) and importlib.util.find_spec("pytest") is None:
         raise BadInput('"test" imports pytest, which is not installed')
     return code
+
+
+def require_plain_function(function: ast.stmt) -> None:
+    """Raises BadInput if it is a coroutine or a generator.
+
+    A call of one runs nothing, and so raises nothing: every program would pass.
+    """
+    try:
+        constants = compile(ast.Module([function], []), "tests.py", "exec").co_consts
+    except (SyntaxError, ValueError, RecursionError) as error:  # such as `await` in a plain function
+        raise BadInput(f"the tests are not valid Python: {error}") from None
+    bodies = [constant for constant in constants if isinstance(constant, CodeType)]
+    if any(body.co_name == function.name and body.co_flags & NOT_RUN_BY_A_CALL for body in bodies):
+        raise BadInput(f'"test": {function.name}() is a coroutine or a generator; expected a plain function')
 
 
 # The program
@@ -247,7 +268,7 @@ def code_of(prompt: Any) -> str:
 
 
 def defined(code: str) -> set[str]:
-    """Names of the functions that code defines. Empty if it is no Python."""
+    """Names of the functions that code defines. Empty if it is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -216,11 +216,29 @@ def test_tests_may_stand_in_the_reference_answer(reward):
         {"tests": [1]},
         {"test_list": [1]},
         {"test": "def test_a(tmp_path):\n    assert True"},
+        # A call of these runs nothing, so every program would pass.
+        {"test": "async def test_a():\n    assert False"},
+        {"test": "def test_a():\n    assert False\n    yield"},
+        {"test": "class TestA:\n    async def test_a(self):\n        assert False"},
+        {"test": "async def check(candidate):\n    assert False", "entry_point": "f"},
+        {"test": "def check(candidate):\n    assert False\n    yield", "entry_point": "f"},
     ],
 )
 def test_rows_without_tests_that_can_be_run_are_refused(meta):
     with pytest.raises(BadInput):
         code.tests_of(None, meta)
+
+
+def test_no_program_passes_a_test_that_a_call_does_not_run(sandbox):
+    """The reader of the row does not see these."""
+    hidden = [
+        "if True:\n    async def test_a():\n        assert False\n",
+        "class TestA:\n    if True:\n        def test_a(self):\n            yield\n",
+    ]
+    for test in hidden:
+        assert tried(sandbox, RIGHT, code.tests_of(None, {"test": test}))["failure"]
+    inner = "def test_a():\n    def numbers():\n        yield 3\n    assert add(1, 2) in numbers()\n"
+    assert not tried(sandbox, RIGHT, code.tests_of(None, {"test": inner}))["failure"]
 
 
 def test_fractions_count_assertions_and_cases(sandbox):
