@@ -215,6 +215,9 @@ def test_tests_may_stand_in_the_reference_answer(reward):
         {"tests": [{"input": "1"}]},
         {"tests": [1]},
         {"test_list": [1]},
+        {"answer": 5},
+        # The examples of the task, which a program could have by heart.
+        {"public_tests": {"input": ["1"], "output": ["1"]}},
         {"test": "def test_a(tmp_path):\n    assert True"},
         # A call of these runs nothing, so every program would pass.
         {"test": "async def test_a():\n    assert False"},
@@ -288,6 +291,8 @@ def test_a_program_that_passes_some_of_its_tests_is_not_right():
         ("3.0", "3", False),  # a whole number is expected as one
         ("nan", "0.5", False),
         ("1000000.1", "1000000.5", True),
+        ("3", "1e999", False),  # too large for a float
+        ("1e999", "1e999", True),
     ],
 )
 def test_what_counts_as_the_same_output(printed, expected, same):
