@@ -235,7 +235,7 @@ class Judge:
         if value is None and needs_rubric:
             return f'no "{self.column}" {found}, which --reward {self.spec} needs'
         try:
-            read_rubric(value)
+            self.read_rubric(value)
         except ValueError as error:
             return f'"{self.column}" of --reward {self.spec}: {error}'
         return ""
@@ -280,9 +280,17 @@ class Judge:
     def rubric_of(self, item: Item) -> str | list[Criterion]:
         """Raises BadInput. fault_of() has read the rubrics of a run before; a service reads them here."""
         try:
-            return read_rubric(lookup(item.meta, self.column))
+            return self.read_rubric(lookup(item.meta, self.column))
         except ValueError as error:
             raise BadInput(f'--reward {self.spec}: "{self.column}": {error}') from None
+
+    def read_rubric(self, value: Any) -> str | list[Criterion]:
+        """Raises ValueError for a rubric that cannot be read, or that the template cannot show."""
+        rubric = read_rubric(value)
+        if isinstance(rubric, list) and self.template and "{rubric}" not in self.template:
+            # The judge would get the same message for each item.
+            raise ValueError("it is a list of items, and the template has no {rubric}, where each item goes")
+        return rubric
 
     def ask(self, text: str) -> Verdict:
         """The judge's answer to a message."""

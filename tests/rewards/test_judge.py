@@ -630,6 +630,19 @@ def test_the_weak_judge_of_the_docs_likes_work_and_checks_nothing(fake):
 
 
 @pytest.fixture
+def test_a_list_of_items_needs_a_template_that_shows_them(fake, settings):
+    """The judge would get one message for all items, and all would get its grade."""
+    server = fake()
+    judge = Judge(settings(url=server.url, template="Grade {response}"))
+    mixture = Rewards({judge.spec: judge}, {judge.spec: 1.0})
+    with pytest.raises(BadInput, match=r'^rows.jsonl:7: "rubric" .*\{rubric\}'):
+        mixture.check_answers([prompt_with(rubric=HEALTHBENCH)])
+    with pytest.raises(BadInput, match=r"\{rubric\}"):  # as a service has it
+        grade(judge, "r", rubric=HEALTHBENCH)
+    assert not server.posts
+    mixture.check_answers([prompt_with(rubric="a text that is not shown")])
+
+
 def vllm(tmp_path):
     """The address of vLLM's own server with the embedded model, which wants the key of the server."""
     with socket.socket() as probe:
