@@ -197,7 +197,7 @@ class Judge:
             advice=f"--reward judge takes the address of an OpenAI-compatible server, {key} must be its key",
         )
         self.model = settings.model
-        self.choosing = threading.Lock()
+        self.choosing = threading.Lock()  # held while the server is asked for its models
         # Each call has its own threads. This bounds the requests of all calls together.
         self.sending = threading.BoundedSemaphore(settings.requests_at_once)
 
@@ -206,7 +206,8 @@ class Judge:
     def check(self) -> None:
         """Ask the server for its models, once. Raises BadInput within seconds."""
         try:
-            self.choose_model()
+            with self.choosing:
+                self.choose_model()
         except Refused as error:
             # try_out() will find out whether there is a judge.
             if not (self.model and error.status in NO_LIST):
@@ -216,14 +217,13 @@ class Judge:
 
     def choose_model(self) -> None:
         """Set the model. Raises Refused, RetryError, or ValueError if the server has several."""
-        with self.choosing:
-            models = self.client.exchange("/models", Models, Retry(0), MODELS_SECONDS).data
-            if self.model:
-                return
-            if len(models) != 1:
-                names = ", ".join(model.id for model in models[:8]) or "nothing"
-                raise ValueError(f'it lists {names}; name one as "model" in judge:FILE.json')
-            self.model = models[0].id
+        models = self.client.exchange("/models", Models, Retry(0), MODELS_SECONDS).data
+        if self.model:
+            return
+        if len(models) != 1:
+            names = ", ".join(model.id for model in models[:8]) or "nothing"
+            raise ValueError(f'it lists {names}; name one as "model" in judge:FILE.json')
+        self.model = models[0].id
 
     def fault_of(self, prompt) -> str:
         """Why the responses to a prompt cannot be graded, or ""."""
@@ -295,8 +295,9 @@ class Judge:
     def ask(self, text: str) -> Verdict:
         """The judge's answer to a message."""
         try:
-            if not self.model:
-                self.choose_model()
+            with self.choosing:  # one thread asks, and the others find its answer
+                if not self.model:
+                    self.choose_model()
             content = json.dumps(self.request(text)).encode()
             for _ in range(VERDICTS):
                 with self.sending:
