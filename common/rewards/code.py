@@ -284,7 +284,7 @@ def before(prompt: str, name: str) -> str:
 
 
 def continuation(prompt: str, text: str, name: str) -> str:
-    """The prompt and the body that a base model has written behind it, up to the next line that is not indented."""
+    """The prompt and the body that a base model has written after it, up to the next line that is not indented."""
     if name in defined(text):
         return before(prompt, name) + text
     body = []

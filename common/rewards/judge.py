@@ -19,7 +19,7 @@ A rubric is a text, or a list of items: {"criterion" or "title" and "description
 With a list, the judge is asked about each item alone. The score is sum(weight * score) / sum(weights above 0), cut to
 0 to 1. A negative weight is for something that a response should not do.
 
-The score is read from what the judge writes, behind its thinking: {"score": x}, or else the last number in the range.
+The score is read from what the judge writes, after its thinking: {"score": x}, or else the last number in the range.
 A judge that writes no score is asked three times. Then the response has no score, as after time-outs and refusals.
 
 acc: with a number as the reference answer, grade_gsm8k compares. Otherwise acc is 1 if the score is over 0.5.
