@@ -399,17 +399,39 @@ def end_descendants() -> None:
     for process in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < until:
-            os.waitpid(-1, 0)
+            # One that was not found may sleep for ever, so this must not wait for it.
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.001)
 
 
 def descendants(process: int) -> set[int]:
     found: set[int] = set()
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
+    for child in children_of(process):
+        found |= {child, *descendants(child)}
+    return found
+
+
+def children_of(process: int) -> set[int]:
+    found: set[int] = set()
+    lists = list(Path(f"/proc/{process}/task").glob("*/children"))
+    for path in lists:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, path.read_text().split()):
-                found |= {child, *descendants(child)}
+            found |= set(map(int, path.read_text().split()))
+    has_ended = not os.path.exists(f"/proc/{process}")
+    return found if lists or has_ended else children_by_parent(process)
+
+
+def children_by_parent(process: int) -> set[int]:
+    """The same, for kernels that keep no lists of children."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the name, which may have spaces and brackets in it: state and parent.
+            _, parent = path.read_text(errors="replace").rpartition(") ")[2].split()[:2]
+            if int(parent) == process:
+                found.add(int(path.parent.name))
     return found
 
 

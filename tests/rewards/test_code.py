@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT, launch
 
 from common.errors import BadInput
+from common.processes import sandbox as sandboxes
 from common.processes.sandbox import DEVICES, KEYRING_CALLS, SYSTEM, WORK, Sandbox, descendants, python_folders
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
@@ -616,6 +617,29 @@ def test_nothing_outlives_its_program(sandbox):
     wait_until(lambda: not folder.exists() or folder == Path(WORK))
     again = f"import os\nassert not os.path.exists({mark!r}) and os.listdir('.') == []\n" + RIGHT
     assert not tried(sandbox, again)["failure"]
+
+
+def test_the_children_of_a_process_are_found_in_both_ways():
+    child = subprocess.Popen(["sleep", "60"])
+    assert child.pid in sandboxes.children_by_parent(os.getpid()) and child.pid in descendants(os.getpid())
+    assert child.pid not in sandboxes.children_by_parent(child.pid)
+    child.kill()
+    child.wait()
+
+
+def test_an_orphan_that_is_not_found_holds_up_nobody(monkeypatch):
+    """The kernel may not tell who the children of a process are."""
+    monkeypatch.setattr(sandboxes, "descendants", lambda process: set())
+    monkeypatch.setattr(sandboxes, "CLEAN_UP_SECONDS", 0.3)
+    keeper = os.fork()
+    if keeper == 0:
+        orphan = subprocess.Popen(["sleep", "20"])
+        sandboxes.end_descendants()
+        orphan.kill()
+        os._exit(0)
+    began = time.monotonic()
+    assert os.waitpid(keeper, 0)[1] == 0
+    assert 0.2 < time.monotonic() - began < 10
 
 
 def processes_with(mark: str) -> list[str]:
