@@ -45,7 +45,10 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
 START_SECONDS = 30.0
+SAMPLE_SECONDS = 30.0
 CLEAN_UP_SECONDS = 10.0
+SAMPLE = "42"  # what the sample program answers
+FAILED = "failed: "  # begins the words of a keeper that could not run its program
 WORK = "/program"  # where a program runs, if there are namespaces
 
 MEMORY_BYTES = 2 * 2**30  # addresses of each process
@@ -78,23 +81,37 @@ MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 # A second mount of the same files must keep these flags. statvfs() has other numbers for some of them than mount().
 KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
-CAP_DAC_READ_SEARCH = 2
+READS_ALL = 1 << 2  # the capability CAP_DAC_READ_SEARCH
 CAPABILITY_VERSION = 0x20080522
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_ALLOW, SECCOMP_ERROR = 22, 2, 0x7FFF0000, 0x50000
 # For each machine: its number, and add_key, request_key and keyctl, which follow each other.
 KEYRING_CALLS = {"x86_64": (0xC000003E, 248, 250), "aarch64": (0xC00000B7, 217, 219)}
 
 
+class SandboxFailed(RuntimeError):
+    """The sandbox itself has failed. That says nothing about the program."""
+
+
 class Running:
     """A program that has been started."""
 
-    def __init__(self, status: socket.socket):
+    def __init__(self, status: socket.socket, keeper_in_reach: bool):
+        """keeper_in_reach: whether the program may send signals to its keeper."""
         self.status = status
+        self.keeper_in_reach = keeper_in_reach
 
     def wait(self) -> str:
-        """Waits for the end: "exit N", "signal N" or "timeout"."""
+        """Waits for the end: "exit N", "signal N" or "timeout". Raises SandboxFailed if the program was not run."""
         with self.status:
-            return self.status.recv(100).decode() or "signal 9"  # without a word, the keeper itself was killed
+            words = self.status.recv(1000).decode()
+        if words.startswith(FAILED):
+            raise SandboxFailed(words.removeprefix(FAILED))
+        if words:
+            return words
+        # The keeper was killed. A program that can do that must not get away with it.
+        if self.keeper_in_reach:
+            return "signal 9"
+        raise SandboxFailed("the keeper of the program was killed")
 
     def stop(self) -> None:
         """End the program now."""
@@ -102,10 +119,13 @@ class Running:
 
 
 class Sandbox:
-    """One nursery. Raises RuntimeError if it does not start. Only one thread may call start()."""
+    """One nursery. Only one thread may call start()."""
 
     def __init__(self, modules: list[str], kinds: tuple[str, ...] = ("namespaces", "bubblewrap", "limits")):
-        """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order."""
+        """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order.
+
+        Raises SandboxFailed if none of them runs a sample program.
+        """
         self.modules = modules
         problems = []
         for self.kind in kinds:
@@ -114,62 +134,117 @@ class Sandbox:
                 break
             problems.append(f"{self.kind}: {problem}")
         else:
-            raise RuntimeError(f"the sandbox for programs does not start ({'; '.join(problems)})")
-        self.missing = ""
-        if self.kind == "limits":
-            self.missing = f"the network and the files of this machine are in reach ({'; '.join(problems)})"
+            raise SandboxFailed(f"the sandbox for programs does not start ({'; '.join(problems)})")
+        self.missing = ", ".join(missing_in(self.kind, self.has_own_namespaces))
+        if self.missing and problems:
+            self.missing += f" ({'; '.join(problems)})"
 
     def open(self, kind: str) -> str:
-        """Start the nursery. Returns what went wrong, or nothing."""
+        """Start the nursery, and run a sample program. Returns what went wrong, or nothing."""
         if kind == "bubblewrap" and shutil.which("bwrap") is None:
             return "not installed"
+        problem = self.start_nursery(kind) or self.run_sample()
+        if problem:
+            self.close()
+        return problem
+
+    def start_nursery(self, kind: str) -> str:
+        """Returns what went wrong, or nothing."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = json.dumps({"kind": kind, "modules": self.modules, "path": import_path()})
+        modules = [*self.modules, __name__]  # this one has the role of the sample
+        settings = json.dumps({"kind": kind, "modules": modules, "path": import_path()})
         command = [sys.executable, "-P", "-m", "common.processes.sandbox", str(theirs.fileno()), settings]
         if kind == "bubblewrap":
             command = [*bubblewrap(), *command]
         # Python itself may need it, as on clusters with modules.
         libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as errors:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
                 env={**ENVIRONMENT, **libraries, "PYTHONPATH": ROOT},
             )
-        self.control.settimeout(START_SECONDS)
-        try:
-            answer = json.loads(self.control.recv(10_000) or b'{"problem": "it ended at once"}')
-        except TimeoutError:
-            answer = {"problem": f"no answer within {START_SECONDS:g} s"}
-        self.control.settimeout(None)
-        if answer["problem"]:
-            self.close()
-        return answer["problem"]
+            theirs.close()
+            self.control.settimeout(START_SECONDS)
+            try:
+                answer = self.control.recv(10_000)
+            except TimeoutError:
+                return f"no answer within {START_SECONDS:g} s"
+            self.control.settimeout(None)
+            if not answer:
+                self.process.wait()
+                last_words = os.pread(errors.fileno(), 100_000, 0).decode(errors="replace").strip()
+                return f"it ended at once: {last_words.rpartition(chr(10))[2][:300]}".removesuffix(": ")
+        facts = json.loads(answer)
+        self.has_own_namespaces = facts["has_own_namespaces"]
+        return facts["problem"]
+
+    def run_sample(self) -> str:
+        """Why a program that is right would be called wrong, or nothing."""
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as answer:
+            try:
+                running = self.send(f"{__name__}:sample_program", [writer], SAMPLE_SECONDS)
+            except OSError as error:
+                return f"it ended before the first program: {error}"
+            finally:
+                os.close(writer)
+            try:
+                ended = running.wait()
+            except SandboxFailed as failure:
+                return str(failure)
+            said = answer.read().decode()
+        if (ended, said) == ("exit 0", SAMPLE):
+            return ""
+        return f"a sample program does not run: {said or ended}"
 
     def start(self, role: str, fds: list[int], seconds: float) -> Running:
-        """Start role(*fds) in a process of its own. The caller may close its copies of the fds afterwards."""
+        """Start role(*fds) in a process of its own. The caller may close its copies of the fds afterwards.
+
+        Raises SandboxFailed if the nursery has ended, and no new one starts.
+        """
+        try:
+            return self.send(role, fds, seconds)
+        except OSError:  # the nursery is gone
+            self.close()
+            problem = self.open(self.kind)
+            if problem:
+                raise SandboxFailed(f"the sandbox for programs does not start again ({problem})") from None
+            return self.send(role, fds, seconds)
+
+    def send(self, role: str, fds: list[int], seconds: float) -> Running:
+        """Ask the nursery for a program. Raises OSError if it is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         message = json.dumps({"role": role, "seconds": seconds}).encode()
         with theirs:
-            try:
-                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
-            except OSError:  # the nursery is gone
-                self.close()
-                problem = self.open(self.kind)
-                if problem:
-                    raise RuntimeError(f"the sandbox for programs does not start again ({problem})") from None
-                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
-        return Running(ours)
+            socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
+        is_another_user = self.kind != "bubblewrap" and os.geteuid() == 0
+        return Running(ours, keeper_in_reach=not self.has_own_namespaces and not is_another_user)
 
     def close(self) -> None:
         """End the nursery."""
         self.control.close()
         self.process.kill()
         self.process.wait()
+
+
+def missing_in(kind: str, has_own_namespaces: bool) -> list[str]:
+    """What a sandbox of this kind does not isolate or limit."""
+    is_root = os.geteuid() == 0
+    found = []
+    if kind == "limits":
+        reads_all = is_root and permitted_capabilities() & READS_ALL
+        files = "every file of this machine" if reads_all else "the files of this machine that their user may read"
+        found.append(f"programs reach the network and {files}")
+    if kind == "limits" and not is_root:
+        found.append("programs reach the other processes of their user")
+    if kind == "limits":
+        found.append("all files of a program together have no limit")
+    return found
 
 
 def import_path() -> list[str]:
@@ -198,6 +273,7 @@ def main(control_fd: int, settings: dict) -> None:
     with contextlib.suppress(OSError):  # if memory runs out, the kernel ends programs first
         Path("/proc/self/oom_score_adj").write_text("1000")
     problem = ""
+    has_own_namespaces = False
     try:
         if settings["kind"] == "namespaces":
             isolate()
@@ -206,9 +282,11 @@ def main(control_fd: int, settings: dict) -> None:
             problem = "no namespace of processes"
     except OSError as error:
         problem = f"{error.strerror} ({error.filename})"
-    control.send(json.dumps({"problem": problem}).encode())
+    control.send(json.dumps({"problem": problem, "has_own_namespaces": has_own_namespaces}).encode())
     if problem:
         return
+    # Standard error has been for an error of the start. Programs get /dev/null, as their standard output.
+    os.dup2(1, 2)
     sys.path[:] = settings["path"]
     os.environ.pop("PYTHONPATH", None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
@@ -321,29 +399,50 @@ def keeper_main(
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         status = socket.socket(fileno=status_fd)
-        folder = WORK
-        if has_own_namespaces:
-            unshare_for_program()
-        else:
-            folder = tempfile.mkdtemp(prefix="program-")
-            call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        os.chdir(folder)
-        # bubblewrap's namespace has no other user, and no rights to give up.
-        uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
-        child = os.fork()
-        if child == 0:
-            run_role(role, fds, folder, seconds, uid)
-        for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
-            os.close(fd)
-        words = wait_for(child, status, seconds)
-        if not has_own_namespaces:
-            end_descendants()
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            words = watch(role, status, fds, seconds, has_own_namespaces, in_bubblewrap)
+        except Exception as error:
+            status.send(f"{FAILED}{described(error)}".encode()[:1000])
+            raise
         with contextlib.suppress(OSError):  # the worker may not care any more
             status.send(words.encode())
         code = 0
     finally:
         os._exit(code)
+
+
+def watch(
+    role: Callable,
+    status: socket.socket,
+    fds: list[int],
+    seconds: float,
+    has_own_namespaces: bool,
+    in_bubblewrap: bool,
+) -> str:
+    """Run the program. Returns the words for Running.wait()."""
+    folder = WORK
+    if has_own_namespaces:
+        unshare_for_program()
+    else:
+        folder = tempfile.mkdtemp(prefix="program-")
+        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.chdir(folder)
+    # bubblewrap's namespace has no other user, and no rights to give up.
+    uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
+    reader, report_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_role(role, fds, folder, seconds, uid, report_fd)
+    os.close(report_fd)
+    for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
+        os.close(fd)
+    words = wait_for(child, status, seconds)
+    if not has_own_namespaces:
+        end_descendants()
+        shutil.rmtree(folder, ignore_errors=True)
+    # The program has closed its end before its role began, so this does not wait.
+    report = os.read(reader, 500).decode(errors="replace")
+    return f"{FAILED}{report}" if report else words
 
 
 def unshare_for_program() -> None:
@@ -438,27 +537,55 @@ def children_by_parent(process: int) -> set[int]:
 # Inside the program's process
 
 
-def run_role(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None) -> None:
-    """Take the limits, give up all rights, and run the role. uid: the user in root's place. Never returns."""
+def run_role(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None, report_fd: int) -> None:
+    """Take the limits, give up all rights, and run the role. Never returns.
+
+    uid: the user in root's place. report_fd: where the keeper reads why the role could not begin.
+    """
     code = 1
     try:
-        os.setsid()
-        keep_only(fds)
-        give_up_rights(folder, uid)
-        set_death_signal(None)
-        limit = lambda what, value: resource.setrlimit(what, (value, value))
-        limit(resource.RLIMIT_AS, MEMORY_BYTES)
-        limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
-        limit(resource.RLIMIT_NPROC, PROCESSES)
-        limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-        limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-        limit(resource.RLIMIT_CORE, 0)
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
-            del sys.modules[name]
+        try:
+            os.setsid()
+            keep_only([*fds, report_fd])
+            take_limits(folder, seconds, uid)
+        except Exception as error:
+            os.write(report_fd, described(error).encode()[:500])
+            raise
+        os.close(report_fd)
         code = role(*fds) or 0
     finally:
         os._exit(code)
+
+
+def take_limits(folder: str, seconds: float, uid: int | None) -> None:
+    """Nothing of this can be taken back. Raises OSError."""
+    give_up_rights(folder, uid)
+    set_death_signal(None)
+    limit = lambda what, value: resource.setrlimit(what, (value, value))
+    limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
+    limit(resource.RLIMIT_NPROC, PROCESSES)
+    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    limit(resource.RLIMIT_CORE, 0)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        del sys.modules[name]
+
+
+def sample_program(fd: int) -> int:
+    """The role that a new nursery runs first. Like any program it imports a module, and has a folder for its files."""
+    try:
+        colorsys = importlib.import_module("colorsys")  # of the standard library, and nobody has imported it yet
+        _, _, value = colorsys.rgb_to_hsv(0, 0, 42)
+        file = Path("sample")
+        file.write_text(f"{value}")
+        said = file.read_text()
+        file.unlink()
+    except (ImportError, OSError) as error:
+        said = f"{described(error)} (may every user read {sys.prefix}?)"
+    os.write(fd, said.encode())
+    return 0
 
 
 def keep_only(fds: list[int]) -> None:
@@ -475,8 +602,8 @@ def give_up_rights(folder: str, uid: int | None) -> None:
     if uid is not None:
         if folder != WORK:
             os.chown(folder, uid, uid)
-            # Root's Python may be where only root reads.
-            kept = 1 << CAP_DAC_READ_SEARCH
+            # Root's Python may be where only root reads. In many containers root itself lacks this right.
+            kept = permitted_capabilities() & READS_ALL
             call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -487,6 +614,14 @@ def give_up_rights(folder: str, uid: int | None) -> None:
     call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable; twice 32
     # A process of the same user could read this one's memory otherwise.
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def permitted_capabilities() -> int:
+    """The first 32 that this process may use, as bits."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    found = (ctypes.c_uint32 * 6)()
+    call("capget", header, found)
+    return found[1]
 
 
 def forbid_keyrings() -> None:
@@ -524,6 +659,10 @@ def set_death_signal(parent: int | None) -> None:
 
 
 # The kernel's interface
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def call(name: str, *arguments) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 from common.data.rows import lookup
 from common.errors import BadInput, say
 from common.processes.child import Handler
-from common.processes.sandbox import Sandbox
+from common.processes.pool import Failure
+from common.processes.sandbox import Sandbox, SandboxFailed
 from common.rewards.grading import Item, Result
 from common.rewards.workers import Graders, refused_as_input
 
@@ -321,6 +322,16 @@ def same_word(printed: str, expected: str) -> bool:
 # The reward
 
 
+class Programs(Graders):
+    """Workers with a sandbox each. A program whose worker is lost has no score: its worker is not its fault."""
+
+    def verdict(self, item: Item) -> Result:
+        outcome = self.grade([item], [0], [False])
+        if not isinstance(outcome, Failure):
+            return outcome[0]
+        return Result(None, None, None, {"error": f"{outcome.kind}: {outcome.message.rpartition(chr(10))[2]}"})
+
+
 class CodeReward:
     """The reward, in worker processes with a sandbox each. spec: code, code-fraction."""
 
@@ -332,11 +343,11 @@ class CodeReward:
         self.spec = spec
         self.stop = spec == "code"  # the first failure decides
         loader = "common.rewards.code:load_sandbox"
-        self.pool = Graders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
+        self.pool = Programs(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
         with refused_as_input():
             missing = self.pool.start()
         if missing:
-            say(f"--reward {spec}: {missing}; memory, time and processes are limited")
+            say(f"--reward {spec}: the sandbox is weaker here: {missing}")
 
     def fault_of(self, prompt) -> str:
         """Why a row has no tests that can be run, or nothing."""
@@ -347,7 +358,10 @@ class CodeReward:
         return ""
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Raises RunFailed if no worker can be started."""
+        """A program that the sandbox did not run has no score, and the reason in info["error"].
+
+        Raises RunFailed if no worker can be started.
+        """
         results: dict[int, Result] = {}
         questions: dict[int, tuple[str, str]] = {}
         for row, item in enumerate(items):
@@ -358,7 +372,12 @@ class CodeReward:
                 tests = {**vars(tests_of(item.answer, item.meta)), "stop": self.stop}
                 questions[row] = (program, json.dumps(tests))
         results |= self.pool.verdicts_on(questions)
-        return [results[row] for row in range(len(items))]
+        in_order = [results[row] for row in range(len(items))]
+        # Not at the top: workers import this module, too, and this one takes a quarter of a second.
+        from common.rewards.service import print_ungraded
+
+        print_ungraded(f"reward {self.spec}", in_order)
+        return in_order
 
 
 # Inside a worker
@@ -370,7 +389,10 @@ def load_sandbox() -> Handler:
     def answer(request: list) -> list[list]:
         (item,), _, _ = request
         tests = json.loads(item["answer"])
-        verdict = run(sandbox, item["response"], tests)
+        try:
+            verdict = run(sandbox, item["response"], tests)
+        except SandboxFailed as failure:
+            return [[None, None, item["response"], {"error": f"the sandbox: {failure}"}]]
         acc = float(not verdict["failure"] and verdict["passed"] > 0)
         score = acc if tests["stop"] else verdict["passed"] / max(1, verdict["total"])
         info = {"passed": verdict["passed"], "tests": verdict["total"]}
@@ -382,20 +404,23 @@ def load_sandbox() -> Handler:
 
 
 def run(sandbox: Sandbox, program: str, tests: dict) -> dict:
-    """{"passed": number, "total": number, "failure": the first one, or ""}"""
+    """{"passed": number, "total": number, "failure": the first one, or ""}. Raises SandboxFailed."""
     if tests["cases"] and not tests["function"]:
         return run_with_inputs(sandbox, program, tests)
     tests_end, program_end = socket.socketpair()
-    verdict_fd, source, content = in_memory(b""), in_memory(to_bytes(program)), in_memory(json.dumps(tests).encode())
+    source, content, verdict_fd = map(in_memory, (to_bytes(program), json.dumps(tests).encode(), b""))
     roles = "common.rewards.code_roles"
-    with tests_end, program_end:
-        # The tests outlive the program, so that they can say that it was late.
-        tested = sandbox.start(f"{roles}:serve_calls", [source, program_end.fileno()], PROGRAM_SECONDS)
-        testing = sandbox.start(f"{roles}:run_tests", [content, tests_end.fileno(), verdict_fd], PROGRAM_SECONDS + 1)
-    os.close(source)
-    os.close(content)
-    ended = testing.wait()
-    written = read_back(verdict_fd)
+    try:
+        with tests_end, program_end:
+            # The tests outlive the program, so that they can say that it was late.
+            tested = sandbox.start(f"{roles}:serve_calls", [source, program_end.fileno()], PROGRAM_SECONDS)
+            testing = sandbox.start(
+                f"{roles}:run_tests", [content, tests_end.fileno(), verdict_fd], PROGRAM_SECONDS + 1
+            )
+        ended = testing.wait()
+        written = read(verdict_fd)
+    finally:
+        close(source, content, verdict_fd)
     try:
         verdict = json.loads(written)
     except ValueError:
@@ -408,7 +433,7 @@ def run(sandbox: Sandbox, program: str, tests: dict) -> dict:
 
 
 def run_with_inputs(sandbox: Sandbox, program: str, tests: dict) -> dict:
-    """One run for each input."""
+    """One run for each input. Raises SandboxFailed."""
     until = time.monotonic() + RUNS_SECONDS
     verdict = {"passed": 0, "total": len(tests["cases"]), "failure": ""}
     for number, (given, expected) in enumerate(tests["cases"], start=1):
@@ -426,13 +451,14 @@ def run_with_inputs(sandbox: Sandbox, program: str, tests: dict) -> dict:
 
 
 def run_once(sandbox: Sandbox, program: str, given: str, expected: str, seconds: float) -> str:
-    """Why a run has failed, or nothing."""
-    source, stdin, stdout, stderr = map(in_memory, (to_bytes(program), to_bytes(given), b"", b""))
-    running = sandbox.start("common.rewards.code_roles:run_script", [source, stdin, stdout, stderr], seconds)
-    os.close(source)
-    os.close(stdin)
-    ended = running.wait()
-    printed, errors = read_back(stdout), read_back(stderr)
+    """Why a run has failed, or nothing. Raises SandboxFailed."""
+    files = [in_memory(data) for data in (to_bytes(program), to_bytes(given), b"", b"")]
+    _, _, stdout, stderr = files
+    try:
+        ended = sandbox.start("common.rewards.code_roles:run_script", files, seconds).wait()
+        printed, errors = read(stdout), read(stderr)
+    finally:
+        close(*files)
     if ended != "exit 0":
         last = errors.strip().rpartition("\n")[2]
         return f"{ended}: {last}"[:300] if last else ended
@@ -463,8 +489,13 @@ def memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def read_back(fd: int) -> str:
-    """What another process has written, and close the file."""
-    with os.fdopen(fd, "rb") as file:
+def read(fd: int) -> str:
+    """What another process has written."""
+    with os.fdopen(fd, "rb", closefd=False) as file:
         file.seek(0)
         return file.read().decode(errors="replace")
+
+
+def close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

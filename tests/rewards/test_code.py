@@ -18,7 +18,17 @@ from conftest import ROOT, launch
 
 from common.errors import BadInput
 from common.processes import sandbox as sandboxes
-from common.processes.sandbox import DEVICES, KEYRING_CALLS, SYSTEM, WORK, Sandbox, descendants, python_folders
+from common.processes.pool import Failure
+from common.processes.sandbox import (
+    DEVICES,
+    KEYRING_CALLS,
+    SYSTEM,
+    WORK,
+    Sandbox,
+    SandboxFailed,
+    descendants,
+    python_folders,
+)
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
 from common.rewards.grading import Item
@@ -43,6 +53,8 @@ def sandbox(request):
     try:
         made = Sandbox(["common.rewards.code_roles"], kinds=(request.param,))
     except RuntimeError as error:
+        if request.param == "limits":  # which every kernel has
+            raise
         pytest.skip(str(error))
     yield made
     made.close()
@@ -555,7 +567,9 @@ def test_programs_have_no_keyrings(sandbox):
 def test_files_in_memory_without_memfd(monkeypatch):
     """Pythons of Conda, and older ones of uv, lack the function."""
     monkeypatch.delattr(os, "memfd_create")
-    assert code.read_back(code.in_memory(b"x")) == "x"
+    fd = code.in_memory(b"x")
+    assert code.read(fd) == "x"
+    code.close(fd)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -671,6 +685,113 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     assert not tried(sandbox, f"import os\nassert {{*os.listdir('/')}} <= {shown}\n{RIGHT}")["failure"]
     mounted = "import os, sys\nassert all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ('/usr', sys.prefix))\n"
     assert not tried(sandbox, mounted + RIGHT)["failure"]
+
+
+# When the sandbox itself fails
+
+
+def test_root_that_may_not_read_everything_runs_programs_or_is_refused():
+    """As in Docker, whose root lacks that right. Programs lost it in vain, and all of them were wrong."""
+    if os.geteuid():
+        pytest.skip("only root loses a right")
+    script = (
+        "from common.processes.sandbox import Sandbox\nfrom common.rewards import code\n"
+        "try:\n    sandbox = Sandbox(['common.rewards.code_roles'], ('limits',))\n"
+        f"    tests = {{**vars(code.tests_of(None, {ADD!r})), 'stop': True}}\n"
+        f"    print(sandbox.missing, code.run(sandbox, {RIGHT!r}, tests))\n"
+        "except RuntimeError as error:\n    print(f'refused: {error}')\n"
+    )
+    # PR_CAPBSET_DROP: the Python that follows lacks CAP_DAC_READ_SEARCH.
+    drop = "import ctypes, os, sys\nassert ctypes.CDLL(None).prctl(24, 2, 0, 0, 0) == 0\nos.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", drop, sys.executable, "-c", script]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # This Python may be where only root reads.
+    is_refused = said.startswith("refused: ") and "No module named 'colorsys'" in said and "every user" in said
+    assert is_refused or ("'passed': 2" in said and "every file" not in said), said
+
+
+def test_root_keeps_only_the_rights_that_it_has(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root loses a right")
+    child = os.fork()
+    if child == 0:
+        header = (sandboxes.ctypes.c_uint32 * 2)(sandboxes.CAPABILITY_VERSION, 0)
+        rights = sandboxes.permitted_capabilities() & ~sandboxes.READS_ALL
+        sandboxes.call("capset", header, (sandboxes.ctypes.c_uint32 * 6)(rights, rights, 0, 0, 0, 0))
+        with contextlib.suppress(OSError):
+            sandboxes.give_up_rights(str(tmp_path), 60000)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "limits"])
+def test_a_sandbox_that_calls_right_programs_wrong_does_not_start(monkeypatch, kind):
+    monkeypatch.setattr(sandboxes, "import_path", lambda: [])
+    with pytest.raises(RuntimeError, match="does not start .*sample program.*(No module named|not permitted)"):
+        Sandbox(["common.rewards.code_roles"], kinds=(kind,))
+
+
+def test_the_last_words_of_a_nursery_are_told():
+    with pytest.raises(RuntimeError, match="ended at once: ModuleNotFoundError: No module named 'absent'"):
+        Sandbox(["absent"], kinds=("limits",))
+
+
+def test_a_program_whose_keeper_is_killed_is_not_called_wrong(sandbox):
+    """As when memory runs out. Where the program itself can do it, it is wrong."""
+    mark = f"sleeps-{sandbox.kind[0]}-{os.getpid()}"
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {mark!r}.encode(), 0, 0, 0)\ntime.sleep(60)"
+    files = [code.in_memory(data) for data in (program.encode(), b"", b"", b"")]
+    running = sandbox.start("common.rewards.code_roles:run_script", files, 60)
+    code.close(*files)
+    wait_until(lambda: processes_with(mark))
+    (sleeper,) = map(int, processes_with(mark))
+    (keeper,) = (process for process in descendants(sandbox.process.pid) if sleeper in sandboxes.children_of(process))
+    os.kill(keeper, signal.SIGKILL)
+    if sandbox.kind == "limits" and os.geteuid():
+        assert running.wait() == "signal 9"
+    else:
+        with pytest.raises(SandboxFailed, match="killed"):
+            running.wait()
+    wait_until(lambda: not processes_with(mark))
+    assert not tried(sandbox, RIGHT)["failure"]
+
+
+def test_a_program_that_could_not_be_limited_is_not_run(monkeypatch):
+    """Its failure is not the program's either."""
+
+    def fail(*given):
+        raise PermissionError("no such right")
+
+    monkeypatch.setattr(sandboxes, "give_up_rights", fail)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        sandboxes.keeper_main(os.abort, theirs.fileno(), [], 5.0, False, False)
+    theirs.close()
+    with pytest.raises(SandboxFailed, match="PermissionError: no such right"):
+        sandboxes.Running(ours, keeper_in_reach=True).wait()
+
+
+def test_a_response_is_ungraded_if_the_sandbox_or_a_worker_fails(monkeypatch, capfd):
+    def fail(*given):
+        raise SandboxFailed("the keeper was killed")
+
+    handler = code.load_sandbox()
+    monkeypatch.setattr(code, "run", fail)
+    item = {"response": RIGHT, "answer": json.dumps({**vars(code.tests_of(None, ADD)), "stop": True})}
+    assert handler.answer([[item], [0], [False]]) == [
+        [None, None, RIGHT, {"error": "the sandbox: the keeper was killed"}]
+    ]
+
+    lonely = CodeReward("code", workers=1)
+    monkeypatch.setattr(lonely.pool, "ask", lambda *given: Failure("died", "exit status -9"))
+    result = graded(lonely, RIGHT, ADD)
+    assert (result.score, result.acc, result.info) == (None, None, {"error": "died: exit status -9"})
+    assert "1 of 1 rows not graded: died" in capfd.readouterr().err
+    lonely.pool.close()
+
+
+# What a program sees
 
 
 def test_mounts_below_what_programs_see_are_read_only_too():
