@@ -240,10 +240,12 @@ def missing_in(kind: str, has_own_namespaces: bool) -> list[str]:
         reads_all = is_root and permitted_capabilities() & READS_ALL
         files = "every file of this machine" if reads_all else "the files of this machine that their user may read"
         found.append(f"programs reach the network and {files}")
-    if kind == "limits" and not is_root:
+    if not has_own_namespaces and (kind == "bubblewrap" or not is_root):
         found.append("programs reach the other processes of their user")
-    if kind == "limits":
+    if not has_own_namespaces:
         found.append("all files of a program together have no limit")
+    if kind == "bubblewrap" and is_root:
+        found.append("the kernel does not count root's processes")
     return found
 
 
@@ -371,6 +373,8 @@ def bubblewrap() -> list[str]:
     command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", WORK]
     for path in dict.fromkeys([*SYSTEM, *python_folders(), f"{ROOT}/common"]):
         command += ["--ro-bind-try", path, path]
+    # Both are memory without a limit, and what a program leaves there the next one would find.
+    command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return command
 
 
@@ -424,7 +428,8 @@ def watch(
     if has_own_namespaces:
         unshare_for_program()
     else:
-        folder = tempfile.mkdtemp(prefix="program-")
+        # All else is read-only in bubblewrap.
+        folder = tempfile.mkdtemp(prefix="program-", dir=WORK if in_bubblewrap else None)
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.chdir(folder)
     # bubblewrap's namespace has no other user, and no rights to give up.
@@ -449,6 +454,8 @@ def unshare_for_program() -> None:
     """Namespaces of processes, mounts and shared memory, and an empty folder in memory. Raises OSError."""
     call("unshare", CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={WORK_BYTES},nr_inodes=1000")
+    if os.path.isdir("/proc"):  # in bubblewrap. It shows the processes of the nursery, and other programs.
+        mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, "mode=555")
 
 
 def wait_for(child: int, status: socket.socket, seconds: float) -> str:
