@@ -11,14 +11,18 @@
                                                                      which takes limits and runs role(fd, ...)
     running.wait()           <--------------------------------       "exit 0", "signal 9" or "timeout"
 
-A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery never reads anything but file
-descriptors, so no program finds another one's text, or its tests, in its own memory.
+A role is a function of a trusted module. It runs in the program's process, and runs the program's text.
 
-The keeper ends the program after its time, or once the worker closes its end. A process namespace ends with its first
-process, so nothing that the program has started outlives it.
+A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery passes file descriptors on and
+never reads what is in them. So no program finds another one's text, or its tests, in its own memory.
+
+The keeper ends the program after its time, or once the worker closes its end. The program is process 1 of its
+namespace. When it ends, the kernel kills all that it started.
 
 Where the kernel grants no namespaces (in most containers), bubblewrap is tried, and then the limits alone:
 `Sandbox.missing` says what is not isolated. Such a program may end the nursery. The next start() makes a new one.
+
+If the sandbox itself fails, SandboxFailed says so. Only what the program did is in the words of wait().
 """
 
 import contextlib
@@ -243,7 +247,7 @@ def missing_in(kind: str, has_own_namespaces: bool) -> list[str]:
     if not has_own_namespaces and (kind == "bubblewrap" or not is_root):
         found.append("programs reach the other processes of their user")
     if not has_own_namespaces:
-        found.append("all files of a program together have no limit")
+        found.append("all files of a program together have no limit and may outlive it")
     if kind == "bubblewrap" and is_root:
         found.append("the kernel does not count root's processes")
     return found
