@@ -105,7 +105,7 @@ class Running:
         self.keeper_in_reach = keeper_in_reach
 
     def wait(self) -> str:
-        """Waits for the end: "exit N", "signal N" or "timeout". Raises SandboxFailed if the program was not run."""
+        """Waits for the end: "exit N", "signal N" or "timeout". Raises SandboxFailed if nobody knows it."""
         with self.status:
             words = self.status.recv(1000).decode()
         if words.startswith(FAILED):
@@ -172,7 +172,7 @@ class Sandbox:
                 cwd="/",
                 env={**ENVIRONMENT, **libraries, "PYTHONPATH": ROOT},
             )
-            theirs.close()
+            theirs.close()  # otherwise the end of the nursery would go unnoticed
             self.control.settimeout(START_SECONDS)
             try:
                 answer = self.control.recv(10_000)
@@ -181,8 +181,9 @@ class Sandbox:
             self.control.settimeout(None)
             if not answer:
                 self.process.wait()
-                last_words = os.pread(errors.fileno(), 100_000, 0).decode(errors="replace").strip()
-                return f"it ended at once: {last_words.rpartition(chr(10))[2][:300]}".removesuffix(": ")
+                errors.seek(0)
+                last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                return f"it ended at once: {last_line[:300]}".removesuffix(": ")
         facts = json.loads(answer)
         self.has_own_namespaces = facts["has_own_namespaces"]
         return facts["problem"]

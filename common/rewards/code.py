@@ -322,14 +322,15 @@ def same_word(printed: str, expected: str) -> bool:
 # The reward
 
 
-class Programs(Graders):
+class ProgramGraders(Graders):
     """Workers with a sandbox each. A program whose worker is lost has no score: its worker is not its fault."""
 
     def verdict(self, item: Item) -> Result:
         outcome = self.grade([item], [0], [False])
         if not isinstance(outcome, Failure):
             return outcome[0]
-        return Result(None, None, None, {"error": f"{outcome.kind}: {outcome.message.rpartition(chr(10))[2]}"})
+        last_line = outcome.message.rpartition("\n")[2]
+        return Result(None, None, None, {"error": f"{outcome.kind}: {last_line}"})
 
 
 class CodeReward:
@@ -343,7 +344,7 @@ class CodeReward:
         self.spec = spec
         self.stop = spec == "code"  # the first failure decides
         loader = "common.rewards.code:load_sandbox"
-        self.pool = Programs(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
+        self.pool = ProgramGraders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
         with refused_as_input():
             missing = self.pool.start()
         if missing:
