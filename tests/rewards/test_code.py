@@ -677,6 +677,10 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     }
     if sandbox.kind == "limits":
         assert "network" in sandbox.missing and "files" in sandbox.missing
+        reads_all = not os.geteuid() and bool(sandboxes.permitted_capabilities() & sandboxes.READS_ALL)
+        assert ("every file" in sandbox.missing) == reads_all
+        if not os.geteuid():  # pytest makes its folders for one user
+            assert reads_all == (not tried(sandbox, f"{reach['file']}\n{RIGHT}")["failure"])
         return
     # The kernel does not count the processes of root, and bubblewrap has no other user.
     assert ("root's processes" in sandbox.missing) == (sandbox.kind == "bubblewrap" and not os.geteuid())
