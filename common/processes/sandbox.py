@@ -9,16 +9,20 @@
       passes the fds         ---->      forks a keeper     ---->     new namespaces of processes and mounts,
                                                                      an empty folder /program; forks the program,
                                                                      which takes limits and runs role(fd, ...)
-    running.ended()          <--------------------------------       "exit 0", "signal 9" or "timeout"
+    running.wait()           <--------------------------------       "exit 0", "signal 9" or "timeout"
 
-A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery never reads anything but file
-descriptors, so no program finds another one's text, or its tests, in its own memory.
+A role is a function of a trusted module. It runs in the program's process, and runs the program's text.
 
-The keeper ends the program after its time, or once the worker closes its end. A process namespace ends with its first
-process, so nothing that the program has started outlives it.
+A fork of the nursery takes milliseconds, and a new Python would take fifty. The nursery passes file descriptors on and
+never reads what is in them. So no program finds another one's text, or its tests, in its own memory.
+
+The keeper ends the program after its time, or once the worker closes its end. The program is process 1 of its
+namespace. When it ends, the kernel kills all that it started.
 
 Where the kernel grants no namespaces (in most containers), bubblewrap is tried, and then the limits alone:
 `Sandbox.missing` says what is not isolated. Such a program may end the nursery. The next start() makes a new one.
+
+If the sandbox itself fails, SandboxFailed says so. Only what the program did is in the words of wait().
 """
 
 import contextlib
@@ -45,7 +49,10 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
 START_SECONDS = 30.0
+SAMPLE_SECONDS = 30.0
 CLEAN_UP_SECONDS = 10.0
+SAMPLE = "42"  # what the sample program answers
+FAILED = "failed: "  # begins the words of a keeper that could not run its program
 WORK = "/program"  # where a program runs, if there are namespaces
 
 MEMORY_BYTES = 2 * 2**30  # addresses of each process
@@ -78,23 +85,37 @@ MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 # A second mount of the same files must keep these flags. statvfs() has other numbers for some of them than mount().
 KEPT_FLAGS = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
-CAP_DAC_READ_SEARCH = 2
+READS_ALL = 1 << 2  # the capability CAP_DAC_READ_SEARCH
 CAPABILITY_VERSION = 0x20080522
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_ALLOW, SECCOMP_ERROR = 22, 2, 0x7FFF0000, 0x50000
 # For each machine: its number, and add_key, request_key and keyctl, which follow each other.
 KEYRING_CALLS = {"x86_64": (0xC000003E, 248, 250), "aarch64": (0xC00000B7, 217, 219)}
 
 
+class SandboxFailed(RuntimeError):
+    """The sandbox itself has failed. That says nothing about the program."""
+
+
 class Running:
     """A program that has been started."""
 
-    def __init__(self, status: socket.socket):
+    def __init__(self, status: socket.socket, keeper_in_reach: bool):
+        """keeper_in_reach: whether the program may send signals to its keeper."""
         self.status = status
+        self.keeper_in_reach = keeper_in_reach
 
-    def ended(self) -> str:
-        """Waits for the end: "exit N", "signal N" or "timeout"."""
+    def wait(self) -> str:
+        """Waits for the end: "exit N", "signal N" or "timeout". Raises SandboxFailed if nobody knows it."""
         with self.status:
-            return self.status.recv(100).decode() or "signal 9"  # without a word, the keeper itself was killed
+            words = self.status.recv(1000).decode()
+        if words.startswith(FAILED):
+            raise SandboxFailed(words.removeprefix(FAILED))
+        if words:
+            return words
+        # The keeper was killed. A program that can do that must not get away with it.
+        if self.keeper_in_reach:
+            return "signal 9"
+        raise SandboxFailed("the keeper of the program was killed")
 
     def stop(self) -> None:
         """End the program now."""
@@ -102,10 +123,13 @@ class Running:
 
 
 class Sandbox:
-    """One nursery. Raises RuntimeError if it does not start. Only one thread may call start()."""
+    """One nursery. Only one thread may call start()."""
 
     def __init__(self, modules: list[str], kinds: tuple[str, ...] = ("namespaces", "bubblewrap", "limits")):
-        """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order."""
+        """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order.
+
+        Raises SandboxFailed if none of them runs a sample program.
+        """
         self.modules = modules
         problems = []
         for self.kind in kinds:
@@ -114,62 +138,120 @@ class Sandbox:
                 break
             problems.append(f"{self.kind}: {problem}")
         else:
-            raise RuntimeError(f"the sandbox for programs does not start ({'; '.join(problems)})")
-        self.missing = ""
-        if self.kind == "limits":
-            self.missing = f"the network and the files of this machine are in reach ({'; '.join(problems)})"
+            raise SandboxFailed(f"the sandbox for programs does not start ({'; '.join(problems)})")
+        self.missing = ", ".join(missing_in(self.kind, self.has_own_namespaces))
+        if self.missing and problems:
+            self.missing += f" ({'; '.join(problems)})"
 
     def open(self, kind: str) -> str:
-        """Start the nursery. Returns what went wrong, or nothing."""
+        """Start the nursery, and run a sample program. Returns what went wrong, or nothing."""
         if kind == "bubblewrap" and shutil.which("bwrap") is None:
             return "not installed"
+        problem = self.start_nursery(kind) or self.run_sample()
+        if problem:
+            self.close()
+        return problem
+
+    def start_nursery(self, kind: str) -> str:
+        """Returns what went wrong, or nothing."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = json.dumps({"kind": kind, "modules": self.modules, "path": import_path()})
+        modules = [*self.modules, __name__]  # this one has the role of the sample
+        settings = json.dumps({"kind": kind, "modules": modules, "path": import_path()})
         command = [sys.executable, "-P", "-m", "common.processes.sandbox", str(theirs.fileno()), settings]
         if kind == "bubblewrap":
             command = [*bubblewrap(), *command]
         # Python itself may need it, as on clusters with modules.
         libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as errors:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
                 env={**ENVIRONMENT, **libraries, "PYTHONPATH": ROOT},
             )
-        self.control.settimeout(START_SECONDS)
-        try:
-            answer = json.loads(self.control.recv(10_000) or b'{"problem": "it ended at once"}')
-        except TimeoutError:
-            answer = {"problem": f"no answer within {START_SECONDS:g} s"}
-        self.control.settimeout(None)
-        if answer["problem"]:
-            self.close()
-        return answer["problem"]
+            theirs.close()  # otherwise the end of the nursery would go unnoticed
+            self.control.settimeout(START_SECONDS)
+            try:
+                answer = self.control.recv(10_000)
+            except TimeoutError:
+                return f"no answer within {START_SECONDS:g} s"
+            self.control.settimeout(None)
+            if not answer:
+                self.process.wait()
+                errors.seek(0)
+                last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                return f"it ended at once: {last_line[:300]}".removesuffix(": ")
+        facts = json.loads(answer)
+        self.has_own_namespaces = facts["has_own_namespaces"]
+        return facts["problem"]
+
+    def run_sample(self) -> str:
+        """Why a program that is right would be called wrong, or nothing."""
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as answer:
+            try:
+                running = self.send(f"{__name__}:sample_program", [writer], SAMPLE_SECONDS)
+            except OSError as error:
+                return f"it ended before the first program: {error}"
+            finally:
+                os.close(writer)
+            try:
+                ended = running.wait()
+            except SandboxFailed as failure:
+                return str(failure)
+            said = answer.read().decode()
+        if (ended, said) == ("exit 0", SAMPLE):
+            return ""
+        return f"a sample program does not run: {said or ended}"
 
     def start(self, role: str, fds: list[int], seconds: float) -> Running:
-        """Start role(*fds) in a process of its own. The caller may close its copies of the fds afterwards."""
+        """Start role(*fds) in a process of its own. The caller may close its copies of the fds afterwards.
+
+        Raises SandboxFailed if the nursery has ended, and no new one starts.
+        """
+        try:
+            return self.send(role, fds, seconds)
+        except OSError:  # the nursery is gone
+            self.close()
+            problem = self.open(self.kind)
+            if problem:
+                raise SandboxFailed(f"the sandbox for programs does not start again ({problem})") from None
+            return self.send(role, fds, seconds)
+
+    def send(self, role: str, fds: list[int], seconds: float) -> Running:
+        """Ask the nursery for a program. Raises OSError if it is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         message = json.dumps({"role": role, "seconds": seconds}).encode()
         with theirs:
-            try:
-                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
-            except OSError:  # the nursery is gone
-                self.close()
-                problem = self.open(self.kind)
-                if problem:
-                    raise RuntimeError(f"the sandbox for programs does not start again ({problem})") from None
-                socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
-        return Running(ours)
+            socket.send_fds(self.control, [message], [theirs.fileno(), *fds])
+        is_another_user = self.kind != "bubblewrap" and os.geteuid() == 0
+        return Running(ours, keeper_in_reach=not self.has_own_namespaces and not is_another_user)
 
     def close(self) -> None:
         """End the nursery."""
         self.control.close()
         self.process.kill()
         self.process.wait()
+
+
+def missing_in(kind: str, has_own_namespaces: bool) -> list[str]:
+    """What a sandbox of this kind does not isolate or limit."""
+    is_root = os.geteuid() == 0
+    found = []
+    if kind == "limits":
+        reads_all = is_root and permitted_capabilities() & READS_ALL
+        files = "every file of this machine" if reads_all else "the files of this machine that their user may read"
+        found.append(f"programs reach the network and {files}")
+    if not has_own_namespaces and (kind == "bubblewrap" or not is_root):
+        found.append("programs reach the other processes of their user")
+    if not has_own_namespaces:
+        found.append("all files of a program together have no limit and may outlive it")
+    if kind == "bubblewrap" and is_root:
+        found.append("the kernel does not count root's processes")
+    return found
 
 
 def import_path() -> list[str]:
@@ -198,17 +280,20 @@ def main(control_fd: int, settings: dict) -> None:
     with contextlib.suppress(OSError):  # if memory runs out, the kernel ends programs first
         Path("/proc/self/oom_score_adj").write_text("1000")
     problem = ""
+    has_own_namespaces = False
     try:
         if settings["kind"] == "namespaces":
             isolate()
-        has_rooms = settings["kind"] != "limits" and can_make_room()
-        if settings["kind"] == "namespaces" and not has_rooms:
+        has_own_namespaces = settings["kind"] != "limits" and can_unshare()
+        if settings["kind"] == "namespaces" and not has_own_namespaces:
             problem = "no namespace of processes"
     except OSError as error:
         problem = f"{error.strerror} ({error.filename})"
-    control.send(json.dumps({"problem": problem}).encode())
+    control.send(json.dumps({"problem": problem, "has_own_namespaces": has_own_namespaces}).encode())
     if problem:
         return
+    # Standard error has been for an error of the start. Programs get /dev/null, as their standard output.
+    os.dup2(1, 2)
     sys.path[:] = settings["path"]
     os.environ.pop("PYTHONPATH", None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
@@ -221,7 +306,7 @@ def main(control_fd: int, settings: dict) -> None:
             request = json.loads(message)
             module, _, function = request["role"].partition(":")
             role = getattr(modules[module], function)
-            keep(role, fds[0], fds[1:], request["seconds"], has_rooms, settings["kind"] == "bubblewrap")
+            keeper_main(role, fds[0], fds[1:], request["seconds"], has_own_namespaces, settings["kind"] == "bubblewrap")
         for fd in fds:
             os.close(fd)
 
@@ -293,15 +378,17 @@ def bubblewrap() -> list[str]:
     command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", WORK]
     for path in dict.fromkeys([*SYSTEM, *python_folders(), f"{ROOT}/common"]):
         command += ["--ro-bind-try", path, path]
+    # Both are memory without a limit, and what a program leaves there the next one would find.
+    command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return command
 
 
-def can_make_room() -> bool:
+def can_unshare() -> bool:
     """Whether a keeper may have namespaces of its own. bubblewrap's profile on Ubuntu forbids it."""
     child = os.fork()
     if child == 0:
         try:
-            make_room()
+            unshare_for_program()
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -311,7 +398,9 @@ def can_make_room() -> bool:
 # Inside a keeper
 
 
-def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_rooms: bool, in_bubblewrap: bool) -> None:
+def keeper_main(
+    role: Callable, status_fd: int, fds: list[int], seconds: float, has_own_namespaces: bool, in_bubblewrap: bool
+) -> None:
     """Fork the program, wait for its end, and say how it ended. Never returns."""
     code = 1
     try:
@@ -319,24 +408,11 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         status = socket.socket(fileno=status_fd)
-        folder = WORK
-        if has_rooms:
-            make_room()
-        else:
-            folder = tempfile.mkdtemp(prefix="program-")
-            call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        os.chdir(folder)
-        # bubblewrap's namespace has no other user, and no rights to give up.
-        uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
-        child = os.fork()
-        if child == 0:
-            become(role, fds, folder, seconds, uid)
-        for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
-            os.close(fd)
-        words = wait_for(child, status, seconds)
-        if not has_rooms:
-            end_descendants()
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            words = watch(role, status, fds, seconds, has_own_namespaces, in_bubblewrap)
+        except Exception as error:
+            status.send(f"{FAILED}{described(error)}".encode()[:1000])
+            raise
         with contextlib.suppress(OSError):  # the worker may not care any more
             status.send(words.encode())
         code = 0
@@ -344,10 +420,47 @@ def keep(role: Callable, status_fd: int, fds: list[int], seconds: float, has_roo
         os._exit(code)
 
 
-def make_room() -> None:
+def watch(
+    role: Callable,
+    status: socket.socket,
+    fds: list[int],
+    seconds: float,
+    has_own_namespaces: bool,
+    in_bubblewrap: bool,
+) -> str:
+    """Run the program. Returns the words for Running.wait()."""
+    folder = WORK
+    if has_own_namespaces:
+        unshare_for_program()
+    else:
+        # All else is read-only in bubblewrap.
+        folder = tempfile.mkdtemp(prefix="program-", dir=WORK if in_bubblewrap else None)
+        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.chdir(folder)
+    # bubblewrap's namespace has no other user, and no rights to give up.
+    uid = FIRST_UID + os.getpid() % 5000 if os.geteuid() == 0 and not in_bubblewrap else None
+    reader, report_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_role(role, fds, folder, seconds, uid, report_fd)
+    os.close(report_fd)
+    for fd in fds:  # a reader sees the end of the program only if nobody else holds its pipes
+        os.close(fd)
+    words = wait_for(child, status, seconds)
+    if not has_own_namespaces:
+        end_descendants()
+        shutil.rmtree(folder, ignore_errors=True)
+    # The program has closed its end before its role began, so this does not wait.
+    report = os.read(reader, 500).decode(errors="replace")
+    return f"{FAILED}{report}" if report else words
+
+
+def unshare_for_program() -> None:
     """Namespaces of processes, mounts and shared memory, and an empty folder in memory. Raises OSError."""
     call("unshare", CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     mount("tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={WORK_BYTES},nr_inodes=1000")
+    if os.path.isdir("/proc"):  # in bubblewrap. It shows the processes of the nursery, and other programs.
+        mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, "mode=555")
 
 
 def wait_for(child: int, status: socket.socket, seconds: float) -> str:
@@ -397,44 +510,94 @@ def end_descendants() -> None:
     for process in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < until:
-            os.waitpid(-1, 0)
+            # One that was not found may sleep for ever, so this must not wait for it.
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.001)
 
 
 def descendants(process: int) -> set[int]:
     found: set[int] = set()
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
+    for child in children_of(process):
+        found |= {child, *descendants(child)}
+    return found
+
+
+def children_of(process: int) -> set[int]:
+    found: set[int] = set()
+    lists = list(Path(f"/proc/{process}/task").glob("*/children"))
+    for path in lists:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, path.read_text().split()):
-                found |= {child, *descendants(child)}
+            found |= set(map(int, path.read_text().split()))
+    has_ended = not os.path.exists(f"/proc/{process}")
+    return found if lists or has_ended else children_by_parent(process)
+
+
+def children_by_parent(process: int) -> set[int]:
+    """The same, for kernels that keep no lists of children."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # After the name, which may have spaces and brackets in it: state and parent.
+            _, parent = path.read_text(errors="replace").rpartition(") ")[2].split()[:2]
+            if int(parent) == process:
+                found.add(int(path.parent.name))
     return found
 
 
 # Inside the program's process
 
 
-def become(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None) -> None:
-    """Take the limits, give up all rights, and run the role. uid: the user in root's place. Never returns."""
+def run_role(role: Callable, fds: list[int], folder: str, seconds: float, uid: int | None, report_fd: int) -> None:
+    """Take the limits, give up all rights, and run the role. Never returns.
+
+    uid: the user in root's place. report_fd: where the keeper reads why the role could not begin.
+    """
     code = 1
     try:
-        os.setsid()
-        keep_only(fds)
-        give_up_rights(folder, uid)
-        set_death_signal(None)
-        limit = lambda what, value: resource.setrlimit(what, (value, value))
-        limit(resource.RLIMIT_AS, MEMORY_BYTES)
-        limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
-        limit(resource.RLIMIT_NPROC, PROCESSES)
-        limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-        limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-        limit(resource.RLIMIT_CORE, 0)
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
-            del sys.modules[name]
+        try:
+            os.setsid()
+            keep_only([*fds, report_fd])
+            take_limits(folder, seconds, uid)
+        except Exception as error:
+            os.write(report_fd, described(error).encode()[:500])
+            raise
+        os.close(report_fd)
         code = role(*fds) or 0
     finally:
         os._exit(code)
+
+
+def take_limits(folder: str, seconds: float, uid: int | None) -> None:
+    """Nothing of this can be taken back. Raises OSError."""
+    give_up_rights(folder, uid)
+    set_death_signal(None)
+    limit = lambda what, value: resource.setrlimit(what, (value, value))
+    limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
+    limit(resource.RLIMIT_NPROC, PROCESSES)
+    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    limit(resource.RLIMIT_CORE, 0)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        del sys.modules[name]
+
+
+def sample_program(fd: int) -> int:
+    """The role that a new nursery runs first. Like any program it imports a module, and has a folder for its files."""
+    try:
+        colorsys = importlib.import_module("colorsys")  # of the standard library, and nobody has imported it yet
+        _, _, value = colorsys.rgb_to_hsv(0, 0, 42)
+        file = Path("sample")
+        file.write_text(f"{value}")
+        said = file.read_text()
+        file.unlink()
+    except (ImportError, OSError) as error:
+        said = f"{described(error)} (may every user read {sys.prefix}?)"
+    os.write(fd, said.encode())
+    return 0
 
 
 def keep_only(fds: list[int]) -> None:
@@ -451,8 +614,8 @@ def give_up_rights(folder: str, uid: int | None) -> None:
     if uid is not None:
         if folder != WORK:
             os.chown(folder, uid, uid)
-            # Root's Python may be where only root reads.
-            kept = 1 << CAP_DAC_READ_SEARCH
+            # Root's Python may be where only root reads. In many containers root itself lacks this right.
+            kept = permitted_capabilities() & READS_ALL
             call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -463,6 +626,14 @@ def give_up_rights(folder: str, uid: int | None) -> None:
     call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable; twice 32
     # A process of the same user could read this one's memory otherwise.
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def permitted_capabilities() -> int:
+    """The first 32 that this process may use, as bits."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    found = (ctypes.c_uint32 * 6)()
+    call("capget", header, found)
+    return found[1]
 
 
 def forbid_keyrings() -> None:
@@ -500,6 +671,10 @@ def set_death_signal(parent: int | None) -> None:
 
 
 # The kernel's interface
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def call(name: str, *arguments) -> None:

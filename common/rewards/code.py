@@ -10,7 +10,9 @@ program can read its tests, change them, or announce that it has passed. `info` 
 
 import ast
 import importlib.util
+import inspect
 import json
+import math
 import os
 import re
 import socket
@@ -19,12 +21,14 @@ import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from common.data.rows import lookup
 from common.errors import BadInput, say
 from common.processes.child import Handler
-from common.processes.sandbox import Sandbox
+from common.processes.pool import Failure
+from common.processes.sandbox import Sandbox, SandboxFailed
 from common.rewards.grading import Item, Result
 from common.rewards.workers import Graders, refused_as_input
 
@@ -36,6 +40,7 @@ PYTHON = ("python", "python3", "py")
 # A long word matches in one way only. Otherwise a program could print a word that takes hours.
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 LONGEST_NUMBER = 1000  # characters
+NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 FORMS = (
     'a "test" with check(candidate) and "entry_point"; a "test" with functions test_*(); "test_list"; or inputs and '
     'outputs in "input_output", "tests", "test_cases", "official_tests" or the answer'
@@ -69,12 +74,15 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
     if isinstance(test, str) and test.strip():
         if "unittest" in test:
             raise BadInput('"test" uses unittest; expected functions check(candidate) or test_*()')
-        if re.search(r"^def check\(", test, re.MULTILINE):
+        if re.search(r"^(async )?def check\(", test, re.MULTILINE):
             entry_point = meta.get("entry_point")
             if not isinstance(entry_point, str) or not entry_point.isidentifier():
                 raise BadInput('"test" has check(candidate), and "entry_point" names no function')
-            return Tests(setup=code_of(meta.get("prompt")), parts=[checked(test)], entry_point=entry_point)
-        return Tests(parts=[for_pytest(checked(test))])
+            for node in ast.parse(require_python(test)).body:
+                if getattr(node, "name", "") == "check":
+                    require_plain_function(node)
+            return Tests(setup=code_of(meta.get("prompt")), parts=[test], entry_point=entry_point)
+        return Tests(parts=[require_plain_pytest(require_python(test))])
     test_list = meta.get("test_list")
     if test_list:
         if isinstance(test_list, str):
@@ -82,13 +90,13 @@ def tests_of(answer: str | None, meta: Mapping[str, Any]) -> Tests:
         setup = meta.get("test_setup_code") or ""
         imports = meta.get("test_imports") or ""
         imports = imports if isinstance(imports, str) else "\n".join(imports)
-        return Tests(setup=checked(f"{imports}\n{setup}"), parts=[checked(part) for part in test_list])
-    for name in ("input_output", "tests", "test_cases", "official_tests", "public_tests"):
+        return Tests(setup=require_python(f"{imports}\n{setup}"), parts=[require_python(part) for part in test_list])
+    for name in ("input_output", "tests", "test_cases", "official_tests"):
         value = lookup(dict(meta), name)
         if value:
             return cases_of(name, value, meta)
-    value = meta.get("answer") if answer is None else answer.strip()
-    if isinstance(value, list | dict) or (value and value.startswith(("{", "["))):
+    value = meta.get("answer") if answer is None else answer
+    if isinstance(value, list | dict) or (isinstance(value, str) and value.strip().startswith(("{", "["))):
         return cases_of("answer", value, meta)
     raise BadInput(f"no tests (found: {', '.join(meta)}); expected {FORMS}")
 
@@ -154,22 +162,23 @@ def text_of(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def checked(code: str) -> str:
-    """The code of tests. Raises BadInput if it is none."""
+def require_python(code: str) -> str:
+    """The code of tests. Raises BadInput if it is not valid Python."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, TypeError, RecursionError) as error:
-        raise BadInput(f"the tests are no Python: {error}") from None
+        raise BadInput(f"the tests are not valid Python: {error}") from None
     return code
 
 
-def for_pytest(code: str) -> str:
+def require_plain_pytest(code: str) -> str:
     """The code of tests. Raises BadInput if they need more of pytest than parametrize and raises."""
     tree = ast.parse(code)
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     for node in [node for body in bodies for node in body]:
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
             continue
+        require_plain_function(node)
         required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
         fixtures = [argument.arg for argument in required if argument.arg != "self"]
         is_parametrized = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -178,6 +187,20 @@ def for_pytest(code: str) -> str:
     if re.search(r"^\s*(import|from) pytest\b", code, re.MULTILINE) and importlib.util.find_spec("pytest") is None:
         raise BadInput('"test" imports pytest, which is not installed')
     return code
+
+
+def require_plain_function(function: ast.stmt) -> None:
+    """Raises BadInput if it is a coroutine or a generator.
+
+    A call of one runs nothing, and so raises nothing: every program would pass.
+    """
+    try:
+        constants = compile(ast.Module([function], []), "tests.py", "exec").co_consts
+    except (SyntaxError, ValueError, RecursionError) as error:  # such as `await` in a plain function
+        raise BadInput(f"the tests are not valid Python: {error}") from None
+    bodies = [constant for constant in constants if isinstance(constant, CodeType)]
+    if any(body.co_name == function.name and body.co_flags & NOT_RUN_BY_A_CALL for body in bodies):
+        raise BadInput(f'"test": {function.name}() is a coroutine or a generator; expected a plain function')
 
 
 # The program
@@ -247,7 +270,7 @@ def code_of(prompt: Any) -> str:
 
 
 def defined(code: str) -> set[str]:
-    """Names of the functions that code defines. Empty if it is no Python."""
+    """Names of the functions that code defines. Empty if it is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -262,7 +285,7 @@ def before(prompt: str, name: str) -> str:
 
 
 def continuation(prompt: str, text: str, name: str) -> str:
-    """The prompt and the body that a base model has written behind it, up to the next line that is not indented."""
+    """The prompt and the body that a base model has written after it, up to the next line that is not indented."""
     if name in defined(text):
         return before(prompt, name) + text
     body = []
@@ -292,10 +315,22 @@ def same_word(printed: str, expected: str) -> bool:
     if not (NUMBER.fullmatch(printed) and NUMBER.fullmatch(expected) and re.search("[.eE]", expected)):
         return False
     value = float(expected)
-    return abs(float(printed) - value) <= 1e-6 * max(1.0, abs(value))
+    # 1e999 is infinite as a float, and any number is less than a millionth of that away.
+    return math.isfinite(value) and abs(float(printed) - value) <= 1e-6 * max(1.0, abs(value))
 
 
 # The reward
+
+
+class ProgramGraders(Graders):
+    """Workers with a sandbox each. A program whose worker is lost has no score: its worker is not its fault."""
+
+    def verdict(self, item: Item) -> Result:
+        outcome = self.grade([item], [0], [False])
+        if not isinstance(outcome, Failure):
+            return outcome[0]
+        last_line = outcome.message.rpartition("\n")[2]
+        return Result(None, None, None, {"error": f"{outcome.kind}: {last_line}"})
 
 
 class CodeReward:
@@ -309,11 +344,11 @@ class CodeReward:
         self.spec = spec
         self.stop = spec == "code"  # the first failure decides
         loader = "common.rewards.code:load_sandbox"
-        self.pool = Graders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
+        self.pool = ProgramGraders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
         with refused_as_input():
             missing = self.pool.start()
         if missing:
-            say(f"--reward {spec}: {missing}; memory, time and processes are limited")
+            say(f"--reward {spec}: the sandbox is weaker here: {missing}")
 
     def fault_of(self, prompt) -> str:
         """Why a row has no tests that can be run, or nothing."""
@@ -324,7 +359,10 @@ class CodeReward:
         return ""
 
     def __call__(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Raises RunFailed if no worker can be started."""
+        """A program that the sandbox did not run has no score, and the reason in info["error"].
+
+        Raises RunFailed if no worker can be started.
+        """
         results: dict[int, Result] = {}
         questions: dict[int, tuple[str, str]] = {}
         for row, item in enumerate(items):
@@ -335,7 +373,12 @@ class CodeReward:
                 tests = {**vars(tests_of(item.answer, item.meta)), "stop": self.stop}
                 questions[row] = (program, json.dumps(tests))
         results |= self.pool.verdicts_on(questions)
-        return [results[row] for row in range(len(items))]
+        in_order = [results[row] for row in range(len(items))]
+        # Not at the top: workers import this module, too, and this one takes a quarter of a second.
+        from common.rewards.service import print_ungraded
+
+        print_ungraded(f"reward {self.spec}", in_order)
+        return in_order
 
 
 # Inside a worker
@@ -347,7 +390,10 @@ def load_sandbox() -> Handler:
     def answer(request: list) -> list[list]:
         (item,), _, _ = request
         tests = json.loads(item["answer"])
-        verdict = run(sandbox, item["response"], tests)
+        try:
+            verdict = run(sandbox, item["response"], tests)
+        except SandboxFailed as failure:
+            return [[None, None, item["response"], {"error": f"the sandbox: {failure}"}]]
         acc = float(not verdict["failure"] and verdict["passed"] > 0)
         score = acc if tests["stop"] else verdict["passed"] / max(1, verdict["total"])
         info = {"passed": verdict["passed"], "tests": verdict["total"]}
@@ -359,33 +405,36 @@ def load_sandbox() -> Handler:
 
 
 def run(sandbox: Sandbox, program: str, tests: dict) -> dict:
-    """{"passed": number, "total": number, "failure": the first one, or ""}"""
+    """{"passed": number, "total": number, "failure": the first one, or ""}. Raises SandboxFailed."""
     if tests["cases"] and not tests["function"]:
         return run_with_inputs(sandbox, program, tests)
-    ours, theirs = socket.socketpair()
-    verdict_fd, source, content = in_memory(b""), in_memory(to_bytes(program)), in_memory(json.dumps(tests).encode())
+    tests_end, program_end = socket.socketpair()
+    source, content, verdict_fd = map(in_memory, (to_bytes(program), json.dumps(tests).encode(), b""))
     roles = "common.rewards.code_roles"
-    with ours, theirs:
-        # The tests outlive the program, so that they can say that it was late.
-        tested = sandbox.start(f"{roles}:serve_calls", [source, theirs.fileno()], PROGRAM_SECONDS)
-        testing = sandbox.start(f"{roles}:run_tests", [content, ours.fileno(), verdict_fd], PROGRAM_SECONDS + 1)
-    os.close(source)
-    os.close(content)
-    ended = testing.ended()
-    written = read_back(verdict_fd)
+    try:
+        with tests_end, program_end:
+            # The tests outlive the program, so that they can say that it was late.
+            tested = sandbox.start(f"{roles}:serve_calls", [source, program_end.fileno()], PROGRAM_SECONDS)
+            testing = sandbox.start(
+                f"{roles}:run_tests", [content, tests_end.fileno(), verdict_fd], PROGRAM_SECONDS + 1
+            )
+        ended = testing.wait()
+        written = read(verdict_fd)
+    finally:
+        close(source, content, verdict_fd)
     try:
         verdict = json.loads(written)
     except ValueError:
         verdict = {"passed": 0, "total": len(tests["parts"]) or len(tests["cases"]), "failure": f"the tests: {ended}"}
     if verdict["failure"].startswith("the program has ended"):
-        verdict["failure"] += f": {tested.ended()}"
+        verdict["failure"] += f": {tested.wait()}"
     else:
         tested.stop()
     return verdict
 
 
 def run_with_inputs(sandbox: Sandbox, program: str, tests: dict) -> dict:
-    """One run for each input."""
+    """One run for each input. Raises SandboxFailed."""
     until = time.monotonic() + RUNS_SECONDS
     verdict = {"passed": 0, "total": len(tests["cases"]), "failure": ""}
     for number, (given, expected) in enumerate(tests["cases"], start=1):
@@ -403,13 +452,14 @@ def run_with_inputs(sandbox: Sandbox, program: str, tests: dict) -> dict:
 
 
 def run_once(sandbox: Sandbox, program: str, given: str, expected: str, seconds: float) -> str:
-    """Why a run has failed, or nothing."""
-    source, stdin, stdout, stderr = map(in_memory, (to_bytes(program), to_bytes(given), b"", b""))
-    running = sandbox.start("common.rewards.code_roles:run_script", [source, stdin, stdout, stderr], seconds)
-    os.close(source)
-    os.close(stdin)
-    ended = running.ended()
-    printed, errors = read_back(stdout), read_back(stderr)
+    """Why a run has failed, or nothing. Raises SandboxFailed."""
+    files = [in_memory(data) for data in (to_bytes(program), to_bytes(given), b"", b"")]
+    _, _, stdout, stderr = files
+    try:
+        ended = sandbox.start("common.rewards.code_roles:run_script", files, seconds).wait()
+        printed, errors = read(stdout), read(stderr)
+    finally:
+        close(*files)
     if ended != "exit 0":
         last = errors.strip().rpartition("\n")[2]
         return f"{ended}: {last}"[:300] if last else ended
@@ -440,8 +490,13 @@ def memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def read_back(fd: int) -> str:
-    """What another process has written, and close the file."""
-    with os.fdopen(fd, "rb") as file:
+def read(fd: int) -> str:
+    """What another process has written."""
+    with os.fdopen(fd, "rb", closefd=False) as file:
         file.seek(0)
         return file.read().decode(errors="replace")
+
+
+def close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)

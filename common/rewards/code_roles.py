@@ -85,7 +85,7 @@ def serve_calls(source_fd: int, channel_fd: int) -> int:
         exec(compile(source, "program.py", "exec"), vars(program))
         ready: dict = {"value": sorted(name for name in vars(program) if not name.startswith("__"))}
     except BaseException as error:
-        ready = {"error": [type(error).__name__, last_line(error)]}
+        ready = {"error": [type(error).__name__, message_and_line(error)]}
     try:
         channel.send(ready)
         while True:
@@ -94,11 +94,111 @@ def serve_calls(source_fd: int, channel_fd: int) -> int:
         return 0
 
 
-def last_line(error: BaseException) -> str:
+def message_and_line(error: BaseException) -> str:
     """What went wrong, and in which line of the program."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program.py"]
     where = f" (line {lines[-1]})" if lines else ""
     return f"{error}"[:300] + where
+
+
+# What counts the tests
+
+
+class Stop(BaseException):
+    """The first failure has ended the tests. No `except Exception` of a test hides it."""
+
+
+class Tally:
+    """Counts assertions, and test functions that have none."""
+
+    def __init__(self, stop: bool):
+        self.stop = stop
+        self.expected = 0  # assertions in the code of the tests that count when they run
+        self.passed = 0
+        self.failures: list[str] = []
+
+    @contextlib.contextmanager
+    def one(self, source: str, counts: bool = True) -> Iterator[None]:
+        """Around an assertion or a test function. counts: whether it is a test if there is no assertion in it."""
+        counted = self.passed + len(self.failures)
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(f"{source}: {described(error)}")
+            if self.stop:
+                raise Stop from None
+        else:
+            # A test function with assertions has been counted by them.
+            if counts and self.passed + len(self.failures) == counted:
+                self.passed += 1
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300].removesuffix(": ")
+
+
+# The code of the tests
+
+
+def first_line(tree: ast.AST) -> str:
+    return ast.unparse(tree).strip().split("\n")[0][:300]
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    """All names that code binds anywhere."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+    return names
+
+
+def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
+    """Names in tests that they neither define nor find in Python: they are the program's.
+
+    If there are none, the function may have the name of a built-in one: MBPP has a `sum`. It is the only built-in
+    function that all parts use. The program has no say in this: it must not replace the tests' abs() or all().
+    """
+    codes = [setup, *parts]
+    bound = set().union(*map(bound_names, codes))
+    used = [{node.id for node in ast.walk(code) if isinstance(node, ast.Name)} for code in codes]
+    missing = {name for name in set().union(*used) - bound - set(vars(builtins)) if not name.startswith("__")}
+    if missing or bound or not parts:
+        return missing
+    in_all = set.intersection(*used[1:])
+    functions = {name for name in in_all if isinstance(getattr(builtins, name), types.BuiltinFunctionType)}
+    return functions if len(functions) == 1 else set()
+
+
+class Guard(ast.NodeTransformer):
+    """Puts each assertion into `with __one__(source):`, which counts it and lets the next one run."""
+
+    def __init__(self):
+        self.assertions = 0  # those that are counted when they run
+
+    def visit_Assert(self, node: ast.Assert) -> ast.With:
+        self.assertions += 1
+        call = ast.Call(ast.Name("__one__", ast.Load()), [ast.Constant(first_line(node))], [])
+        return ast.copy_location(ast.With([ast.withitem(call)], [node]), node)
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        return node  # a test that expects an assertion to fail
+
+    def visit_With(self, node: ast.With) -> ast.With:
+        if any("raises(" in ast.unparse(item.context_expr) for item in node.items):
+            return node  # pytest.raises(AssertionError)
+        return self.generic_visit(node)
+
+
+# Running the tests
 
 
 def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
@@ -133,39 +233,6 @@ def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
     return 0
 
 
-class Stop(BaseException):
-    """The first failure has ended the tests. No `except Exception` of a test hides it."""
-
-
-class Tally:
-    """Counts assertions, and test functions that have none."""
-
-    def __init__(self, stop: bool):
-        self.stop = stop
-        self.expected = 0  # assertions that the code of the tests has
-        self.passed = 0
-        self.failures: list[str] = []
-
-    @contextlib.contextmanager
-    def one(self, source: str, counts: bool = True) -> Iterator[None]:
-        """Around an assertion or a test function. counts: whether it is a test if there is no assertion in it."""
-        counted = self.passed + len(self.failures)
-        try:
-            yield
-        except Exception as error:
-            self.failures.append(f"{source}: {described(error)}")
-            if self.stop:
-                raise Stop from None
-        else:
-            # A test function with assertions has been counted by them.
-            if counts and self.passed + len(self.failures) == counted:
-                self.passed += 1
-
-
-def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:300].removesuffix(": ")
-
-
 def run_cases(tests: dict, channel: Channel, tally: Tally, names: list) -> None:
     """Call a function of the program, or a method of its class Solution, with each case's arguments."""
     name = tests["function"]
@@ -188,11 +255,15 @@ def equal(result: Any, expected: Any) -> bool:
 
     A float in place of a whole number has to be as close, however large the number is.
     """
-    if isinstance(result, float) and isinstance(expected, int | float):
-        rel_tol = 1e-6 if isinstance(expected, float) else 0.0
-        return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     if isinstance(result, list | tuple) and isinstance(expected, list | tuple):
         return len(result) == len(expected) and all(map(equal, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(equal(result[key], expected[key]) for key in expected)
+    are_numbers = isinstance(result, int | float) and isinstance(expected, int | float)
+    if are_numbers and (isinstance(result, float) or isinstance(expected, float)):
+        rel_tol = 1e-6 if isinstance(expected, float) else 0.0
+        with contextlib.suppress(OverflowError):  # a whole number that is too large for a float
+            return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     return result == expected
 
 
@@ -204,7 +275,6 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
     namespace: dict[str, Any] = vars(new_module("tests"))
     setup = ast.parse(tests["setup"])
     parts = [ast.parse(part) for part in tests["parts"]]
-    tally.expected = sum(isinstance(node, ast.Assert) for part in parts for node in ast.walk(part))
     for name in {*programs_names(setup, parts), tests["entry_point"]} - {""}:
         namespace[name] = Remote(channel, name)
     exec(compile(setup, "setup.py", "exec"), namespace)
@@ -213,12 +283,14 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
         namespace[tests["entry_point"]] = Remote(channel, tests["entry_point"])
 
     namespace["__one__"] = tally.one
-    for part in parts:
-        guarded = ast.fix_missing_locations(Guard().visit(part))
+    guard = Guard()
+    guarded_parts = [ast.fix_missing_locations(guard.visit(part)) for part in parts]
+    tally.expected = guard.assertions
+    for part in guarded_parts:
         # A part such as `np.testing.assert_equal(f(), 3)` is a test. Definitions and imports are none.
         calls = any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in part.body)
         with tally.one(first_line(part), counts=calls):
-            exec(compile(guarded, "tests.py", "exec"), namespace)
+            exec(compile(part, "tests.py", "exec"), namespace)
     if tests["entry_point"]:
         candidate = namespace[tests["entry_point"]]
         functions = [("check", functools.partial(namespace["check"], candidate))]
@@ -226,7 +298,9 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
         functions = list(test_functions(namespace))
     for name, function in functions:
         with tally.one(name):
-            function()
+            # tests_of() has refused most such tests. It does not see one inside of an `if`, or behind a decorator.
+            if isinstance(function(), types.CoroutineType | types.GeneratorType | types.AsyncGeneratorType):
+                raise TypeError("the test is a coroutine or a generator, which a call does not run")
 
 
 def remote_attribute(channel: Channel, name: str) -> Remote:
@@ -234,23 +308,6 @@ def remote_attribute(channel: Channel, name: str) -> Remote:
     if name.startswith("__"):  # `import *` asks for __all__; all other names are found by programs_names()
         raise AttributeError(name)
     return Remote(channel, name)
-
-
-def programs_names(setup: ast.AST, parts: list[ast.AST]) -> set[str]:
-    """Names in tests that they neither define nor find in Python: they are the program's.
-
-    If there are none, the function may have the name of a built-in one: MBPP has a `sum`. It is the only built-in
-    function that all parts use. The program has no say in this: it must not replace the tests' abs() or all().
-    """
-    codes = [setup, *parts]
-    bound = set().union(*map(bound_names, codes))
-    used = [{node.id for node in ast.walk(code) if isinstance(node, ast.Name)} for code in codes]
-    missing = {name for name in set().union(*used) - bound - set(vars(builtins)) if not name.startswith("__")}
-    if missing or bound or not parts:
-        return missing
-    in_all = set.intersection(*used[1:])
-    functions = {name for name in in_all if isinstance(getattr(builtins, name), types.BuiltinFunctionType)}
-    return functions if len(functions) == 1 else set()
 
 
 def test_functions(namespace: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
@@ -266,13 +323,13 @@ def test_functions(namespace: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
                         yield method, functools.partial(call_method, value, method, arguments)
 
 
-def call_method(kind: type, method: str, arguments: dict[str, Any]) -> None:
+def call_method(kind: type, method: str, arguments: dict[str, Any]) -> Any:
     """Each method of a test class gets an object of its own."""
     instance = kind()
     setup = getattr(instance, "setup_method", None)
     if setup is not None:
         setup(*[method] * (setup.__code__.co_argcount - 1))
-    getattr(instance, method)(**arguments)
+    return getattr(instance, method)(**arguments)
 
 
 def parameters_of(function: Any) -> list[dict[str, Any]]:
@@ -287,40 +344,3 @@ def parameters_of(function: Any) -> list[dict[str, Any]]:
         rows = [getattr(row, "values", row) if several else [row] for row in rows]
         calls = [{**call, **dict(zip(names, row))} for row in rows for call in calls]
     return calls
-
-
-def first_line(tree: ast.AST) -> str:
-    return ast.unparse(tree).strip().split("\n")[0][:300]
-
-
-def bound_names(tree: ast.AST) -> set[str]:
-    """All names that code binds anywhere."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
-    return names
-
-
-class Guard(ast.NodeTransformer):
-    """Puts each assertion into `with __one__(source):`, which counts it and lets the next one run."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.With:
-        call = ast.Call(ast.Name("__one__", ast.Load()), [ast.Constant(first_line(node))], [])
-        return ast.copy_location(ast.With([ast.withitem(call)], [node]), node)
-
-    def visit_Try(self, node: ast.Try) -> ast.Try:
-        return node  # a test that expects an assertion to fail
-
-    def visit_With(self, node: ast.With) -> ast.With:
-        if any("raises(" in ast.unparse(item.context_expr) for item in node.items):
-            return node  # pytest.raises(AssertionError)
-        return self.generic_visit(node)

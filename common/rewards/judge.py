@@ -19,7 +19,7 @@ A rubric is a text, or a list of items: {"criterion" or "title" and "description
 With a list, the judge is asked about each item alone. The score is sum(weight * score) / sum(weights above 0), cut to
 0 to 1. A negative weight is for something that a response should not do.
 
-The score is read from what the judge writes, behind its thinking: {"score": x}, or else the last number in the range.
+The score is read from what the judge writes, after its thinking: {"score": x}, or else the last number in the range.
 A judge that writes no score is asked three times. Then the response has no score, as after time-outs and refusals.
 
 acc: with a number as the reference answer, grade_gsm8k compares. Otherwise acc is 1 if the score is over 0.5.
@@ -197,7 +197,7 @@ class Judge:
             advice=f"--reward judge takes the address of an OpenAI-compatible server, {key} must be its key",
         )
         self.model = settings.model
-        self.choosing = threading.Lock()
+        self.choosing = threading.Lock()  # held while the server is asked for its models
         # Each call has its own threads. This bounds the requests of all calls together.
         self.sending = threading.BoundedSemaphore(settings.requests_at_once)
 
@@ -206,7 +206,8 @@ class Judge:
     def check(self) -> None:
         """Ask the server for its models, once. Raises BadInput within seconds."""
         try:
-            self.choose_model()
+            with self.choosing:
+                self.choose_model()
         except Refused as error:
             # try_out() will find out whether there is a judge.
             if not (self.model and error.status in NO_LIST):
@@ -216,14 +217,13 @@ class Judge:
 
     def choose_model(self) -> None:
         """Set the model. Raises Refused, RetryError, or ValueError if the server has several."""
-        with self.choosing:
-            models = self.client.exchange("/models", Models, Retry(0), MODELS_SECONDS).data
-            if self.model:
-                return
-            if len(models) != 1:
-                names = ", ".join(model.id for model in models[:8]) or "nothing"
-                raise ValueError(f'it lists {names}; name one as "model" in judge:FILE.json')
-            self.model = models[0].id
+        models = self.client.exchange("/models", Models, Retry(0), MODELS_SECONDS).data
+        if self.model:
+            return
+        if len(models) != 1:
+            names = ", ".join(model.id for model in models[:8]) or "nothing"
+            raise ValueError(f'it lists {names}; name one as "model" in judge:FILE.json')
+        self.model = models[0].id
 
     def fault_of(self, prompt) -> str:
         """Why the responses to a prompt cannot be graded, or ""."""
@@ -235,7 +235,7 @@ class Judge:
         if value is None and needs_rubric:
             return f'no "{self.column}" {found}, which --reward {self.spec} needs'
         try:
-            read_rubric(value)
+            self.read_rubric(value)
         except ValueError as error:
             return f'"{self.column}" of --reward {self.spec}: {error}'
         return ""
@@ -280,15 +280,24 @@ class Judge:
     def rubric_of(self, item: Item) -> str | list[Criterion]:
         """Raises BadInput. fault_of() has read the rubrics of a run before; a service reads them here."""
         try:
-            return read_rubric(lookup(item.meta, self.column))
+            return self.read_rubric(lookup(item.meta, self.column))
         except ValueError as error:
             raise BadInput(f'--reward {self.spec}: "{self.column}": {error}') from None
+
+    def read_rubric(self, value: Any) -> str | list[Criterion]:
+        """Raises ValueError for a rubric that cannot be read, or that the template cannot show."""
+        rubric = read_rubric(value)
+        if isinstance(rubric, list) and self.template and "{rubric}" not in self.template:
+            # The judge would get the same message for each item.
+            raise ValueError("it is a list of items, and the template has no {rubric}, where each item goes")
+        return rubric
 
     def ask(self, text: str) -> Verdict:
         """The judge's answer to a message."""
         try:
-            if not self.model:
-                self.choose_model()
+            with self.choosing:  # one thread asks, and the others find its answer
+                if not self.model:
+                    self.choose_model()
             content = json.dumps(self.request(text)).encode()
             for _ in range(VERDICTS):
                 with self.sending:

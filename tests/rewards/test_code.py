@@ -17,7 +17,18 @@ import pytest
 from conftest import ROOT, launch
 
 from common.errors import BadInput
-from common.processes.sandbox import DEVICES, KEYRING_CALLS, SYSTEM, WORK, Sandbox, descendants, python_folders
+from common.processes import sandbox as sandboxes
+from common.processes.pool import Failure
+from common.processes.sandbox import (
+    DEVICES,
+    KEYRING_CALLS,
+    SYSTEM,
+    WORK,
+    Sandbox,
+    SandboxFailed,
+    descendants,
+    python_folders,
+)
 from common.rewards import code
 from common.rewards.code import CodeReward, program_of, run, same_output
 from common.rewards.grading import Item
@@ -42,6 +53,8 @@ def sandbox(request):
     try:
         made = Sandbox(["common.rewards.code_roles"], kinds=(request.param,))
     except RuntimeError as error:
+        if request.param == "limits":  # which every kernel has
+            raise
         pytest.skip(str(error))
     yield made
     made.close()
@@ -176,6 +189,14 @@ def test_a_result_is_as_exact_as_what_is_expected(sandbox):
     large = code.Tests(function="f", cases=[([], 1_000_000_000), ([], 2)])
     assert not tried(sandbox, "x = iter([1e9, 2 + 1e-9])\ndef f(): return next(x)", large)["failure"]
     assert tried(sandbox, "x = iter([1e9 - 1, 2])\ndef f(): return next(x)", large)["failure"]
+    # A whole number may stand where a float is expected, also inside of a dictionary.
+    floats = code.Tests(function="f", cases=[([], 2.9999999), ([], {"a": [0.3333333]})])
+    assert not tried(sandbox, "x = iter([3, {'a': (1 / 3,)}])\ndef f(): return next(x)", floats)["failure"]
+    for wrong in ("4", "10**400", "None", "[2.9999999]"):
+        assert tried(sandbox, f"def f(): return {wrong}", code.Tests(function="f", cases=[([], 2.9999999)]))["failure"]
+    for wrong in ("{'a': [0.3]}", "{}", "{'a': [0.3333333], 'b': 1}"):
+        case = ([], {"a": [0.3333333]})
+        assert tried(sandbox, f"def f(): return {wrong}", code.Tests(function="f", cases=[case]))["failure"]
     digits = code.tests_of(None, {"tests": {"fn_name": "f", "inputs": [["1"]], "outputs": ["100"]}})
     assert not tried(sandbox, "def f(x): return '100'", digits)["failure"]
     assert tried(sandbox, "def f(x): return 100", digits)["failure"]
@@ -207,12 +228,33 @@ def test_tests_may_stand_in_the_reference_answer(reward):
         {"tests": [{"input": "1"}]},
         {"tests": [1]},
         {"test_list": [1]},
+        {"answer": 5},
+        # The examples of the task, which a program could have by heart.
+        {"public_tests": {"input": ["1"], "output": ["1"]}},
         {"test": "def test_a(tmp_path):\n    assert True"},
+        # A call of these runs nothing, so every program would pass.
+        {"test": "async def test_a():\n    assert False"},
+        {"test": "def test_a():\n    assert False\n    yield"},
+        {"test": "class TestA:\n    async def test_a(self):\n        assert False"},
+        {"test": "async def check(candidate):\n    assert False", "entry_point": "f"},
+        {"test": "def check(candidate):\n    assert False\n    yield", "entry_point": "f"},
     ],
 )
 def test_rows_without_tests_that_can_be_run_are_refused(meta):
     with pytest.raises(BadInput):
         code.tests_of(None, meta)
+
+
+def test_no_program_passes_a_test_that_a_call_does_not_run(sandbox):
+    """The reader of the row does not see these."""
+    hidden = [
+        "if True:\n    async def test_a():\n        assert False\n",
+        "class TestA:\n    if True:\n        def test_a(self):\n            yield\n",
+    ]
+    for test in hidden:
+        assert tried(sandbox, RIGHT, code.tests_of(None, {"test": test}))["failure"]
+    inner = "def test_a():\n    def numbers():\n        yield 3\n    assert add(1, 2) in numbers()\n"
+    assert not tried(sandbox, RIGHT, code.tests_of(None, {"test": inner}))["failure"]
 
 
 def test_fractions_count_assertions_and_cases(sandbox):
@@ -226,6 +268,15 @@ def test_fractions_count_assertions_and_cases(sandbox):
     assert (stopped["passed"], stopped["total"]) == (1, 3)
     calls = code.tests_of(None, ROWS["APPS, a function"][0])
     assert tried(sandbox, half, calls, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
+
+
+def test_an_assertion_that_a_test_expects_to_fail_is_no_test_of_its_own(sandbox):
+    """A right program would get a half for it."""
+    expected = "try:\n    assert add(1, 2) == 4\nexcept AssertionError:\n    pass\n"
+    tests = code.Tests(parts=[expected + "assert add(1, 2) == 3"])
+    assert tried(sandbox, RIGHT, tests, stop=False) == {"passed": 1, "total": 1, "failure": ""}
+    raises = "import pytest\nwith pytest.raises(AssertionError):\n    assert add(1, 2) == 4\nassert add(1, 2) == 3"
+    assert tried(sandbox, RIGHT, code.Tests(parts=[raises]), stop=False)["total"] == 1
 
 
 def test_a_program_that_passes_some_of_its_tests_is_not_right():
@@ -253,6 +304,8 @@ def test_a_program_that_passes_some_of_its_tests_is_not_right():
         ("3.0", "3", False),  # a whole number is expected as one
         ("nan", "0.5", False),
         ("1000000.1", "1000000.5", True),
+        ("3", "1e999", False),  # too large for a float
+        ("1e999", "1e999", True),
     ],
 )
 def test_what_counts_as_the_same_output(printed, expected, same):
@@ -514,7 +567,9 @@ def test_programs_have_no_keyrings(sandbox):
 def test_files_in_memory_without_memfd(monkeypatch):
     """Pythons of Conda, and older ones of uv, lack the function."""
     monkeypatch.delattr(os, "memfd_create")
-    assert code.read_back(code.in_memory(b"x")) == "x"
+    fd = code.in_memory(b"x")
+    assert code.read(fd) == "x"
+    code.close(fd)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -578,6 +633,29 @@ def test_nothing_outlives_its_program(sandbox):
     assert not tried(sandbox, again)["failure"]
 
 
+def test_the_children_of_a_process_are_found_in_both_ways():
+    child = subprocess.Popen(["sleep", "60"])
+    assert child.pid in sandboxes.children_by_parent(os.getpid()) and child.pid in descendants(os.getpid())
+    assert child.pid not in sandboxes.children_by_parent(child.pid)
+    child.kill()
+    child.wait()
+
+
+def test_an_orphan_that_is_not_found_holds_up_nobody(monkeypatch):
+    """The kernel may not tell who the children of a process are."""
+    monkeypatch.setattr(sandboxes, "descendants", lambda process: set())
+    monkeypatch.setattr(sandboxes, "CLEAN_UP_SECONDS", 0.3)
+    keeper = os.fork()
+    if keeper == 0:
+        orphan = subprocess.Popen(["sleep", "20"])
+        sandboxes.end_descendants()
+        orphan.kill()
+        os._exit(0)
+    began = time.monotonic()
+    assert os.waitpid(keeper, 0)[1] == 0
+    assert 0.2 < time.monotonic() - began < 10
+
+
 def processes_with(mark: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/comm"):
@@ -599,14 +677,158 @@ def test_programs_see_neither_the_network_nor_the_users_files_nor_secrets(sandbo
     }
     if sandbox.kind == "limits":
         assert "network" in sandbox.missing and "files" in sandbox.missing
+        reads_all = not os.geteuid() and bool(sandboxes.permitted_capabilities() & sandboxes.READS_ALL)
+        assert ("every file" in sandbox.missing) == reads_all
+        if not os.geteuid():  # pytest makes its folders for one user
+            assert reads_all == (not tried(sandbox, f"{reach['file']}\n{RIGHT}")["failure"])
         return
-    assert sandbox.missing == ""
+    # The kernel does not count the processes of root, and bubblewrap has no other user.
+    assert ("root's processes" in sandbox.missing) == (sandbox.kind == "bubblewrap" and not os.geteuid())
+    assert "," not in sandbox.missing, "nothing else is missing"
     for name, program in reach.items():
         assert tried(sandbox, f"{program}\n{RIGHT}")["failure"], name
     shown = {Path(path).parts[1] for path in (*SYSTEM, *DEVICES, *python_folders(), WORK, "/proc", str(ROOT))}
     assert not tried(sandbox, f"import os\nassert {{*os.listdir('/')}} <= {shown}\n{RIGHT}")["failure"]
     mounted = "import os, sys\nassert all(os.statvfs(path).f_flag & os.ST_RDONLY for path in ('/usr', sys.prefix))\n"
     assert not tried(sandbox, mounted + RIGHT)["failure"]
+
+
+LEAVE = (
+    "import os\nfor folder in ('/', '/dev', '/dev/shm', '/dev/pts', '/proc', '/tmp', '/run', '/root', '/root/root'):\n"
+    "    try: open(folder + '/left', 'w')\n    except OSError: continue\n    raise ValueError(folder)\n"
+)
+
+
+def test_programs_write_to_their_folder_alone_and_see_no_processes(sandbox):
+    if sandbox.kind == "limits":
+        pytest.skip("without namespaces a program writes to the disk")
+    assert tried(sandbox, LEAVE + RIGHT) == {"passed": 2, "total": 2, "failure": ""}
+    seen = "import os\nassert not os.path.exists('/proc') or not os.listdir('/proc')\n"
+    assert not tried(sandbox, seen + RIGHT)["failure"]
+
+
+def test_bubblewrap_without_namespaces_for_each_program_says_so(monkeypatch):
+    """As where its profile, such as Ubuntu's, forbids namespaces inside of it."""
+    try:
+        Sandbox(["common.rewards.code_roles"], kinds=("bubblewrap",)).close()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    command = [{"--cap-add": "--cap-drop"}.get(word, word) for word in sandboxes.bubblewrap()]
+    monkeypatch.setattr(sandboxes, "bubblewrap", lambda: command)
+    made = Sandbox(["common.rewards.code_roles"], kinds=("bubblewrap",))
+    assert "files" in made.missing and "processes" in made.missing and not made.has_own_namespaces
+    assert tried(made, LEAVE + RIGHT) == {"passed": 2, "total": 2, "failure": ""}
+    killer = HOSTILE["a signal to its parent"]
+    assert tried(made, killer)["failure"], "a program that can kill its keeper does not get away with it"
+    assert not tried(made, RIGHT)["failure"]
+    made.close()
+
+
+# When the sandbox itself fails
+
+
+def test_root_that_may_not_read_everything_runs_programs_or_is_refused():
+    """As in Docker, whose root lacks that right. Programs lost it in vain, and all of them were wrong."""
+    if os.geteuid():
+        pytest.skip("only root loses a right")
+    script = (
+        "from common.processes.sandbox import Sandbox\nfrom common.rewards import code\n"
+        "try:\n    sandbox = Sandbox(['common.rewards.code_roles'], ('limits',))\n"
+        f"    tests = {{**vars(code.tests_of(None, {ADD!r})), 'stop': True}}\n"
+        f"    print(sandbox.missing, code.run(sandbox, {RIGHT!r}, tests))\n"
+        "except RuntimeError as error:\n    print(f'refused: {error}')\n"
+    )
+    # PR_CAPBSET_DROP: the Python that follows lacks CAP_DAC_READ_SEARCH.
+    drop = "import ctypes, os, sys\nassert ctypes.CDLL(None).prctl(24, 2, 0, 0, 0) == 0\nos.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", drop, sys.executable, "-c", script]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # This Python may be where only root reads.
+    is_refused = said.startswith("refused: ") and "No module named 'colorsys'" in said and "every user" in said
+    assert is_refused or ("'passed': 2" in said and "every file" not in said), said
+
+
+def test_root_keeps_only_the_rights_that_it_has(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root loses a right")
+    child = os.fork()
+    if child == 0:
+        header = (sandboxes.ctypes.c_uint32 * 2)(sandboxes.CAPABILITY_VERSION, 0)
+        rights = sandboxes.permitted_capabilities() & ~sandboxes.READS_ALL
+        sandboxes.call("capset", header, (sandboxes.ctypes.c_uint32 * 6)(rights, rights, 0, 0, 0, 0))
+        with contextlib.suppress(OSError):
+            sandboxes.give_up_rights(str(tmp_path), 60000)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "limits"])
+def test_a_sandbox_that_calls_right_programs_wrong_does_not_start(monkeypatch, kind):
+    monkeypatch.setattr(sandboxes, "import_path", lambda: [])
+    with pytest.raises(RuntimeError, match="does not start .*sample program.*(No module named|not permitted)"):
+        Sandbox(["common.rewards.code_roles"], kinds=(kind,))
+
+
+def test_the_last_words_of_a_nursery_are_told():
+    with pytest.raises(RuntimeError, match="ended at once: ModuleNotFoundError: No module named 'absent'"):
+        Sandbox(["absent"], kinds=("limits",))
+
+
+def test_a_program_whose_keeper_is_killed_is_not_called_wrong(sandbox):
+    """As when memory runs out. Where the program itself can do it, it is wrong."""
+    mark = f"sleeps-{sandbox.kind[0]}-{os.getpid()}"
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {mark!r}.encode(), 0, 0, 0)\ntime.sleep(60)"
+    files = [code.in_memory(data) for data in (program.encode(), b"", b"", b"")]
+    running = sandbox.start("common.rewards.code_roles:run_script", files, 60)
+    code.close(*files)
+    wait_until(lambda: processes_with(mark))
+    (sleeper,) = map(int, processes_with(mark))
+    (keeper,) = (process for process in descendants(sandbox.process.pid) if sleeper in sandboxes.children_of(process))
+    os.kill(keeper, signal.SIGKILL)
+    if sandbox.kind == "limits" and os.geteuid():
+        assert running.wait() == "signal 9"
+    else:
+        with pytest.raises(SandboxFailed, match="killed"):
+            running.wait()
+    wait_until(lambda: not processes_with(mark))
+    assert not tried(sandbox, RIGHT)["failure"]
+
+
+def test_a_program_that_could_not_be_limited_is_not_run(monkeypatch):
+    """Its failure is not the program's either."""
+
+    def fail(*given):
+        raise PermissionError("no such right")
+
+    monkeypatch.setattr(sandboxes, "give_up_rights", fail)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        sandboxes.keeper_main(os.abort, theirs.fileno(), [], 5.0, False, False)
+    theirs.close()
+    with pytest.raises(SandboxFailed, match="PermissionError: no such right"):
+        sandboxes.Running(ours, keeper_in_reach=True).wait()
+
+
+def test_a_response_is_ungraded_if_the_sandbox_or_a_worker_fails(monkeypatch, capfd):
+    def fail(*given):
+        raise SandboxFailed("the keeper was killed")
+
+    handler = code.load_sandbox()
+    monkeypatch.setattr(code, "run", fail)
+    item = {"response": RIGHT, "answer": json.dumps({**vars(code.tests_of(None, ADD)), "stop": True})}
+    assert handler.answer([[item], [0], [False]]) == [
+        [None, None, RIGHT, {"error": "the sandbox: the keeper was killed"}]
+    ]
+
+    lonely = CodeReward("code", workers=1)
+    monkeypatch.setattr(lonely.pool, "ask", lambda *given: Failure("died", "exit status -9"))
+    result = graded(lonely, RIGHT, ADD)
+    assert (result.score, result.acc, result.info) == (None, None, {"error": "died: exit status -9"})
+    assert "1 of 1 rows not graded: died" in capfd.readouterr().err
+    lonely.pool.close()
+
+
+# What a program sees
 
 
 def test_mounts_below_what_programs_see_are_read_only_too():
@@ -697,7 +919,7 @@ def test_a_program_ends_with_a_worker_whose_group_is_killed(tmp_path):
     script = (
         "import os\nfrom common.processes.sandbox import Sandbox\n"
         f"fds = [os.open({str(tmp_path / 'hostile.py')!r}, os.O_RDONLY), *[os.open(os.devnull, os.O_RDWR) for _ in range(3)]]\n"
-        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).ended()"
+        "Sandbox(['common.rewards.code_roles']).start('common.rewards.code_roles:run_script', fds, 60).wait()"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, start_new_session=True)
     wait_until(lambda: processes_with(mark))

@@ -39,6 +39,7 @@ class FakeJudge(ThreadingHTTPServer):
         self.url, self.answer, self.lock = f"http://127.0.0.1:{self.server_port}", answer, threading.Lock()
         self.models = (200, {"object": "list", "data": [{"id": "tiny-judge"}]})
         self.posts: list[dict] = []  # what was asked, with its headers and time
+        self.gets = 0
         self.running = self.peak = 0
 
     @property
@@ -68,6 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.get_headers = self.headers
+        self.server.gets += 1
         if self.path == "/v1/models":
             self.send(*self.server.models)
         else:
@@ -246,6 +248,22 @@ def test_equal_messages_are_asked_once(fake):
     server = fake(lambda message, attempt: f'{{"score": {2 if "six" in message else 9}}}')
     results = grade(Judge(server.url), "five", "six", "five", "five", "six")
     assert [result.score for result in results] == [0.9, 0.2, 0.9, 0.9, 0.2] and len(server.posts) == 2
+
+
+def test_threads_that_wait_for_the_model_do_not_ask_for_it_again(fake):
+    """A service grades without check()."""
+    server = fake()
+    judge = Judge(server.url)
+    exchange = judge.client.exchange
+
+    def slow(path, *given):
+        if path == "/models":
+            time.sleep(0.3)  # all threads arrive meanwhile
+        return exchange(path, *given)
+
+    judge.client.exchange = slow
+    assert [result.score for result in grade(judge, *map(str, range(8)))] == [0.8] * 8
+    assert server.gets == 1
 
 
 def test_many_requests_at_once_and_never_more_than_allowed(fake, settings):
@@ -610,6 +628,19 @@ def test_rows_must_have_what_the_file_names(settings):
         check(prompt_with(), template="{response} {rubric}")
     with pytest.raises(BadInput, match='rows.jsonl:7: no "answer"'):
         check(prompt_with(None), template="{response} {answer}")
+
+
+def test_a_list_of_items_needs_a_template_that_shows_them(fake, settings):
+    """The judge would get one message for all items, and all would get its grade."""
+    server = fake()
+    judge = Judge(settings(url=server.url, template="Grade {response}"))
+    mixture = Rewards({judge.spec: judge}, {judge.spec: 1.0})
+    with pytest.raises(BadInput, match=r'^rows.jsonl:7: "rubric" .*\{rubric\}'):
+        mixture.check_answers([prompt_with(rubric=HEALTHBENCH)])
+    with pytest.raises(BadInput, match=r"\{rubric\}"):  # as a service has it
+        grade(judge, "r", rubric=HEALTHBENCH)
+    assert not server.posts
+    mixture.check_answers([prompt_with(rubric="a text that is not shown")])
 
 
 def test_the_default_templates_have_their_fields():
