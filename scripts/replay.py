@@ -103,7 +103,7 @@ class ReplayEngine:
 
         if reply is not None:
             episodes = [play_again(row, partial(reply, i)) for i, group in enumerate(groups) for row in group]
-            batch = turns.collate_turns(episodes, latest_version(rows), self.device)
+            batch = turns.collate_turns(episodes, None, self.device)
             return Recorded(**vars(batch), rows=rows)
 
         logprobs = None
@@ -114,7 +114,7 @@ class ReplayEngine:
             [row["response_ids"] for row in rows],
             logprobs,
             [row["finish_reason"] == "length" for row in rows],
-            [max(row["weight_versions"], default=0) for row in rows],
+            [row["weight_versions"] for row in rows],
             self.device,
         )
         return Recorded(**vars(batch), rows=rows)
@@ -137,6 +137,8 @@ def baseline_row(row: dict) -> dict:
     for name in ("response_ids", "finish_reason", "sampled"):
         greedy[name] = row.get(f"baseline_{name}")
     greedy["rollout_logprobs"] = []
+    # The file does not have its versions. It was sampled beside the others.
+    greedy["weight_versions"] = [max(row["weight_versions"], default=0)] * len(greedy["response_ids"] or [])
     return greedy
 
 
@@ -159,6 +161,7 @@ def play_again(row: dict, reply) -> turns.Turns:
                 message = f"{row['id']}: the environment's answer is not the one it gave in the run"
                 raise errors.RunFailed(message, code="environment-failed")
             episode.observe(suffix)
+    episode.versions = row["weight_versions"]
     return episode
 
 

@@ -526,7 +526,9 @@ def descendants(process: int) -> set[int]:
 
 def children_of(process: int) -> set[int]:
     found: set[int] = set()
-    lists = list(Path(f"/proc/{process}/task").glob("*/children"))
+    lists: list[Path] = []
+    with contextlib.suppress(OSError):  # it has ended, perhaps while it is looked at
+        lists = list(Path(f"/proc/{process}/task").glob("*/children"))
     for path in lists:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found |= set(map(int, path.read_text().split()))

@@ -224,7 +224,7 @@ class Saver:
         saved = SavedState(
             step=step,
             position=position,
-            in_flight=self.loader.position - position,
+            in_flight=max(0, self.loader.position - position),
             data=self.data,
             fresh=fresh,
             lora=adapters_of(self.policy),
