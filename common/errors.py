@@ -169,13 +169,10 @@ def recognized(error: BaseException) -> RunFailed | None:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         tried = f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
         interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
-        message = (
-            f"{here}: no connection to other ranks over {tried} ({first_line}); set GLOO_SOCKET_IFNAME, or INTERFACE "
-        )
-        message += (
-            f"for scripts/launch/torchrun.sh, to the interface that other nodes reach; this node has {interfaces}"
-        )
-        return RunFailed(message, code="no-network")
+        variable = "GLOO_SOCKET_IFNAME, or INTERFACE for scripts/launch/torchrun.sh,"
+        cure = f"set {variable} to the interface that other nodes reach"
+        problem = f"no connection to other ranks over {tried} ({first_line})"
+        return RunFailed(f"{here}: {problem}; {cure}; this node has {interfaces}", code="no-network")
     if isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text:
         if any(words in text for words in LATE):
             return RunFailed(f"{here}: waited in vain for another rank ({first_line})", code="collective-timeout")

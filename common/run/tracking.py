@@ -96,11 +96,8 @@ class Metrics:
         KL = mean(e^d - 1 - d). mismatch/staleness is the mean age of all tokens, in pushes of weights to the engine:
         for tokens of older weights d also contains what was learned since. weight_version: the trainer's. Collective.
         """
-        mask = batch.response_mask
-        if rows is not None:
-            mask = mask & rows[:, None]
+        mask, difference = self._gap(old_logprobs, batch, rows)
         tokens = mask.sum()
-        difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
         self.mean("mismatch/logprob_abs_mean", difference.abs().sum(), tokens)
         self.mean("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), tokens)
         self.max("mismatch/logprob_abs_max", difference.abs().max())
@@ -131,16 +128,21 @@ class Metrics:
         Among those of current weights it is rounding alone, which guards.check() bounds. exact: False if the keys and
         values behind them may be those of older weights (--inflight-updates keep), and then there are no such tokens.
         """
-        mask = batch.response_mask
-        if rows is not None:
-            mask = mask & rows[:, None]
-        difference = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()  # (N, T)
+        mask, difference = self._gap(old_logprobs, batch, rows)
+        difference = difference.abs()
         current = mask & (batch.weight_versions == weight_version)
         if exact:
             self.mean("mismatch/rounding_abs_mean", difference[current].sum(), current.sum())
             self.sum("mismatch/current_tokens", current.sum())
         stale = mask & (batch.weight_versions < weight_version)
         self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
+
+    def _gap(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None) -> tuple:
+        """(N, T) bool: the tokens that have old_logprobs; and (N, T): d of these tokens, 0 elsewhere."""
+        mask = batch.response_mask
+        if rows is not None:
+            mask = mask & rows[:, None]
+        return mask, torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
 
     def merge(self, other: "Metrics") -> None:
         """Add metrics that a thread recorded during an earlier step. Its time/ becomes overlapped/."""

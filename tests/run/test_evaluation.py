@@ -222,8 +222,9 @@ def test_a_result_says_what_it_depends_on(script, models, tmp_path):
     assert {"commit", "uncommitted_changes", "versions", "hardware", "chat_template"} <= said.keys()
 
 
-def test_the_share_of_responses_that_were_cut_off_is_told(script, monkeypatch):
-    """The first response to each prompt: three of three, and three of twelve."""
+@pytest.fixture
+def first_is_cut_off(monkeypatch) -> None:
+    """The engine cuts off the first response to each prompt."""
     generate = Engine.generate
 
     def cut_off(self, prompt_ids, n, *given, **named):
@@ -232,21 +233,17 @@ def test_the_share_of_responses_that_were_cut_off_is_told(script, monkeypatch):
         return rollout
 
     monkeypatch.setattr(Engine, "generate", cut_off)
+
+
+def test_the_share_of_responses_that_were_cut_off_is_told(script, first_is_cut_off):
+    """The first response to each prompt: three of three, and three of twelve."""
     words, said = script()
     assert json.loads(said)["truncated"] == {"greedy": 1, "sampled": 0.25}
     assert "100.0 % of responses cut off" in words
 
 
-def test_a_response_that_the_engine_cut_off_is_not_saved(script, tmp_path, monkeypatch):
+def test_a_response_that_the_engine_cut_off_is_not_saved(script, tmp_path, first_is_cut_off):
     """The first of each four was cut off, though its text is as long as the others'."""
-    generate = Engine.generate
-
-    def cut_off(self, prompt_ids, n, *given, **named):
-        rollout = generate(self, prompt_ids, n, *given, **named)
-        rollout.truncated[::n] = True
-        return rollout
-
-    monkeypatch.setattr(Engine, "generate", cut_off)
     right = {7: [True] * 4, 8: [True, False, False, False], 9: [False, True, False, False]}
     script(right, save_right="right.jsonl", save_pairs="pairs.jsonl")
 
