@@ -17,6 +17,7 @@ import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 
 from common import errors
 from common.data import weights
@@ -41,7 +42,6 @@ PLAIN = {
     "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "fan_in_fan_out": False,
     "bias": "none",
     "lora_bias": False,
 }
@@ -86,15 +86,20 @@ def main(args: Args) -> None:
     if Path(base).is_dir():
         checks.check_weights(base, "--base")
     model = weights.read(causal_class(base_config), base, f"--base {base}", dtype=torch.float32)
-    adaptable = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    adaptable = {}  # name of a layer -> its weight as (out, in)
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            adaptable[name] = part.weight
+        elif isinstance(part, Conv1D):  # GPT-2's weights are (in, out)
+            adaptable[name] = part.weight.T
     for layer, (down, up) in layers.items():
-        expected = tuple(adaptable[layer].weight.shape) if layer in adaptable else "no linear layer"
+        expected = tuple(adaptable[layer].shape) if layer in adaptable else "no linear layer"
         if (up.shape[0], down.shape[1]) != expected or down.shape[0] != up.shape[1]:
             raise BadInput(
                 f"{args.adapters}: adapts {layer} from {down.shape[1]} to {up.shape[0]}, and in --base {base} it is "
                 f"{expected}; give the model that the adapters were trained on as --base"
             )
-        adaptable[layer].weight.addmm_(up, down, alpha=config["lora_alpha"] / config["r"])
+        adaptable[layer].addmm_(up, down, alpha=config["lora_alpha"] / config["r"])
     for parameter in model.parameters():  # buffers keep their dtype
         parameter.data = parameter.data.to(getattr(torch, args.dtype))
     model.config.dtype = getattr(torch, args.dtype)

@@ -308,7 +308,7 @@ def main(args: Args) -> None:
         model=path,
         dtype=dtype,
         size=size,
-        compute=args.compute,
+        compute=checks.settle_packing(path, args.compute),
         offload=args.offload,
         backend=args.rollout_backend,
         layout=args.layout,

@@ -2,18 +2,19 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.data import weights
+from common.data import families, weights
 from common.data.prompts import Prompt
 from common.data.tokenizer import causal_class, image_tokens, load_tokenizer
-from common.errors import BadInput
+from common.errors import BadInput, say
 from common.placement import Layout
 from common.rewards.grading import Item
 from common.rewards.mixture import Rewards, grade
-from common.trainer import model
+from common.trainer import model, packing_check
 from common.trainer.batching import Compute
 from common.trainer.kernels import check_kernels
 
@@ -35,6 +36,7 @@ def check_images(prompts: list[Prompt], compute: Compute, environment="", layout
         "--environment": environment,
         "--rollout-placement split": layout.split,
         "--sequence-parallel": compute.sequence_parallel > 1,
+        "--packing off": compute.packing == "off",
     }
     for flag, is_set in unsuitable.items():
         if is_set and with_images:
@@ -45,24 +47,27 @@ def check_model(
     model_path: str,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
-    value_head: bool = False,
     *,
     quantized: bool = False,
 ) -> None:
-    """Refuse an architecture that cannot be packed, weights that are not those of the architecture, and prompts with
+    """Refuse an architecture that is no decoder, weights that are not those of the architecture, and prompts with
     tokens that have no embedding. The weights of a name on the Hub are checked when they are loaded.
 
-    value_head: the run also trains a copy with a value head. quantized: only vLLM, which can read quantized weights,
+    quantized: only vLLM, which can read quantized weights,
     loads the model. Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
     if not quantized:
         weights.refuse_quantized(config, f"--model {model_path}")
-    model.skeleton(config, model_path, value_head=False)
-    if value_head:
-        model.skeleton(config, model_path, value_head=True)
+    model.skeleton(AutoConfig.from_pretrained(model_path), model_path)
+    if image_tokens(config):
+        from common.trainer import vision
+
+        refused = f"--model {model_path}: {config.model_type} models are not supported, because of"
+        vision.check_family(config, refused, any(hasattr(prompt.ids, "images") for prompt in prompts))
     if Path(model_path).is_dir() and not weights.quantization(config):
         check_weights(model_path)
+    say_noise(config)
     # Such a token would raise an error of CUDA that names nothing, in the first forward.
     largest = max(max(prompt.ids) for prompt in prompts)
     embeddings = config.get_text_config().vocab_size
@@ -80,6 +85,30 @@ def check_compute(model_path: str, compute: Compute) -> None:
     check_heads(config, compute.sequence_parallel, model_path)
 
 
+def settle_packing(model_path: str, compute: Compute) -> Compute:
+    """The settings with --packing off for a model whose layers need that. Prints the reason. Raises BadInput.
+
+    A model whose layers look right may still turn out to need it, once it is loaded (packing_check.choose_forward).
+    """
+    reason = packing_check.why_not_packed(model.skeleton(AutoConfig.from_pretrained(model_path), model_path))
+    if reason and compute.packing == "on":
+        raise BadInput(f"--packing on: packed rows of --model {model_path} would be wrong, because of {reason}")
+    if reason and compute.packing == "auto":
+        say(f"packing: off, because of {reason}")
+        compute = replace(compute, packing="off")
+    if compute.packing == "off":
+        packing_check.check_settings(compute)
+    return compute
+
+
+def say_noise(config) -> None:
+    """Print which random layers of a model are switched off. config is changed."""
+    noise = model.silence(config.get_text_config())
+    if noise:
+        settings = ", ".join(f"{name} = {value:g}" for name, value in noise.items())
+        say(f"random layers: switched off ({settings}), because the engine samples without them")
+
+
 def check_weights(folder: str, flag: str = "--model") -> None:
     """Compare the headers of a folder's weights with the model of its config.json. Raises BadInput naming tensors."""
     # On the meta device only the headers of the files are read.
@@ -91,13 +120,12 @@ def check_weights(folder: str, flag: str = "--model") -> None:
 def positions_of(model_path: str, trains: bool = True) -> int:
     """Positions of the model, or those that a run can train on.
 
-    With longrope these are the positions of its short frequencies. transformers takes the long ones for a whole packed
-    row as soon as one of its sequences needs them, and vLLM for all sequences if the longest could need them.
+    With longrope these are the positions of its short frequencies, if the family chooses its frequencies in a way that
+    families.fix_longrope does not know.
     """
     config = AutoConfig.from_pretrained(model_path).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if trains and rope.get("rope_type") == "longrope":
-        return rope["original_max_position_embeddings"]
+    if trains and config.model_type in families.OWN_LONGROPE:
+        return families.longrope_limit(config) or config.max_position_embeddings
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
@@ -210,7 +238,7 @@ def check_heads(config, ranks: int, model_path: str) -> None:
             f"--model {model_path}"
         )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if ranks > 1 and rope.get("rope_type") in ("dynamic", "longrope"):
+    if ranks > 1 and rope.get("rope_type") == "dynamic":
         raise BadInput(
             f"--sequence-parallel {ranks}: a slice does not see the longest position of its row, on which the "
             f"rotary frequencies of --model {model_path} depend"

@@ -82,10 +82,11 @@ def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing
     A layer keeps 4 hidden sizes in float32 (norms and residuals), 5 hidden sizes and 4 feed-forward widths. With
     checkpointing, every layer keeps only its input, except for the one that is being computed again.
     """
+    # GPT-2 names its width otherwise, and may leave it open.
+    width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     # In a mixture of experts a token passes through several small feed-forwards in place of a wide one.
-    width = config.intermediate_size
     experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits this many of them
-    expert_width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    expert_width = getattr(config, "moe_intermediate_size", None) or width
     width = max(width, experts * expert_width)
     layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
     if checkpointing:
@@ -233,7 +234,7 @@ class MemoryPlan:
         if not self.compute.token_budget:
             activations = self.token_bytes * budget / GIB
             say(f"token budget: {budget} a forward and rank ({activations:.2g} GiB of activations)")
-        return replace(self.compute, token_budget=budget)
+        return replace(self.compute, token_budget=budget, longest=longest)
 
     @property
     def engine_room(self) -> float:

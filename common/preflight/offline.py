@@ -46,13 +46,14 @@ def settle(args, model: str, size: int, longest: int) -> OfflineSettings:
     check_output(args.output, model if args.model else "", args.compute.lora_rank > 0)
     resume = run_directory.check_directory(args.run_dir, args.saving.resume)
     dtype = precision.choose(args.dtype, model, resume)
+    compute = checks.settle_packing(model, args.compute)
     settings = OfflineSettings(
         args=args,
         name=run_directory.name_of(args),
         model=model,
         resume=resume,
         dtype=dtype,
-        compute=MemoryPlan(model=model, dtype=dtype, size=size, compute=args.compute).fitted_compute(longest),
+        compute=MemoryPlan(model=model, dtype=dtype, size=size, compute=compute).fitted_compute(longest),
     )
     run_directory.check_configuration(settings.recorded, settings.name)
     run_directory.check_steps_left(args, resume)

@@ -99,7 +99,7 @@ def prepare(
     prompts_per_draw = prompts_per_draw or args.prompts_per_step
     size = check_flags(args, prompts_per_draw, most_draws)
     inputs = load_inputs(args, size, others or {})
-    max_model_len = check_inputs(args, inputs, value_head=len(value_heads) > 0)
+    max_model_len = check_inputs(args, inputs)
     settings = settle(args, inputs, (*models, *value_heads), max_model_len, prompts_per_draw)
     show(settings)
     return settings
@@ -163,7 +163,7 @@ def load_inputs(args: Flags, size: int, others: dict[str, str]) -> Inputs:
     )
 
 
-def check_inputs(args: Flags, inputs: Inputs, value_head: bool) -> int:
+def check_inputs(args: Flags, inputs: Inputs) -> int:
     """Refuse inputs that do not fit each other. Returns the tokens of the longest sequence. Raises BadInput."""
     reward = inputs.reward
     all_prompts = inputs.prompts + inputs.held_out
@@ -183,7 +183,7 @@ def check_inputs(args: Flags, inputs: Inputs, value_head: bool) -> int:
         reward.environment.try_out(inputs.prompts[0])
     # The model, and what it is combined with.
     max_model_len = checks.total_tokens(inputs.model, all_prompts, args.max_response_tokens)
-    checks.check_model(inputs.model, inputs.tokenizer, all_prompts, value_head)
+    checks.check_model(inputs.model, inputs.tokenizer, all_prompts)
     checks.check_compute(inputs.model, args.compute)
     engines.check_family(args.rollout_backend, inputs.model)
     checks.check_engine_heads(inputs.model, args.rollout_tp)
@@ -206,7 +206,7 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
         model=inputs.model,
         dtype=dtype,
         size=inputs.size,
-        compute=args.compute,
+        compute=checks.settle_packing(inputs.model, args.compute),
         models=models,
         others=inputs.others,
         offload=args.offload,

@@ -33,6 +33,8 @@ MAY_DIFFER = {
     # These lay out the work: metrics differ by rounding, and by which rank samples which response.
     "token_budget",
     "shared_prompts",
+    "packing",
+    "longest",  # of the longest row; what decides it is compared by itself
     "activation_checkpointing",
     "offload",
     "rollout_tp",

@@ -26,7 +26,9 @@ from common.rollout.vllm_engine import CPU_BLOCK_TOKENS, EngineConfig
 MOST_SEQUENCES = 512  # responses that one engine works on at the same time
 # Families that vLLM 0.32 gets wrong (docs/models.md).
 STALE_IN_VLLM = ("gpt_oss",)
-WRONG_IN_VLLM_ON_A_CPU = ("deepseek_v2", "deepseek_v3")
+WRONG_IN_VLLM_ON_A_CPU = ("deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe", "llama4", "llama4_text")
+# They do not start there: gated DeltaNet has no float32, and experts without gates no kernel.
+MISSING_IN_VLLM_ON_A_CPU = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "nemotron_h")
 
 
 def check_family(backend: str, model_path: str) -> None:
@@ -39,6 +41,8 @@ def check_family(backend: str, model_path: str) -> None:
         problem = "vLLM keeps some of the old weights after an update"
     elif family in WRONG_IN_VLLM_ON_A_CPU and not torch.cuda.is_available():
         problem = "vLLM computes other log-probs on a CPU"
+    elif family in MISSING_IN_VLLM_ON_A_CPU and not torch.cuda.is_available():
+        problem = "vLLM has no kernels for it on a CPU"
     if problem:
         raise BadInput(f"--model {model_path}: {problem} ({family}); use --rollout-backend hf")
 
@@ -65,7 +69,7 @@ def start(
     if backend == "hf":
         from common.rollout.hf_engine import HFEngine
 
-        return HFEngine(model_path, stop_token_ids, world, dtype)
+        return HFEngine(model_path, stop_token_ids, world, dtype, max_model_len)
     max_num_seqs = min(MOST_SEQUENCES, sequences)
     # On a GPU vLLM takes a share of the memory for its KV cache. On a CPU it wants a number of bytes.
     cache_bytes = 0
@@ -132,7 +136,8 @@ def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: Wor
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of KV cache for one token: a key and a value in each layer. config: of the language model."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+    key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # GPT-2 has as many
+    return 2 * config.num_hidden_layers * key_heads * head_dim * dtype.itemsize
 
 
 def kv_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from common.data import weights
+from common.data import families, weights
 from common.data.tokenizer import causal_class, image_tokens
 from common.placement import World
 from common.rollout.rollout import Response, Rollout, collate_responses, spread_seed
@@ -44,10 +44,13 @@ class HFEngine:
 
     saved_names = False  # the trainer's model is of the same class
 
-    def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype):
+    def __init__(self, model_path: str, stop_token_ids: list[int], world: World, dtype: torch.dtype, longest: int = 0):
+        """longest: tokens of a prompt and its response."""
         config = AutoConfig.from_pretrained(model_path)
         self.model = weights.read(causal_class(config), model_path, f"--model {model_path}", dtype=dtype)
         self.model.to(world.device).eval()
+        families.fix_longrope(self.model, longest)
+        self.may_be_padded = families.may_be_padded(self.model)
         self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.
         self.model.generation_config = GenerationConfig(
@@ -94,9 +97,21 @@ class HFEngine:
             due.sort()
         return collate_turns(turns, self.weight_version, self.world.device)
 
-    @torch.no_grad()
     def sample(self, rows: list[list[int]], temperature: float, max_tokens: int) -> list[Response]:
         """One response to each row of token ids."""
+        if self.may_be_padded:
+            return self.sample_padded(rows, temperature, max_tokens)
+        # Padding would enter states, or count as positions. Rows of one length need none.
+        responses = {}
+        for length in sorted(set(map(len, rows))):
+            places = [place for place, row in enumerate(rows) if len(row) == length]
+            found = self.sample_padded([rows[place] for place in places], temperature, max_tokens)
+            responses |= dict(zip(places, found))
+        return [responses[place] for place in range(len(rows))]
+
+    @torch.no_grad()
+    def sample_padded(self, rows: list[list[int]], temperature: float, max_tokens: int) -> list[Response]:
+        """The same in one batch."""
         tensors = [torch.tensor(ids, device=self.world.device) for ids in rows]
         # Padding on the left makes all responses start in the same column.
         inputs = pad_sequence(tensors, batch_first=True, padding_side="left")  # (rows, width)

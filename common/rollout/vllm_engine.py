@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig
 
+from common.data import families
 from common.data.tokenizer import has_safetensors, image_tokens
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
@@ -57,6 +58,10 @@ def engine_settings(config: EngineConfig) -> dict:
         "weight_transfer_config": {"backend": transfer},
         "enforce_eager": not cuda,  # CUDA graphs on a GPU; a CPU has nothing to capture
     }
+    carries_state = families.family_carries_state(config.model_path)
+    if carries_state:
+        # States kept from before an update would go on under the new weights, and vLLM starts no connector beside them.
+        settings["enable_prefix_caching"] = False
     if cuda:
         # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
         settings["hf_overrides"] = {"head_dtype": "float32"}
@@ -64,6 +69,8 @@ def engine_settings(config: EngineConfig) -> dict:
         return settings
     if config.kv_cache_bytes:
         settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
+    if carries_state:
+        return settings
     # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
     # It knows a prompt by its token ids, which say nothing about images.
     settings["block_size"] = CPU_BLOCK_TOKENS

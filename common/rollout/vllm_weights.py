@@ -84,6 +84,11 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(layer)
+            # Mamba 2 reads its convolution through a view of the first weights. In bfloat16 the reload packs the new
+            # ones elsewhere. Log-probs would drift by 0.1 to 0.4 an update, and nothing fails.
+            unpacked = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+            if unpacked is not None and hasattr(layer, "conv_weights"):
+                layer.conv_weights.copy_(unpacked)
 
     def shutdown(self) -> None:
         """There is no connection to close."""

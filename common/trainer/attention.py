@@ -33,6 +33,10 @@ EXTRA_PADDING = 256  # padding tokens that a run of responses may have on top of
 WRITTEN_OUT_MAX_KEYS = 512  # up to so many keys, the prompt's included, holding the weights in memory is faster
 
 
+class NotPackable(BadInput):
+    """A family asks attention for something that packed rows do not have. The check at the start finds it."""
+
+
 class ScoreOptions(NamedTuple):
     """How a layer gets from query key^T to attention weights. transformers passes what the model family needs."""
 
@@ -154,13 +158,13 @@ def packed_attention(
     """Causal attention inside each sequence of a packed row. transformers calls it in every layer.
 
     query (1, heads, T, d), key (1, key heads, T, d), value (1, key heads, T, v) -> (1, T, heads, v), for a row of T
-    tokens. Grouped-query attention has fewer key heads than heads. Raises BadInput for a family that makes its own
+    tokens. Grouped-query attention has fewer key heads than heads. Raises NotPackable for a family that makes its own
     attention mask or doesn't hand the spans down to its layers.
     """
     if attention_mask is not None:
-        raise BadInput(f"{module.config.model_type} models are not supported: they make their own attention mask")
+        raise NotPackable(f"a mask that {module.config.model_type} models make themselves")
     if spans is None:
-        raise BadInput(f"{module.config.model_type} models are not supported: their layers don't get the packed layout")
+        raise NotPackable(f"layers of {module.config.model_type} models, which do not get the layout of a packed row")
     options = ScoreOptions(scaling, sliding_window, softcap, s_aux)
     row = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
     # The kernel supports neither float32 nor values whose width differs from the keys' (DeepSeek).

@@ -30,6 +30,7 @@ rows, T the length of the longest response of the rollout; here (3, 3):
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from pydantic import NonNegativeInt
 
 from common.placement import Sharding, World
 from common.rollout.rollout import Rollout
-from common.trainer.attention import Spans, spans
+from common.trainer.attention import Group, Spans, spans
 from common.trainer.kernels import Kernels
 
 # A shared prompt is a segment of its own, which costs an attention call. With a shorter prompt sharing saves less.
@@ -52,10 +53,13 @@ class Compute(Sharding):
 
     token_budget: NonNegativeInt = 0  # Most tokens in one forward on one rank. 0: as many as fit into the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Lay sequences end to end in one row (on), or give each its own (off). auto: off for models that need it."""
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: NonNegativeInt = 0
     """Train adapters of this rank (LoRA). Raise --learning-rate about tenfold (Schulman, 2025). 0: all weights."""
+    longest: tyro.conf.Suppress[NonNegativeInt] = 0  # Settled: tokens of the longest row, which longrope depends on.
     train_vision: bool = False  # Also train the vision encoder.
     freeze_router: bool = False  # Do not train the router of a mixture-of-experts model.
 
@@ -72,6 +76,7 @@ class MicroBatch:
     rows: torch.Tensor  # (n,) indices into the rollout
     input_ids: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L); with M-RoPE (4, 1, L): of text, and time, height and width in an image
+    groups: list[Group]  # lengths of each prompt and of the responses to it, in the order of input_ids
     spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) position in the packed sequence whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
@@ -108,7 +113,7 @@ class Bin:
     """The plan for a micro-batch: which rows it will have, and which of them share a prompt."""
 
     groups: list[list[int]] = field(default_factory=list)  # indices into the rollout; rows of a group share a prompt
-    tokens: int = 0  # in all; a shared prompt counts once
+    tokens: int = 0  # in all; a shared prompt counts once. Not counted without packing
 
 
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
@@ -120,7 +125,8 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
     group's micro-batches. Collective: every rank calls it.
     """
-    bins = fill_bins(rollout, rows, compute, unit_size)
+    fill = fill_padded_bins if compute.packing == "off" else fill_bins
+    bins = fill(rollout, rows, compute, unit_size)
     real = len(bins)
     # A rank runs one forward for each micro-batch of its whole SP group, so these are counted over the group. Groups
     # with fewer than the fullest one are filled up.
@@ -207,6 +213,22 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     return bins
 
 
+def fill_padded_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
+    """The same for a model that is not packed: it pads the rows of a bin to the longest one and shares no prompt."""
+
+    def longest_row(unit: list[int]) -> int:
+        return max(len(rollout.prompt_ids[row]) + len(rollout.response_ids[row]) for row in unit)
+
+    bins = []
+    for unit in sorted(rows.view(-1, unit_size).tolist(), key=longest_row):
+        # Units come in the order of their length, so all rows of the bin would be padded to this one.
+        rows_in_bin = sum(map(len, bins[-1].groups)) if bins else 0
+        if not bins or (rows_in_bin + len(unit)) * longest_row(unit) > compute.token_budget:
+            bins.append(Bin())
+        bins[-1].groups.append(unit)
+    return bins
+
+
 def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[list[list[int]]]:
     """Lists of units: those that share a prompt, or one unit alone. Lists are in the order of their first unit."""
     units = {}
@@ -239,7 +261,7 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
 
     rows: index in the rollout of each response, in order; empty if another rank owns them.
     response_mask: (N, T), of the whole rollout.
-    This is the only function that shifts by one token: a token's logits come from the position before it.
+    A token's logits come from the position before it. Only this function and unpacked.rows_of shift by that one token.
     """
     tokens = []
     positions = []
@@ -277,6 +299,7 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
         rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
         position_ids=as_tensor(position_ids),
+        groups=lengths,
         spans=spans(lengths, device),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),

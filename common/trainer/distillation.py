@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.data.tokenizer import resolve_model
+from common.errors import BadInput
 from common.placement import World
 from common.trainer import model
 from common.trainer.batching import Compute, MicroBatch
+from common.trainer.forward import factors, hidden_states, logit_shape, place
 from common.trainer.logits import LogitShape, backward_through_head, logits_in_chunks, scaled
 
 
@@ -37,21 +39,27 @@ def divergences(
     """KL, log-probs and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
 
     Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). Collective: every rank
-    calls it equally often.
+    calls it equally often. Raises BadInput for a model whose logits are not products with its head.
     """
+    for flag, loaded in (("--model", policy), ("--teacher", teacher)):
+        if not loaded.knows_logits:
+            raise BadInput(
+                f"--full-vocabulary: {flag} is a {loaded.config.model_type} model, whose logits are not products with "
+                "its head; leave out --full-vocabulary"
+            )
     with torch.no_grad():
         teacher_hidden, teacher_head = teacher.hidden_and_head(micro)
     model.reduce_gradients_after(micro, policy)
-    teacher_shape = model.logit_shape(teacher.config, temperature)
+    teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
-    kl, logprobs, entropy = (model.place(values, micro) for values in packed)
+    kl, logprobs, entropy = (place(values, micro) for values in packed)
     # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
     return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
 
 def hidden_and_head(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (R, d) before R response tokens, and the head (V, d), in the compute dtype."""
-    return model.hidden_states(self, micro), self.get_output_embeddings().weight
+    """Hidden states (R, d) before R response tokens, and the head (V, d): products of both make the logits."""
+    return factors(self, hidden_states(self, micro))
 
 
 def token_divergences(
@@ -59,7 +67,7 @@ def token_divergences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
     hidden, head = hidden_and_head(self, micro)
-    shape = model.logit_shape(self.config, temperature)
+    shape = logit_shape(self.config, temperature)
     return ChunkedKL.apply(hidden, head, micro.targets, shape, teacher_hidden, teacher_head, teacher_shape)
 
 

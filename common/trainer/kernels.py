@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.errors import BadInput
+from common.trainer.parts import layers_of
 
 Kernels = Literal["eager", "compile"]
 
@@ -23,13 +24,6 @@ def check_kernels(kernels: Kernels) -> None:
         raise BadInput(f"--kernels compile: torch.compile needs a C++ compiler here, and {compiler} is not installed")
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a model that has decoder layers. It is all but the head and, if the model sees images, the tower."""
-    if hasattr(model.config, "vision_config"):
-        return model.base_model.get_decoder()
-    return model.base_model
-
-
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
     """Replace the code that computes the layers. Parameters, their names and FSDP's hooks stay as they are."""
     if kernels == "compile":
@@ -37,5 +31,5 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> None:
         # this option both round to bfloat16 where the eager layers do. Without it, the first update's ratios differ
         # from 1 by up to 20 %.
         options = {"emulate_precision_casts": True}
-        for layer in decoder_of(model).layers:
+        for layer in layers_of(model):
             layer.forward = torch.compile(layer.forward, dynamic=True, options=options)

@@ -6,6 +6,7 @@ computes this sum in float32 and never in place, so no rounding error stays in W
 """
 
 import contextlib
+import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -15,17 +16,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from common.errors import BadInput
 from common.trainer.batching import Compute
-from common.trainer.kernels import decoder_of
+from common.trainer.parts import layers_of
 from common.weight_sync import ADAPTERS
 
 ALPHA = 32.0  # for every rank: --learning-rate says how fast adapters learn
 
 
-class LoraLinear(nn.Linear):
-    """weight (out, in) and bias are frozen, lora_a (rank, in) and lora_b (out, rank) are trained."""
+class Adapted(nn.Module):
+    """A linear layer whose weight and bias are frozen. lora_a (rank, in) and lora_b (out, rank) are trained."""
 
     alpha = ALPHA
     on = True  # False while the adapters are switched off
@@ -35,14 +37,31 @@ class LoraLinear(nn.Linear):
         return self.alpha / self.lora_a.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base = F.linear(x, self.weight, self.bias)
+        base = super().forward(x)
         if not self.on:
             return base
         return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
     def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, from full tensors."""
+        raise NotImplementedError
+
+
+class LoraLinear(Adapted, nn.Linear):
+    """torch's linear layer: weight (out, in)."""
+
+    def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
         return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=self.scaling)
+
+
+class LoraConv1D(Adapted, Conv1D):
+    """GPT-2's linear layer: weight (in, out). transformers calls it a convolution, which it isn't."""
+
+    def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(weight.float(), lora_a.float().T, lora_b.float().T, alpha=self.scaling)
+
+
+ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}  # class of a layer -> the one that it gets
 
 
 def freeze(model: nn.Module, compute: Compute, frozen_dtype: torch.dtype) -> None:
@@ -62,25 +81,39 @@ def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
     """Freeze the model, and give each linear layer of its decoder adapters. A value head is trained as a whole.
 
     frozen_dtype: data type in which frozen weights are kept. The forward would cast them to its own anyway. Raises
-    BadInput for a decoder layer without linear layers. Experts, which are no linear layers in transformers, get none.
+    BadInput for a decoder without linear layers. Experts, which are no linear layers in transformers, get none.
     """
     model.requires_grad_(False)
-    for layer in decoder_of(model).layers:
-        linears = [module for module in layer.modules() if type(module) is nn.Linear]
-        if not linears:
-            raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
-        for linear in linears:
-            # Another class in place of a wrapper: the names of all other parameters stay as they are.
-            linear.__class__ = LoraLinear
-            device = linear.weight.device
-            linear.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
-            linear.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
+    linears = [linear for layer in layers_of(model) for linear in linears_of(layer)]
+    if not linears:
+        raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
+    for linear in linears:
+        out_features, in_features = linear.weight.shape
+        if isinstance(linear, Conv1D):
+            in_features, out_features = linear.weight.shape
+        # Another class in place of a wrapper: the names of all other parameters stay as they are.
+        linear.__class__ = ADAPTED[type(linear)]
+        device = linear.weight.device
+        linear.lora_a = nn.Parameter(torch.empty(rank, in_features, device=device))
+        linear.lora_b = nn.Parameter(torch.empty(out_features, rank, device=device))
     # A value head starts at 0, so it has nothing to adapt.
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen_dtype)
+
+
+def linears_of(layer: nn.Module) -> list[nn.Module]:
+    """The linear layers inside a decoder layer that can have adapters."""
+    linears = []
+    for parent in layer.modules():
+        # A fused kernel of Mamba takes the weight of out_proj past the module, so an adapter there would do nothing.
+        fused = hasattr(parent, "out_proj") and "outproj_weight=" in inspect.getsource(type(parent))
+        for name, child in parent.named_children():
+            if type(child) in ADAPTED and not (fused and name == "out_proj"):
+                linears.append(child)
+    return linears
 
 
 def initial(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -92,14 +125,14 @@ def initial(model: nn.Module) -> dict[str, torch.Tensor]:
     state = {}
     for name, layer in adapted(model):
         draws = torch.rand(layer.lora_a.shape, generator=generator)
-        state[f"{name}.lora_a"] = (2 * draws - 1) / math.sqrt(layer.in_features)
+        state[f"{name}.lora_a"] = (2 * draws - 1) / math.sqrt(draws.shape[1])
         state[f"{name}.lora_b"] = torch.zeros(layer.lora_b.shape)
     return state
 
 
-def adapted(model: nn.Module) -> list[tuple[str, LoraLinear]]:
+def adapted(model: nn.Module) -> list[tuple[str, Adapted]]:
     """The layers that have adapters, and their names."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Adapted)]
 
 
 class WithoutAdapters:
@@ -134,7 +167,7 @@ def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
     ends = {last_part(name) for name in layers}
     # peft adapts every layer whose name ends like a target. If the vision tower has such layers too, it needs whole
     # names.
-    others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    others = [name for name, module in model.named_modules() if type(module) in ADAPTED]
     targets = layers if ends & set(map(last_part, others)) else ends
     config = {
         "peft_type": "LORA",
@@ -143,6 +176,7 @@ def write_adapter(model: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
         "r": next(iter(layers.values())).lora_a.shape[0],
         "lora_alpha": ALPHA,
         "target_modules": sorted(targets),
+        "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),  # weights are (in, out)
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from common.data.images import ImageIds, tensors, together
 from common.data.tokenizer import causal_class, image_tokens
 from common.errors import BadInput
-from common.trainer.kernels import decoder_of
+from common.trainer.parts import decoder_of
 
 # Families whose packed forward is tested against transformers. Gemma 3 is not among them: its image tokens see later
 # ones, which no packed row allows.
@@ -23,10 +23,15 @@ FAMILIES = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
-def check_family(config, refused: str) -> None:
-    """Raise BadInput for a model whose images are not known to work. refused: the beginning of the message."""
+def check_family(config, refused: str, with_images: bool) -> None:
+    """Raise BadInput for a model whose images are not known to work. refused: the beginning of the message.
+
+    with_images: prompts have images. Without, any family will do whose decoder can be trained alone.
+    """
     if config.model_type not in FAMILIES:
-        raise BadInput(f"{refused} their images; supported are {', '.join(FAMILIES)}")
+        if with_images:
+            raise BadInput(f"{refused} their images; supported are {', '.join(FAMILIES)}, and prompts without images")
+        return
     tower = config.vision_config.model_type
     if config.model_type == "llava" and tower not in LLAVA_TOWERS:
         raise BadInput(f"{refused} their {tower}; supported are {', '.join(LLAVA_TOWERS)}")
@@ -41,22 +46,18 @@ def check_family(config, refused: str) -> None:
         )
 
 
-def add_value_head(model: nn.Module) -> None:
-    """Put `score`, one value for each token, in the place of `lm_head`. It starts at 0.
-
-    transformers has no class with a value head for models that see images.
-    """
-    model.score = nn.Linear(model.config.get_text_config().hidden_size, 1)
-    nn.init.zeros_(model.score.weight)
-    nn.init.zeros_(model.score.bias)
-    del model.lm_head
-
-
 def prepare(model: nn.Module, train_vision: bool) -> None:
     """Freeze the vision tower, unless --train-vision.
 
-    The part that connects it with the decoder is trained. In Qwen's models it is a part of the tower, its mergers.
+    The part that connects it with the decoder is trained. In Qwen's models it is a part of the tower, its mergers. In
+    other families than FAMILIES, which see text alone here, only decoder and head are trained.
     """
+    if model.config.model_type not in FAMILIES:
+        model.requires_grad_(False)
+        for part in (decoder_of(model), model.get_output_embeddings(), getattr(model, "score", None)):
+            if part is not None:
+                part.requires_grad_(True)
+        return
     if not train_vision:
         tower = model.get_encoder(modality="image").requires_grad_(False)
         for name, part in tower.named_children():

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import Phi3Config, PreTrainedTokenizerFast
+from transformers import Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
 from common.data import arithmetic, demonstrations, pairs, templates
 from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse, turns
@@ -332,12 +332,17 @@ def test_prompt_and_response_must_fit_the_model(models):
         checks.total_tokens(models["untied"], prompts, 251)
 
 
-def test_positions_of_longrope_are_those_of_its_short_frequencies(models, tmp_path):
-    """transformers takes the long ones for every sequence of a packed row that has one longer than this."""
+def test_positions_of_longrope(models, tmp_path):
+    """All of them, but for a family whose rotary layers choose their frequencies in each forward, in their own way."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
-    Phi3Config(hidden_size=64, num_attention_heads=4, rope_parameters=rope, **sizes).save_pretrained(tmp_path)
-    assert (checks.positions_of(str(tmp_path)), checks.positions_of(models["untied"])) == (64, 256)
+    rope |= {"short_mscale": 1.0, "long_mscale": 1.0}
+    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "hidden_size": 64}
+    for family in (Phi3Config, PhimoeConfig):
+        config = family(num_attention_heads=4, rope_parameters=rope, **sizes)
+        config.save_pretrained(tmp_path / config.model_type)
+    assert (checks.positions_of(str(tmp_path / "phi3")), checks.positions_of(models["untied"])) == (256, 256)
+    tmp_path = tmp_path / "phimoe"
+    assert checks.positions_of(str(tmp_path)) == 64
     prompts = [Prompt("x", "", [1] * 6, "")]
     assert checks.total_tokens(str(tmp_path), prompts, 100, trains=False) == 106  # an engine alone uses all positions
     with pytest.raises(BadInput, match=r"106.* --model .*64 .*longrope.* 256"):

@@ -122,7 +122,7 @@ def value_of(flag: str, words: list[str]) -> str:
 
 @pytest.mark.parametrize("path", [str(arithmetic.WARM_START), "owner/name"])
 def test_engines_read_safetensors_alone_and_listen_on_loopback(path, monkeypatch):
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: object())  # not from the Hub
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path: arithmetic.config())  # not from the Hub
     sizes = {"dtype": torch.float32, "tensor_parallel": 1, "max_model_len": 64, "max_num_seqs": 8}
     config = EngineConfig(model_path=path, layout=placement.Layout(), **sizes)
     words = servers.command(config, 8000)

@@ -20,7 +20,7 @@ from common.errors import RunFailed
 from common.rollout import engines
 from common.rollout.hf_engine import HFEngine
 from common.run import checkpoint, diagnosis, directory, guards
-from common.trainer import batching, model
+from common.trainer import batching, model, packing_check
 
 selftest, selftest_file = load("scripts/selftest.py"), load("scripts/selftest_file.py")
 variants = load("scripts/variants.py")
@@ -109,6 +109,11 @@ def test_what_is_right_holds(tried, monkeypatch, kind, short, compute):
     assert all(tried(kind, **compute).values())
 
 
+def trust(policy, *arguments, **named_arguments) -> None:
+    policy.packed = policy.knows_logits = True
+    packing_check.attend_with(policy, "packed")
+
+
 def lose_last_tokens(monkeypatch):
     contents_of = batching.contents_of
 
@@ -117,7 +122,7 @@ def lose_last_tokens(monkeypatch):
         return [(prompt, [response[:-1] for response in responses]) for prompt, responses in contents]
 
     monkeypatch.setattr(batching, "contents_of", shortened)
-    monkeypatch.setattr(model, "check_packing", lambda *arguments, **named_arguments: None)  # it would see it first
+    monkeypatch.setattr(model, "choose_forward", trust)  # it would see it first
 
 
 def lose_last_micro_batch(monkeypatch):

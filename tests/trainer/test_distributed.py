@@ -4,8 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import families
 import pytest
 import torch
+import transformers
 from cases import ALGORITHMS
 from conftest import ROOT, launch, relative_difference
 
@@ -54,6 +56,33 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
         assert cut.pop("micro-batches") == count, compute
         differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
         assert len(cut) == 16 and max(differences.values()) <= 1e-6, (compute, differences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon_h1", "gpt2", "hyperclovax"])
+def test_gradients_of_rows_of_their_own_do_not_depend_on_ranks_or_budget(name, tmp_path):
+    """A hybrid, a family whose positions are learned, and one whose own forward makes the logits. Opd over the
+    vocabulary knows only products with the head. Falcon-H1 computes states and norms in float32, whatever its weights
+    are.
+    """
+    if name == "hyperclovax":
+        path = str(tmp_path / name)
+        families.save_random(transformers.HyperCLOVAXConfig(**families.SIZES, logits_scaling=4.0), path)
+    else:
+        path = families.save(name, tmp_path)
+    unpacked = {"token_budget": 1000, "packing": "off"}
+    launch(GRADIENT, path, tmp_path / "1", json.dumps(unpacked))
+    cuts = [{**unpacked, "token_budget": 20}, {**unpacked, "token_budget": 1}, unpacked | LORA]
+    launch(GRADIENT, path, tmp_path / "2", *map(json.dumps, cuts), ranks=2, engine=False)
+    (whole,) = torch.load(tmp_path / "1")
+    assert whole.pop("micro-batches") == 1
+    *cuts, adapters = torch.load(tmp_path / "2")
+    for cut in cuts:
+        assert cut.pop("micro-batches") > 1
+        differences = {key: relative_difference(whole[key], cut[key]) for key in whole}
+        assert cut.keys() == whole.keys() and max(differences.values()) <= 1e-5, differences
+    assert len(whole) == (15 if name == "hyperclovax" else 16)
+    assert all(name.endswith(("lora_a", "lora_b")) for name in adapters["grpo"])
 
 
 @pytest.mark.slow

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from conftest import relative_difference, save_model
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Lfm2Config
+from transformers import AutoModelForCausalLM, Lfm2Config
 
 from common.data import arithmetic
 from common.errors import BadInput
 from common.preflight import checks
 from common.preflight.memory import ACTIVATION_SHARE, MAX_BUDGET_TOKENS, MemoryPlan
 from common.rollout.rollout import collate
-from common.trainer import attention, batching, logits, model, sequence_parallel
+from common.trainer import attention, batching, logits, model, packing_check, sequence_parallel
 from common.trainer.attention import Run
 from common.trainer.batching import Compute
 from common.trainer.sequence_parallel import SlicedSpans
@@ -224,14 +224,9 @@ def test_short_prompts_are_not_shared(world):
     assert torch.equal(shared[0].input_ids, plain[0].input_ids)
 
 
-def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monkeypatch):
+def test_an_architecture_that_mixes_neighbours_is_not_packed(world, tmp_path, monkeypatch, capsys):
     """Short convolutions run over the borders of packed sequences. Here they do not give themselves away by name."""
-
-    def unchecked(config, model_path, value_head):
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-    monkeypatch.setattr(model, "skeleton", unchecked)
+    monkeypatch.setattr(packing_check, "why_not_packed", lambda policy: "")
     config = Lfm2Config(
         hidden_size=64,
         intermediate_size=64,
@@ -243,8 +238,26 @@ def test_an_architecture_that_mixes_neighbours_is_refused(world, tmp_path, monke
         initializer_range=0.5,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="lfm2"):
-        model.load(str(tmp_path), world, torch.float32)
+    policy = model.load(str(tmp_path), world, torch.float32)
+    assert not policy.packed
+    assert capsys.readouterr().out.endswith("because of packed rows that change its hidden states\n")
+    with pytest.raises(BadInput, match="lfm2 models are not supported with --packing on"):
+        model.load(str(tmp_path), world, torch.float32, Compute(packing="on"))
+
+
+def test_rows_without_packing_fill_the_budget_with_their_padding(world):
+    """Rows times the longest one, prompts included; a longer unit has a bin of its own. Each row is in one."""
+    rollout = groups_of(random_rollout(8), 4, 40)
+    lengths = [len(prompt) + len(response) for prompt, response in zip(rollout.prompt_ids, rollout.response_ids)]
+    for budget in (2 * max(lengths), 4 * max(lengths), 1, 10_000):
+        micro_batches = batching.pack(rollout, torch.arange(8), Compute(budget, packing="off"), world)
+        assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == list(range(8))
+        for micro in micro_batches:
+            assert len(micro.rows) == 1 or len(micro.rows) * max(lengths[row] for row in micro.rows) <= budget
+            assert all(len(responses) == 1 for _, responses in micro.groups)  # no prompt is shared
+        assert (len(micro_batches) == 8) == (budget == 1) and (len(micro_batches) == 1) == (budget == 10_000)
+    pairs = batching.pack(rollout, torch.arange(8), Compute(1, packing="off"), world, unit_size=2)
+    assert [micro.rows.tolist() for micro in sorted(pairs, key=lambda m: m.rows[0])] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -458,19 +471,3 @@ def test_mask_comes_from_lengths_not_from_token_ids():
     rollout = collate([[3]], [[0, 1, 0, 1]], [[-1.0, -2.0, -3.0, -4.0]], [False], 0, torch.device("cpu"))
     assert rollout.response_mask.tolist() == [[True] * 4]
     assert rollout.rollout_logprobs.tolist() == [[-1.0, -2.0, -3.0, -4.0]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"attention_dropout": 0.1},
-        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
-    ],
-)
-def test_architectures_that_the_packed_forward_cannot_compute_are_refused(models, change):
-    config = AutoConfig.from_pretrained(models["tied"])
-    model.skeleton(config, "m")
-    for name, value in change.items():
-        setattr(config, name, value)
-    with pytest.raises(BadInput, match="not supported"):
-        model.skeleton(config, "m")

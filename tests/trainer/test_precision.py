@@ -13,7 +13,7 @@ from common.rollout.rollout import collate
 from common.run import checkpoint
 from common.trainer import batching, distillation, logits, lora, model
 from common.trainer.batching import Compute
-from common.trainer.kernels import decoder_of
+from common.trainer.parts import decoder_of
 from common.weight_sync import FullParameters
 
 BF16 = torch.bfloat16

@@ -1,5 +1,6 @@
-"""Prints how far the trainer and vLLM differ for each model: families.py FOLDER ..., a world and an engine for each.
+"""Prints how far trainer and engine differ for each model: families.py ENGINE DTYPE FOLDER ...
 
+Each model has a world and an engine, "vllm" or "hf", of its own.
 A line is {"model", "gaps"}: the largest difference of log-probs after loading, and after each of three updates.
 """
 
@@ -19,10 +20,11 @@ from common.trainer import batching, model
 PROMPTS = [[3 + 7 * i % 120 for i in range(45)], [5 + 11 * i % 120 for i in range(33)]]  # longer than a window
 
 
-def main(folder: str) -> None:
+def main(backend: str, dtype: torch.dtype, folder: str) -> None:
     world = placement.init(0)
-    policy = model.load(folder, world, torch.float32)
-    engine = engines.start("vllm", folder, [2], world, torch.float32, max_model_len=96, sequences=8)
+    compute = batching.Compute(400, longest=96)
+    policy = model.load(folder, world, dtype, compute)
+    engine = engines.start(backend, folder, [2], world, dtype, max_model_len=96, sequences=8)
     generator, gaps = torch.Generator().manual_seed(1), []  # the same noise on every rank
     for update in range(4):
         if update:
@@ -31,7 +33,7 @@ def main(folder: str) -> None:
                 parameter.data.add_(distribute_tensor(noise, world.mesh, parameter.placements))
             weight_sync.push(policy, engine)
         batch = engine.generate(PROMPTS, n=4, temperature=0.7, max_tokens=30, seed=update)
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(400), world)
+        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world)
         logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=0.7)
         gaps.append(world.max((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()))
     if world.is_main:
@@ -42,5 +44,6 @@ def main(folder: str) -> None:
 if "RANK" in os.environ:  # every world of this process uses one connection to the other ranks' store
     met = next(dist.rendezvous("env://"))
     dist.rendezvous = lambda url: iter([met])
-for folder in sys.argv[1:]:
-    main(folder)
+backend, dtype, *folders = sys.argv[1:]
+for folder in folders:
+    main(backend, getattr(torch, dtype), folder)

@@ -146,7 +146,8 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         assert (found[~micro.response_mask] == 0).all()  # dummies count in no metric
         return opd.vocabulary_loss(found, micro.response_mask, denominator=tokens)
 
-    out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
+    if policy.knows_logits:
+        out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
     out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))
     return out
 

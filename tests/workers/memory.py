@@ -24,7 +24,7 @@ from memory_meter import LargestTensor, bytes_in_use
 from common import placement, weight_sync
 from common.rollout.rollout import collate
 from common.trainer import batching, model
-from common.trainer.kernels import decoder_of
+from common.trainer.parts import decoder_of
 
 ROOM, NO_ROOM = 1e15, 1e6  # bytes of a rank
 

@@ -1,0 +1,56 @@
+"""What a model's family asks of whoever computes it. Trainer and engines both have to know."""
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Their rotary layers choose frequencies and scales in a way of their own.
+OWN_LONGROPE = ("phimoe",)
+
+
+def carries_state(model: nn.Module) -> bool:
+    """Whether layers hand on something from token to token besides keys and values: convolutions, recurrent states.
+
+    Every recurrent family of transformers has a short convolution beside its recurrence.
+    """
+    return any(isinstance(module, nn.Conv1d) for module in model.modules())
+
+
+@lru_cache
+def family_carries_state(model_path: str) -> bool:
+    """The same of a folder or Hub name. Its weights are not read."""
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    with torch.device("meta"):
+        return carries_state(AutoModelForCausalLM.from_config(config))
+
+
+def may_be_padded(model: nn.Module) -> bool:
+    """Whether prompts can be padded on the left, under a mask, without changing what follows them."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    return not carries_state(model) and kinds <= {"full_attention", "sliding_attention"}
+
+
+def longrope_limit(config) -> int | None:
+    """Tokens up to which a longrope model takes its short frequencies; None for other models. config: the decoder's."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+
+
+def fix_longrope(model: nn.Module, longest: int) -> None:
+    """Give a longrope model one set of frequencies for a whole run: the long ones if its longest row needs them.
+
+    longest: tokens of the longest prompt and response. vLLM decides by the same number. transformers decides anew in
+    each forward: a response that grows past the limit changes the log-probs of its own first tokens, and a packed row
+    those of its other sequences.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope" or module.config.model_type in OWN_LONGROPE:
+            continue
+        limit = longrope_limit(module.config)
+        length = limit + 1 if longest > limit else limit
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=length)
+        module.inv_freq = frequencies
+        module.rope_type = "default"  # transformers would choose again

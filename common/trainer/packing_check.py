@@ -1,0 +1,181 @@
+"""Which models may be packed, and whether log-probs are right: decided by structure first, then by numbers.
+
+Before anything is loaded, why_not_packed() looks at the layers. A window, chunk or cap that is longer than the texts of
+the check below shows only there. After loading, choose_forward() compares the trainer's forward with transformers' own,
+which computes one sequence at a time with its plainest attention:
+
+    packed rows    if they give other hidden states, each sequence gets a row of its own
+    padded rows    if these do, too, a token's log-prob depends on later tokens, and the model is refused
+    logits         if products with the head give other log-probs, the model's own forward makes the logits
+"""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from common.data.families import carries_state
+from common.data.tokenizer import image_tokens
+from common.errors import BadInput, say
+from common.placement import World
+from common.rollout.rollout import Rollout, collate
+from common.trainer.attention import NotPackable
+from common.trainer.batching import Compute, pack
+from common.trainer.forward import factors, logit_shape, own_logprobs, place
+from common.trainer.logits import ChunkedLogprobs
+from common.trainer.parts import attentions_of, body_of, decoder_of, layers_of
+
+PROMPT_TOKENS = 36  # enough to be shared
+RESPONSE_TOKENS = (4, 9, 4, 6)  # of different lengths, so that rows are padded
+
+
+def why_not_packed(model: nn.Module) -> str:
+    """What in a model's layers a packed row would get wrong, or ""."""
+    config = model.config.get_text_config()
+    layers = layers_of(model)
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if any(map(carries_state, layers)):
+        return "convolutions or recurrent states, which would run into the next sequence"
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        return f"{', '.join(sorted(other))} in some layers"
+    if not all(map(attentions_of, layers)) or not model._supports_attention_backend:
+        return "layers that do not call transformers' attention function"
+    # The attention function must be told about a window. The mask alone is lost.
+    has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
+    if has_windows and not passes(attentions[0], "sliding_window="):
+        return "windows, which this family puts only into the mask"
+    return ""
+
+
+def passes(attention: nn.Module, argument: str) -> bool:
+    """Whether a family's attention hands an argument, such as "softcap=", to the attention function."""
+    return argument in inspect.getsource(type(attention))
+
+
+def attend_with(model: nn.Module, implementation: str) -> None:
+    """Let the decoder's layers call this attention function of transformers, or our own, "packed"."""
+    # model.set_attn_implementation() does the same and warns of classes that do not declare it.
+    for module in decoder_of(model).modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = implementation
+
+
+def unpacked_attention(model: nn.Module) -> str:
+    """transformers' attention function for rows of their own. The fused one would silently leave out caps and sinks."""
+    attentions = [attention for layer in layers_of(model) for attention in attentions_of(layer)]
+    plain = any(passes(attention, "softcap=") or passes(attention, "s_aux=") for attention in attentions)
+    return "eager" if plain or not model._supports_sdpa else "sdpa"
+
+
+def check_settings(compute: Compute) -> None:
+    """Refuse settings that need packed rows. Raises BadInput."""
+    if compute.sequence_parallel > 1:
+        raise BadInput(f"--sequence-parallel {compute.sequence_parallel}: it cuts packed rows, and packing is off")
+    if compute.kernels != "eager":
+        raise BadInput(f"--kernels {compute.kernels}: it compiles layers for packed rows, and packing is off")
+
+
+@torch.no_grad()
+def choose_forward(model: nn.Module, model_path: str, world: World, compute: Compute, tolerance: float) -> None:
+    """Set model.packed and model.knows_logits, and the attention that goes with them. Raises BadInput if none is right.
+
+    The model needs `hidden_states` and `own_forward` as FSDP forwards. tolerance: largest relative difference of hidden
+    states and of log-probs. Collective: every rank calls it, and all choose the same.
+    """
+    refused = f"--model {model_path}: {model.config.model_type} models are not supported"
+    rollout = texts(model, world)
+    attend_with(model, "eager")
+    right = []
+    for prompt, response in zip(rollout.prompt_ids, rollout.response_ids):
+        ids = torch.tensor([prompt + response], device=world.device)
+        right.append(model.own_forward(ids, len(prompt)))
+    right_hidden = torch.cat([row.hidden for row in right])
+
+    def is_right(packed: bool) -> bool:
+        model.packed = packed
+        attend_with(model, "packed" if packed else unpacked_attention(model))
+        return difference(hidden_states_of(model, rollout, world), right_hidden, world) <= tolerance
+
+    reason = "" if compute.packing == "off" else why_not_packed(model)
+    packed = compute.packing != "off" and not reason
+    if packed:
+        try:
+            packed = is_right(packed=True)
+            reason = "" if packed else "packed rows that change its hidden states"
+        except NotPackable as error:
+            packed = False
+            reason = str(error)
+    if reason and compute.packing == "on":
+        raise BadInput(f"{refused} with --packing on, because of {reason}")
+    if reason:
+        say(f"packing: off for {model_path}, because of {reason}")
+    if not packed:
+        check_settings(compute)
+        if not is_right(packed=False):
+            raise BadInput(f"{refused}: their log-probs of a response depend on tokens after it")
+
+    if right[0].logprobs is None:  # a value head
+        return
+    by_logits, by_products, by_pieces = torch.cat([row.logprobs for row in right], dim=1)
+    model.knows_logits = difference(by_products, by_logits, world) <= tolerance
+    if not model.knows_logits and not difference(by_pieces, by_logits, world) <= tolerance:
+        raise BadInput(f"{refused}: their logits do not follow from the last hidden states alone")
+
+
+def difference(found: torch.Tensor, right: torch.Tensor, world: World) -> float:
+    """Relative to how much the right values differ among each other. The same number on every rank; NaN stays NaN."""
+    size = (right - right.mean(0)).norm()
+    return world.max((found - right).norm() / size)
+
+
+def texts(model: nn.Module, world: World) -> Rollout:
+    """Four responses of different lengths to two prompts, two each. They are the same on every rank."""
+    never = image_tokens(model.config)
+    usable = [token for token in range(3, model.config.get_text_config().vocab_size) if token not in never]
+    ids = [usable[i % len(usable)] for i in range(160)]
+    one, other = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS : 2 * PROMPT_TOKENS]
+    responses = [ids[start : start + length] for start, length in zip((36, 76, 100, 130), RESPONSE_TOKENS)]
+    return collate([one, one, other, other], responses, None, [False] * 4, 0, world.device)
+
+
+def hidden_states_of(model: nn.Module, rollout: Rollout, world: World) -> torch.Tensor:
+    """The trainer's hidden states before all response tokens, (tokens, hidden size), row after row."""
+    micro_batches = pack(rollout, torch.arange(len(rollout)), Compute(token_budget=1000), world)
+    # With slices, the micro-batches of other ranks have no rows here.
+    placed = [place(model.hidden_states(micro), micro) for micro in micro_batches]  # (n, T, hidden size) each
+    rows = torch.cat([micro.rows for micro in micro_batches])
+    return torch.cat(placed)[rows.argsort()][rollout.response_mask].float()
+
+
+class OwnForward(NamedTuple):
+    """What transformers' own forward says of one sequence."""
+
+    hidden: torch.Tensor  # (r, d) last hidden states before the r response tokens, float32
+    logprobs: torch.Tensor | None  # (3, r): from its logits, from products with the head, from own_logprobs()
+
+
+def own_forward(self, ids: torch.Tensor, prompt: int) -> OwnForward:
+    """The model's own forward of ids (1, L), of which `prompt` tokens are a prompt, with no mask and no positions.
+
+    Collective: every rank calls it.
+    """
+    before = slice(prompt - 1, -1)  # the places before each response token
+    body = body_of(self)
+    if hasattr(self, "score"):
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state[0, before]
+        return OwnForward(hidden.float(), None)
+    outputs = []
+    hook = body.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        logits = self.forward(input_ids=ids, use_cache=False).logits[0, before].float()
+    finally:
+        hook.remove()
+    hidden = outputs[0].last_hidden_state[0, before]
+    targets = ids[0, prompt:]
+    logits[:, list(image_tokens(self.config))] = -torch.inf
+    by_logits = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    by_products, _ = ChunkedLogprobs.apply(*factors(self, hidden), targets, logit_shape(self.config, 1.0), False)
+    by_pieces, _ = own_logprobs(self, hidden, targets, temperature=1.0, with_entropy=False)
+    return OwnForward(hidden.float(), torch.stack([by_logits, by_products, by_pieces]))

@@ -1,0 +1,31 @@
+"""The parts of a model that the trainer works on: its body, its decoder layers, its head.
+
+Families name them differently (`layers` or `h`, `self_attn` or `attention`), so they are found by what they are.
+"""
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """All but the head. Its output has the last hidden states."""
+    if model.base_model is model:  # Llama 4's text model names a body that only its model for images has
+        return model.model
+    return model.base_model
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model that has decoder layers. It is all but the head and, if the model sees images, the tower."""
+    if hasattr(model.config, "vision_config"):
+        return model.base_model.get_decoder()
+    return body_of(model)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, in order."""
+    return [module for module in decoder_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def attentions_of(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder layer that call the attention function: one, or none in a layer of another kind."""
+    return [module for module in layer.modules() if hasattr(module, "is_causal")]
