@@ -24,7 +24,7 @@ from common.rollout import engines, vllm_engine
 from common.rollout.servers import process, weights
 from common.rollout.servers.client import Control
 from common.rollout.vllm_engine import EngineConfig, VLLMEngine
-from common.trainer import attention, batching, model, packing_check
+from common.trainer import attention, model, packing_check
 
 CUDA = torch.device("cuda")
 
@@ -154,8 +154,8 @@ def test_transformers_does_not_ask_the_gpu_whether_rows_are_packed(models, world
     """It would wait for the GPU in every forward."""
     policy, asked = model.load(models["tied"], world, torch.float32), []
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked.append)
-    packing_check.choose_forward(policy, models["tied"], world, batching.Compute(), 1e-3)
-    assert asked == []
+    packing_check.hidden_states_of(policy, packing_check.texts(policy, world), world)
+    assert policy.packed and asked == []
 
 
 @pytest.mark.parametrize("second, address", [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "10.0.0.1")])
