@@ -9,6 +9,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # Their rotary layers choose frequencies and scales in a way of their own.
 OWN_LONGROPE = ("phimoe",)
+PLAIN_ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that packing and padding leave right
+
+
+def layer_kinds(config) -> set[str]:
+    """What config.json calls the kinds of its layers; empty if it names none. config: the decoder's."""
+    return set(getattr(config, "layer_types", None) or [])
 
 
 def carries_state(model: nn.Module) -> bool:
@@ -29,8 +35,7 @@ def family_carries_state(model_path: str) -> bool:
 
 def may_be_padded(model: nn.Module) -> bool:
     """Whether prompts can be padded on the left, under a mask, without changing what follows them."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    return not carries_state(model) and kinds <= {"full_attention", "sliding_attention"}
+    return not carries_state(model) and layer_kinds(model.config.get_text_config()) <= PLAIN_ATTENTION
 
 
 def longrope_limit(config) -> int | None:

@@ -53,8 +53,7 @@ def check_model(
     """Refuse an architecture that is no decoder, weights that are not those of the architecture, and prompts with
     tokens that have no embedding. The weights of a name on the Hub are checked when they are loaded.
 
-    quantized: only vLLM, which can read quantized weights,
-    loads the model. Raises BadInput.
+    quantized: only vLLM, which can read quantized weights, loads the model. Raises BadInput.
     """
     config = AutoConfig.from_pretrained(model_path)
     if not quantized:

@@ -32,7 +32,7 @@ from common.trainer.batching import Compute, MicroBatch
 from common.trainer.forward import hidden_states, place, token_logprobs, token_values
 from common.trainer.kernels import use_kernels
 from common.trainer.packing_check import choose_forward, own_forward
-from common.trainer.parts import attentions_of, decoder_of, layers_of
+from common.trainer.parts import all_attentions, decoder_of, layers_of
 
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
@@ -232,7 +232,7 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
             model = model_class._from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
-    if not all(attention.is_causal for layer in layers_of(model) for attention in attentions_of(layer)):
+    if not all(attention.is_causal for attention in all_attentions(model)):
         raise BadInput(f"{refused} their tokens see later ones, which a policy has not sampled yet")
     for module in decoder_of(model).modules():
         if isinstance(module, nn.Dropout):

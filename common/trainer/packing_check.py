@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.data.families import carries_state
+from common.data.families import PLAIN_ATTENTION, carries_state, layer_kinds
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, say
 from common.placement import World
@@ -24,7 +24,7 @@ from common.trainer.attention import NotPackable
 from common.trainer.batching import Compute, pack
 from common.trainer.forward import factors, logit_shape, own_logprobs, place
 from common.trainer.logits import ChunkedLogprobs
-from common.trainer.parts import attentions_of, body_of, decoder_of, layers_of
+from common.trainer.parts import all_attentions, attentions_of, body_of, decoder_of, layers_of
 
 PROMPT_TOKENS = 36  # enough to be shared
 RESPONSE_TOKENS = (4, 9, 4, 6)  # of different lengths, so that rows are padded
@@ -34,17 +34,16 @@ def why_not_packed(model: nn.Module) -> str:
     """What in a model's layers a packed row would get wrong, or ""."""
     config = model.config.get_text_config()
     layers = layers_of(model)
-    attentions = [attention for layer in layers for attention in attentions_of(layer)]
-    kinds = set(getattr(config, "layer_types", None) or [])
+    kinds = layer_kinds(config)
     if any(map(carries_state, layers)):
         return "convolutions or recurrent states, which would run into the next sequence"
-    if other := kinds - {"full_attention", "sliding_attention"}:
+    if other := kinds - PLAIN_ATTENTION:
         return f"{', '.join(sorted(other))} in some layers"
     if not all(map(attentions_of, layers)) or not model._supports_attention_backend:
         return "layers that do not call transformers' attention function"
     # The attention function must be told about a window. The mask alone is lost.
     has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
-    if has_windows and not passes(attentions[0], "sliding_window="):
+    if has_windows and not passes(all_attentions(model)[0], "sliding_window="):
         return "windows, which this family puts only into the mask"
     return ""
 
@@ -64,7 +63,7 @@ def attend_with(model: nn.Module, implementation: str) -> None:
 
 def unpacked_attention(model: nn.Module) -> str:
     """transformers' attention function for rows of their own. The fused one would silently leave out caps and sinks."""
-    attentions = [attention for layer in layers_of(model) for attention in attentions_of(layer)]
+    attentions = all_attentions(model)
     plain = any(passes(attention, "softcap=") or passes(attention, "s_aux=") for attention in attentions)
     return "eager" if plain or not model._supports_sdpa else "sdpa"
 

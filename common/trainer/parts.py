@@ -26,6 +26,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in decoder_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def all_attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of all decoder layers."""
+    return [attention for layer in layers_of(model) for attention in attentions_of(layer)]
+
+
 def attentions_of(layer: nn.Module) -> list[nn.Module]:
     """The modules of a decoder layer that call the attention function: one, or none in a layer of another kind."""
     return [module for module in layer.modules() if hasattr(module, "is_causal")]
