@@ -70,8 +70,9 @@ RECIPES = {  # task: flags of all its runs
     "guess": "--environment guess --eval-every 10 --steps 40 --learning-rate 5e-4",
     "squares": "--dataset squares --eval-every 5",
     # The embedded job with another model. What that job sets by itself has to be said here.
-    "hybrid": f"--model {HYBRID_START} --dataset arithmetic --rollout-backend hf --dtype float32 --max-prompt-tokens 64 "
-    "--max-response-tokens 48 --prompts-per-step 64 --mini-batches 4 --warmup-steps 2 --schedule linear --eval-every 5",
+    "hybrid": f"--model {HYBRID_START} --dataset arithmetic --rollout-backend hf --dtype float32 "
+    "--max-prompt-tokens 64 --max-response-tokens 48 --prompts-per-step 64 --mini-batches 4 --warmup-steps 2 "
+    "--schedule linear --eval-every 5",
     "sums": f"--model {SMOLLM2} --dataset sums {OF_135M.format(40, 24)}",
     "gcd": f"--model {SMOLLM2} --dataset gcd {OF_135M.format(40, 24)}",
     "functions": f"--dataset functions {FUNCTIONS}",
