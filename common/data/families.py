@@ -12,9 +12,9 @@ OWN_LONGROPE = ("phimoe",)
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that packing and padding leave right
 
 
-def layer_kinds(config) -> set[str]:
-    """What config.json calls the kinds of its layers; empty if it names none. config: the decoder's."""
-    return set(getattr(config, "layer_types", None) or [])
+def layer_kinds(config) -> list[str]:
+    """What config.json calls each of its layers; empty if it does not say. config: the decoder's."""
+    return getattr(config, "layer_types", None) or []
 
 
 def carries_state(model: nn.Module) -> bool:
@@ -35,7 +35,7 @@ def family_carries_state(model_path: str) -> bool:
 
 def may_be_padded(model: nn.Module) -> bool:
     """Whether prompts can be padded on the left, under a mask, without changing what follows them."""
-    return not carries_state(model) and layer_kinds(model.config.get_text_config()) <= PLAIN_ATTENTION
+    return not carries_state(model) and PLAIN_ATTENTION.issuperset(layer_kinds(model.config.get_text_config()))
 
 
 def longrope_limit(config) -> int | None:

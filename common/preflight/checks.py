@@ -17,6 +17,7 @@ from common.rewards.mixture import Rewards, grade
 from common.trainer import model, packing_check
 from common.trainer.batching import Compute
 from common.trainer.kernels import check_kernels
+from common.trainer.parts import decoder_of
 
 
 def check_held_out(prompts: list[Prompt], size: int) -> None:
@@ -89,7 +90,11 @@ def settle_packing(model_path: str, compute: Compute) -> Compute:
 
     A model whose layers look right may still turn out to need it, once it is loaded (packing_check.choose_forward).
     """
-    reason = packing_check.why_not_packed(model.skeleton(AutoConfig.from_pretrained(model_path), model_path))
+    skeleton = model.skeleton(AutoConfig.from_pretrained(model_path), model_path)
+    packed = compute
+    if families.carries_state(decoder_of(skeleton)):
+        packed = replace(compute, shared_prompts=False)  # kernels may keep sequences apart, but no two share a state
+    reason = packing_check.why_not_packed(skeleton, packed)
     if reason and compute.packing == "on":
         raise BadInput(f"--packing on: packed rows of --model {model_path} would be wrong, because of {reason}")
     if reason and compute.packing == "auto":
@@ -97,7 +102,8 @@ def settle_packing(model_path: str, compute: Compute) -> Compute:
         compute = replace(compute, packing="off")
     if compute.packing == "off":
         packing_check.check_settings(compute)
-    return compute
+        return compute
+    return packed
 
 
 def say_noise(config) -> None:

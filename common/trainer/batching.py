@@ -52,7 +52,7 @@ class Compute(Sharding):
     """Settings of the trainer's forward and backward. Down to --kernels they change results only by rounding."""
 
     token_budget: NonNegativeInt = 0  # Most tokens in one forward on one rank. 0: as many as fit into the memory.
-    shared_prompts: tyro.conf.Suppress[bool] = True  # For tests: False computes a prompt again for each response.
+    shared_prompts: tyro.conf.Suppress[bool] = True  # Settled: False computes a prompt again for each response.
     packing: Literal["auto", "on", "off"] = "auto"
     """Lay sequences end to end in one row (on), or give each its own (off). auto: off for models that need it."""
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
@@ -119,7 +119,7 @@ class Bin:
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
     """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens. A longer unit gets its own.
 
-    unit_size: keep this many consecutive rows together, such as the two of a DPO pair, whose prompt is always shared.
+    unit_size: keep this many consecutive rows together, such as the two of a DPO pair.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
@@ -138,6 +138,8 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
     if world.rank % compute.sequence_parallel == 0:
         dummy_rows = rows[:unit_size].tolist() or list(range(unit_size))  # if this rank has none: the rollout's first
         bins += [Bin([dummy_rows])] * missing
+    if not compute.shared_prompts:
+        bins = [Bin([[row] for group in bin_.groups for row in group]) for bin_ in bins]
     micro_batches = [pack_groups(rollout, bin_.groups) for bin_ in bins]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
@@ -188,7 +190,8 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
         return sum(len(rollout.response_ids[row]) for row in unit)
 
     def tokens_of(unit: list[int]) -> int:
-        return len(rollout.prompt_ids[unit[0]]) + response_tokens(unit)
+        prompts = 1 if compute.shared_prompts else len(unit)
+        return prompts * len(rollout.prompt_ids[unit[0]]) + response_tokens(unit)
 
     def longest(units: list[list[int]]) -> int:
         return max(map(tokens_of, units))

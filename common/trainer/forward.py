@@ -1,9 +1,10 @@
 """The forward of a loaded model: hidden states, log-probs or values before the response tokens of a micro-batch.
 
-model.load() makes the first three functions methods of the model. FSDP gathers the weights before each of them. Two
+model.load() makes the first three functions methods of the model. FSDP gathers the weights before each of them. Three
 attributes of the model, which packing_check.py sets, say how they compute:
 
     model.packed         sequences lie end to end in one row; otherwise each has a row of its own (unpacked.py)
+    model.carries_state  packed rows need the boundaries of sequences in layers other than attention
     model.knows_logits   logits are the products of hidden states and head, scaled and capped as logit_shape() says;
                          otherwise the model's own forward makes them
 """
@@ -45,11 +46,35 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     """The decoder's last hidden states, (R, hidden size), before the R response tokens of a micro-batch."""
     if not self.packed:
         return unpacked.hidden_states(self, micro)
+    layout = {"spans": micro.spans}
+    if self.carries_state:
+        layout |= boundaries(micro)
     # The body leaves out the head, which would make logits of prompts, too.
     hidden = body_of(self)(
-        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, spans=micro.spans, **micro.images
+        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **layout, **micro.images
     )
     return hidden.last_hidden_state[0].index_select(0, micro.predictors)
+
+
+def boundaries(micro: MicroBatch) -> dict:
+    """Where the S sequences of a packed row begin, for kernels of convolutions and of recurrent layers.
+
+    transformers hands them down: `cu_seq_lens_*` (S + 1,) int32 to gated DeltaNet, and `seq_idx` (1, L) int32, which is
+    the number of each token's sequence, to convolutions and Mamba 2. Its own code in PyTorch drops both without a word,
+    so packing_check.py looks at the numbers. Raises ValueError if a prompt is shared.
+    """
+    lengths = torch.tensor([prompt + response for prompt, (response,) in micro.groups])
+    device = micro.input_ids.device
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, torch.int32)
+    longest = int(lengths.max())
+    return {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": numbers[None],
+    }
 
 
 def factors(model: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

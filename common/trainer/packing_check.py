@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.utils import is_causal_conv1d_available
 
 from common.data.families import PLAIN_ATTENTION, carries_state, layer_kinds
 from common.data.tokenizer import image_tokens
@@ -26,26 +27,42 @@ from common.trainer.forward import factors, logit_shape, own_logprobs, place
 from common.trainer.logits import ChunkedLogprobs
 from common.trainer.parts import all_attentions, attentions_of, body_of, decoder_of, layers_of
 
-PROMPT_TOKENS = 36  # enough to be shared
+# The first prompt is long enough to be shared. The second is one token: what runs on from the sequence before it is
+# largest in the first tokens, and bfloat16 hides small differences.
+PROMPT_TOKENS = (36, 1)
 RESPONSE_TOKENS = (4, 9, 4, 6)  # of different lengths, so that rows are padded
 
 
-def why_not_packed(model: nn.Module) -> str:
+def why_not_packed(model: nn.Module, compute: Compute) -> str:
     """What in a model's layers a packed row would get wrong, or ""."""
     config = model.config.get_text_config()
     layers = layers_of(model)
-    kinds = layer_kinds(config)
-    if any(map(carries_state, layers)):
+    hybrid = any(map(carries_state, layers))
+    if hybrid and not may_heed_boundaries(compute):
         return "convolutions or recurrent states, which would run into the next sequence"
+    attending = [layer for layer in layers if attentions_of(layer) and not carries_state(layer)]
+    kinds = {kind for kind, layer in zip(layer_kinds(config), layers) if layer in attending}  # empty if none is named
     if other := kinds - PLAIN_ATTENTION:
         return f"{', '.join(sorted(other))} in some layers"
-    if not all(map(attentions_of, layers)) or not model._supports_attention_backend:
+    if hybrid:  # has layers without attention, and transformers does not declare anything of its others
+        plain = all(passes(attention, "ALL_ATTENTION_FUNCTIONS") for attention in all_attentions(model))
+    else:
+        plain = all(map(attentions_of, layers)) and model._supports_attention_backend
+    if not plain:
         return "layers that do not call transformers' attention function"
     # The attention function must be told about a window. The mask alone is lost.
     has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
     if has_windows and not passes(all_attentions(model)[0], "sliding_window="):
         return "windows, which this family puts only into the mask"
     return ""
+
+
+def may_heed_boundaries(compute: Compute) -> bool:
+    """Whether layers that carry a state may keep the sequences of a packed row apart: with kernels, which a GPU has if
+    they are installed, and without shared prompts, as a state has gone on when the second response begins. Whether the
+    kernels do, the numbers after loading tell.
+    """
+    return is_causal_conv1d_available() and not compute.shared_prompts
 
 
 def passes(attention: nn.Module, argument: str) -> bool:
@@ -78,12 +95,14 @@ def check_settings(compute: Compute) -> None:
 
 @torch.no_grad()
 def choose_forward(model: nn.Module, model_path: str, world: World, compute: Compute, tolerance: float) -> None:
-    """Set model.packed and model.knows_logits, and the attention that goes with them. Raises BadInput if none is right.
+    """Set model.packed, model.carries_state and model.knows_logits, and the attention that goes with them.
 
-    The model needs `hidden_states` and `own_forward` as FSDP forwards. tolerance: largest relative difference of hidden
-    states and of log-probs. Collective: every rank calls it, and all choose the same.
+    Raises BadInput if no choice is right. The model needs `hidden_states` and `own_forward` as FSDP forwards.
+    tolerance: largest relative difference of hidden states and of log-probs. Collective: every rank calls it, and all
+    choose the same.
     """
     refused = f"--model {model_path}: {model.config.model_type} models are not supported"
+    model.carries_state = carries_state(decoder_of(model))
     rollout = texts(model, world)
     attend_with(model, "eager")
     right = []
@@ -95,9 +114,9 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
     def is_right(packed: bool) -> bool:
         model.packed = packed
         attend_with(model, "packed" if packed else unpacked_attention(model))
-        return difference(hidden_states_of(model, rollout, world), right_hidden, world) <= tolerance
+        return difference(hidden_states_of(model, rollout, compute, world), right_hidden, world) <= tolerance
 
-    reason = "" if compute.packing == "off" else why_not_packed(model)
+    reason = "" if compute.packing == "off" else why_not_packed(model, compute)
     packed = compute.packing != "off" and not reason
     if packed:
         try:
@@ -134,14 +153,15 @@ def texts(model: nn.Module, world: World) -> Rollout:
     never = image_tokens(model.config)
     usable = [token for token in range(3, model.config.get_text_config().vocab_size) if token not in never]
     ids = [usable[i % len(usable)] for i in range(160)]
-    one, other = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS : 2 * PROMPT_TOKENS]
+    one, other = ids[: PROMPT_TOKENS[0]], ids[-PROMPT_TOKENS[1] :]
     responses = [ids[start : start + length] for start, length in zip((36, 76, 100, 130), RESPONSE_TOKENS)]
     return collate([one, one, other, other], responses, None, [False] * 4, 0, world.device)
 
 
-def hidden_states_of(model: nn.Module, rollout: Rollout, world: World) -> torch.Tensor:
+def hidden_states_of(model: nn.Module, rollout: Rollout, compute: Compute, world: World) -> torch.Tensor:
     """The trainer's hidden states before all response tokens, (tokens, hidden size), row after row."""
-    micro_batches = pack(rollout, torch.arange(len(rollout)), Compute(token_budget=1000), world)
+    together = Compute(token_budget=1000, shared_prompts=compute.shared_prompts)
+    micro_batches = pack(rollout, torch.arange(len(rollout)), together, world)
     # With slices, the micro-batches of other ranks have no rows here.
     placed = [place(model.hidden_states(micro), micro) for micro in micro_batches]  # (n, T, hidden size) each
     rows = torch.cat([micro.rows for micro in micro_batches])

@@ -215,7 +215,7 @@ def test_an_export_is_what_transformers_loads(name, saved, world, tmp_path):
 )
 def test_layers_tell_why_they_are_not_packed(config, why, tmp_path):
     """It is settled before anything is loaded, and --packing on is refused."""
-    assert packing_check.why_not_packed(model.skeleton(config, "m")).startswith(why)
+    assert packing_check.why_not_packed(model.skeleton(config, "m"), batching.Compute()).startswith(why)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "llama4_text"])

@@ -226,7 +226,7 @@ def test_short_prompts_are_not_shared(world):
 
 def test_an_architecture_that_mixes_neighbours_is_not_packed(world, tmp_path, monkeypatch, capsys):
     """Short convolutions run over the borders of packed sequences. Here they do not give themselves away by name."""
-    monkeypatch.setattr(packing_check, "why_not_packed", lambda policy: "")
+    monkeypatch.setattr(packing_check, "why_not_packed", lambda policy, compute: "")
     config = Lfm2Config(
         hidden_size=64,
         intermediate_size=64,
@@ -238,11 +238,11 @@ def test_an_architecture_that_mixes_neighbours_is_not_packed(world, tmp_path, mo
         initializer_range=0.5,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    policy = model.load(str(tmp_path), world, torch.float32)
+    policy = model.load(str(tmp_path), world, torch.float32, Compute(shared_prompts=False))
     assert not policy.packed
     assert capsys.readouterr().out.endswith("because of packed rows that change its hidden states\n")
     with pytest.raises(BadInput, match="lfm2 models are not supported with --packing on"):
-        model.load(str(tmp_path), world, torch.float32, Compute(packing="on"))
+        model.load(str(tmp_path), world, torch.float32, Compute(packing="on", shared_prompts=False))
 
 
 def test_rows_without_packing_fill_the_budget_with_their_padding(world):
