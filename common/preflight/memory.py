@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from common.data.families import layer_kinds
 from common.data.tokenizer import causal_class
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
@@ -45,6 +46,7 @@ ACTIVATION_SHARE = 0.2  # share of a rank's memory for the activations of a forw
 LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
 MIN_BUDGET_TOKENS = 1024
 MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
+RECURRENT = ("linear_attention", "hybrid")  # kinds of layers with a recurrence, in config.json
 
 
 @lru_cache
@@ -89,9 +91,40 @@ def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing
     expert_width = getattr(config, "moe_intermediate_size", None) or width
     width = max(width, experts * expert_width)
     layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
+    state = state_bytes(config)
+    recurrent = sum(kind in RECURRENT for kind in layer_kinds(config))  # layers
     if checkpointing:
-        return config.num_hidden_layers * config.hidden_size * dtype.itemsize + layer
-    return config.num_hidden_layers * layer
+        return config.num_hidden_layers * config.hidden_size * dtype.itemsize + layer + state * (recurrent > 0)
+    return config.num_hidden_layers * layer + recurrent * state
+
+
+def state_bytes(config: PreTrainedConfig) -> int:
+    """Estimated bytes that one token keeps in the recurrence of a layer of gated DeltaNet or Mamba 2; 0 without any.
+
+    transformers' own code in PyTorch computes it in float32, a chunk of tokens at a time: for each head some 14 vectors
+    of the widths of keys and values, and two rows of a matrix of chunk x chunk. This is many times what attention
+    keeps. Kernels on a GPU keep less: there --token-budget may be raised.
+    """
+    heads = getattr(config, "linear_num_value_heads", None)
+    if heads:  # gated DeltaNet
+        key, value, chunk = config.linear_key_head_dim, config.linear_value_head_dim, 64
+    elif hasattr(config, "mamba_d_state"):
+        heads, key, value, chunk = (
+            config.mamba_n_heads,
+            config.mamba_d_state,
+            config.mamba_d_head,
+            config.mamba_chunk_size,
+        )
+    elif hasattr(config, "ssm_state_size"):  # Nemotron-H
+        heads, key, value, chunk = (
+            config.mamba_num_heads,
+            config.ssm_state_size,
+            config.mamba_head_dim,
+            config.chunk_size,
+        )
+    else:
+        return 0
+    return 4 * heads * (14 * (key + value) + 2 * chunk)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, masking_utils
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Qwen2Config, masking_utils
 
 from common import weight_sync
 from common.errors import BadInput, RunFailed
@@ -133,7 +133,28 @@ def test_the_activations_of_a_token_are_as_estimated():
             assert 0.9 <= estimated / counted <= 1.1, (hidden, groups, counted)
 
 
-def kept_bytes(policy, tokens: int, spans) -> int:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "granitemoehybrid", "falcon_h1"])
+def test_a_recurrence_keeps_what_is_estimated(name, dtype):
+    """In transformers' own code in PyTorch, with layers of usual sizes: many times what attention keeps."""
+    width = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 128}
+    linear = {"layer_types": ["linear_attention"] * 2}
+    mamba = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128}
+    own = {
+        "qwen3_5_text": {"linear_num_value_heads": 16, "linear_num_key_heads": 8, **linear},
+        "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, **mamba, **linear},
+        "falcon_h1": {"mamba_d_ssm": 1024, **mamba},
+    }
+    config = AutoConfig.for_model(name, **width, **own[name])
+    policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    counted = kept_bytes(policy, 512) / 512
+    estimated = memory.activation_bytes(config, dtype, checkpointing=False)
+    assert 0.9 <= estimated / counted <= 1.6, counted
+    attention_alone = memory.activation_bytes(Qwen2Config(**width), dtype, checkpointing=False)
+    assert counted > 3 * attention_alone
+
+
+def kept_bytes(policy, tokens: int, spans=None) -> int:
     """Bytes that a forward of the model's layers keeps for the backward, its parameters left out."""
     own = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
     kept = {}
@@ -144,9 +165,9 @@ def kept_bytes(policy, tokens: int, spans) -> int:
             kept[storage._cdata] = storage
         return tensor
 
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=policy.device)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        policy.model(input_ids=ids, position_ids=ids, use_cache=False, spans=spans)
+        policy.model(input_ids=ids, position_ids=ids, use_cache=False, **({"spans": spans} if spans else {}))
     return sum(storage.nbytes() for storage in kept.values())
 
 
