@@ -70,6 +70,7 @@ class Family:
     config: dict = field(default_factory=dict)  # in addition to SIZES
     refused: str = ""  # why vLLM cannot sample from it, as the refusal says
     unpacked: str = ""  # why its rows are not packed, as the line at the start says
+    tolerance: float = 1e-5  # nats between log-probs of trainer, transformers and engine
     type: str = ""  # transformers' model_type, if it is not the name
 
 
@@ -97,6 +98,21 @@ FAMILIES = {
             "query_pre_attn_scalar": 32,
             "num_hidden_layers": 6,
         },
+    ),
+    "gemma4_text": Family(
+        "windows and other heads in every second layer, embeddings of each layer's own, shared keys and values, a cap",
+        {
+            "sliding_window": WINDOW,
+            "global_head_dim": 64,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 16,
+            "final_logit_softcapping": 2.0,
+        },
+        tolerance=5e-5,  # its scores are not divided by the root of their width, so they are large
     ),
     "granite": Family("scaled logits, embeddings and residuals", {**WIDE, "logits_scaling": 4.0}),
     "cohere": Family("scaled logits, parallel layers", {**WIDE, "logit_scale": 0.25}),
@@ -219,6 +235,12 @@ FAMILIES = {
         },
         refused="vLLM has no kernels for it on a CPU",
         unpacked=STATES,
+    ),
+    "glm_moe_dsa": Family(
+        "experts, latent attention to the tokens that an index chooses",
+        SHARED_EXPERTS | LATENT | {"index_topk": WINDOW, "index_n_heads": 32, "index_head_dim": 32},
+        refused="vLLM has no kernels for it on a CPU",
+        unpacked="indexed_attention in some layers",
     ),
     "llama4_text": Family(
         "experts, attention within chunks in 3 of 4 layers, queries scaled by position",

@@ -17,6 +17,17 @@ def layer_kinds(config) -> list[str]:
     return getattr(config, "layer_types", None) or []
 
 
+def layer_configs(config) -> list:
+    """The configuration of each decoder layer. They differ in few families (Gemma 4). config: the decoder's."""
+    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+
+
+def heads_of(layer) -> tuple[int, int]:
+    """Numbers of query heads, and of key and value heads, in a layer: 0 without attention. layer: its configuration."""
+    queries = getattr(layer, "num_attention_heads", 0)
+    return queries, getattr(layer, "num_key_value_heads", None) or queries
+
+
 def carries_state(model: nn.Module) -> bool:
     """Whether layers hand on something from token to token besides keys and values: convolutions, recurrent states.
 
@@ -31,6 +42,12 @@ def family_carries_state(model_path: str) -> bool:
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     with torch.device("meta"):
         return carries_state(AutoModelForCausalLM.from_config(config))
+
+
+def shares_keys(model_path: str) -> bool:
+    """Whether some layers of a folder or Hub name read the keys and values of earlier ones (Gemma 3n and 4)."""
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def may_be_padded(model: nn.Module) -> bool:

@@ -216,32 +216,31 @@ def try_rewards(reward: Rewards, prompts: list[Prompt], tokenizer: PreTrainedTok
             grade(name, function.try_out, items, lengths, [False] * len(items))
 
 
-def heads_of(config) -> tuple[int, int]:
-    """Numbers of query heads, and of key and value heads, in a layer."""
-    config = config.get_text_config()
-    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def heads_of_all(config) -> list[tuple[int, int]]:
+    """Numbers of query heads, and of key and value heads: of each kind of layer, if they differ."""
+    return sorted(set(map(families.heads_of, families.layer_configs(config.get_text_config()))))
 
 
 def check_engine_heads(model_path: str, ranks: int) -> None:
     """Refuse a model whose heads vLLM cannot share out among the ranks of an engine. Raises BadInput."""
-    queries, keys = heads_of(AutoConfig.from_pretrained(model_path))
-    # Several ranks can hold the same key and value head.
-    keys_fit = keys % ranks == 0 or ranks % keys == 0
-    if queries % ranks or not keys_fit:
-        raise BadInput(
-            f"--rollout-tp {ranks} does not divide the {queries} query heads and {keys} key and value heads of "
-            f"--model {model_path}"
-        )
+    for queries, keys in heads_of_all(AutoConfig.from_pretrained(model_path)):
+        # Several ranks can hold the same key and value head.
+        keys_fit = keys % ranks == 0 or ranks % keys == 0
+        if queries % ranks or not keys_fit:
+            raise BadInput(
+                f"--rollout-tp {ranks} does not divide the {queries} query heads and {keys} key and value heads of "
+                f"--model {model_path}"
+            )
 
 
 def check_heads(config, ranks: int, model_path: str) -> None:
     """Refuse a model whose attention cannot be shared out among the ranks of --sequence-parallel. Raises BadInput."""
-    queries, keys = heads_of(config)
-    if queries % ranks or keys % ranks:
-        raise BadInput(
-            f"--sequence-parallel {ranks} does not divide the {queries} query heads and {keys} key and value heads of "
-            f"--model {model_path}"
-        )
+    for queries, keys in heads_of_all(config):
+        if queries % ranks or keys % ranks:
+            raise BadInput(
+                f"--sequence-parallel {ranks} does not divide the {queries} query heads and {keys} key and value heads "
+                f"of --model {model_path}"
+            )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if ranks > 1 and rope.get("rope_type") == "dynamic":
         raise BadInput(

@@ -25,7 +25,7 @@ from common.data.families import layer_kinds
 from common.data.tokenizer import causal_class
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
-from common.preflight.checks import heads_of
+from common.preflight.checks import heads_of_all
 from common.rollout.engines import MOST_SEQUENCES, kv_bytes_per_token
 from common.trainer import lora
 from common.trainer.batching import Compute
@@ -86,6 +86,8 @@ def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing
     """
     # GPT-2 names its width otherwise, and may leave it open.
     width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    if isinstance(width, list):  # of each layer (Gemma 3n)
+        width = max(width)
     # In a mixture of experts a token passes through several small feed-forwards in place of a wide one.
     experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits this many of them
     expert_width = getattr(config, "moe_intermediate_size", None) or width
@@ -280,7 +282,8 @@ class MemoryPlan:
         weights = self.parameters * self.dtype.itemsize / self.rollout_tp
         cache = kv_bytes_per_token(config, self.dtype) * tokens
         # If there are more GPUs than key and value heads, some GPUs keep the same head.
-        sharing = min(self.rollout_tp, heads_of(config)[1])
+        fewest = min(keys for _, keys in heads_of_all(config))
+        sharing = max(1, min(self.rollout_tp, fewest))
         return weights + cache / sharing + ENGINE_WORKSPACE
 
     def engine_share(self, tokens: float) -> float:

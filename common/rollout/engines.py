@@ -18,6 +18,7 @@ import warnings
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from common.data import families
 from common.errors import BadInput, RunFailed, say
 from common.placement import Layout, World, rank_memory, use_cores
 from common.rollout import vllm_engine
@@ -27,8 +28,17 @@ MOST_SEQUENCES = 512  # responses that one engine works on at the same time
 # Families that vLLM 0.32 gets wrong (docs/models.md).
 STALE_IN_VLLM = ("gpt_oss",)
 WRONG_IN_VLLM_ON_A_CPU = ("deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe", "llama4", "llama4_text")
-# They do not start there: gated DeltaNet has no float32, and experts without gates no kernel.
-MISSING_IN_VLLM_ON_A_CPU = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "nemotron_h")
+# They do not start there: gated DeltaNet has no float32, experts without gates and sparse attention have no kernel.
+MISSING_IN_VLLM_ON_A_CPU = (
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+    "deepseek_v32",
+    "glm_moe_dsa",
+)
 
 
 def check_family(backend: str, model_path: str) -> None:
@@ -135,9 +145,12 @@ def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: Wor
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of KV cache for one token: a key and a value in each layer. config: of the language model."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # GPT-2 has as many
-    return 2 * config.num_hidden_layers * key_heads * head_dim * dtype.itemsize
+    values = 0
+    for layer in families.layer_configs(config):
+        queries, keys = families.heads_of(layer)
+        if queries:
+            values += 2 * keys * (getattr(layer, "head_dim", None) or layer.hidden_size // queries)
+    return values * dtype.itemsize
 
 
 def kv_cache_bytes(config: PreTrainedConfig, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:

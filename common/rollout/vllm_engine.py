@@ -72,9 +72,10 @@ def engine_settings(config: EngineConfig) -> dict:
     if carries_state:
         return settings
     # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
-    # It knows a prompt by its token ids, which say nothing about images.
+    # It knows a prompt by its token ids, which say nothing about images, and a layer by its own keys (Gemma 4's last
+    # layers share theirs).
     settings["block_size"] = CPU_BLOCK_TOKENS
-    if not layout.split and not sees_images:
+    if not layout.split and not sees_images and not families.shares_keys(config.model_path):
         settings["kv_transfer_config"] = {
             "kv_connector": "PromptTails",
             "kv_connector_module_path": "common.rollout.vllm_tails",

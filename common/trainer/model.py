@@ -4,6 +4,7 @@ Master weights are float32 and sharded over all ranks. They are gathered layer b
 gradients are summed over the ranks in float32.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 
@@ -34,6 +35,8 @@ from common.trainer.kernels import use_kernels
 from common.trainer.packing_check import choose_forward, own_forward
 from common.trainer.parts import all_attentions, decoder_of, layers_of
 
+# Phi-MoE leaves out experts that are so much worse than the best one, in training or not.
+NO_NOISE = (("phimoe", "router_jitter_noise"),)
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
 
@@ -73,6 +76,12 @@ def load(
     fill(model, world, state, buffers, offload)
     families.fix_longrope(model, compute.longest)
 
+    # Layers in training keep their inputs alone (--activation-checkpointing). Nothing else has to know that it is
+    # trained: some families would add noise, or ask for inputs that only images have (Gemma 3).
+    model.eval()
+    for layer in layers_of(model):
+        layer.training = True
+
     # reduce_gradients_after() asks whether a rank can keep whole gradients between micro-batches.
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
@@ -80,11 +89,6 @@ def load(
         add_forward(model, function)
     choose_forward(model, model_path, world, compute, tolerance=0.1 if dtype.itemsize < 4 else 1e-3)
     reshard(model)
-    # Layers in training keep their inputs alone (--activation-checkpointing). Nothing else has to know that it is
-    # trained: some families would add noise, or ask for inputs that only images have (Gemma 3).
-    model.eval()
-    for layer in layers_of(model):
-        layer.training = True
     return model
 
 
@@ -109,6 +113,9 @@ def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, v
         from common.trainer import vision
 
         vision.prepare(model, compute.train_vision)
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:  # it chooses tokens, and no gradient passes through a choice (DeepSeek-V3.2, GLM-5)
+            parameter.requires_grad_(False)
     if compute.lora_rank or compute.freeze_router:
         from common.trainer import lora
 
@@ -234,6 +241,9 @@ def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
         raise BadInput(f"--model {model_path}: config.json describes no model: {error}") from None
     if not all(attention.is_causal for attention in all_attentions(model)):
         raise BadInput(f"{refused} their tokens see later ones, which a policy has not sampled yet")
+    weights_of_layers = Counter(weight for layer in layers_of(model) for weight in layer.parameters())
+    if any(count > 1 for count in weights_of_layers.values()):
+        raise BadInput(f"{refused} several of their layers share weights, which FSDP cannot gather layer by layer")
     for module in decoder_of(model).modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -251,7 +261,8 @@ def silence(config) -> dict[str, float]:
     """
     noise = {}
     for name, value in vars(config).items():
-        if ("drop" in name or "jitter" in name) and isinstance(value, int | float) and value:
+        named_so = ("drop" in name or "jitter" in name) and (config.model_type, name) not in NO_NOISE
+        if named_so and isinstance(value, int | float) and value:
             noise[name] = value
     for name in noise:
         setattr(config, name, 0.0)

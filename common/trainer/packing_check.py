@@ -195,6 +195,9 @@ def own_forward(self, ids: torch.Tensor, prompt: int) -> OwnForward:
     targets = ids[0, prompt:]
     logits[:, list(image_tokens(self.config))] = -torch.inf
     by_logits = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    by_products, _ = ChunkedLogprobs.apply(*factors(self, hidden), targets, logit_shape(self.config, 1.0), False)
+    by_products = torch.full_like(by_logits, torch.nan)
+    hidden_and_head = factors(self, hidden)
+    if hidden_and_head[0].shape[1] == hidden_and_head[1].shape[1]:  # otherwise something lies between them (RemBERT)
+        by_products, _ = ChunkedLogprobs.apply(*hidden_and_head, targets, logit_shape(self.config, 1.0), False)
     by_pieces, _ = own_logprobs(self, hidden, targets, temperature=1.0, with_entropy=False)
     return OwnForward(hidden.float(), torch.stack([by_logits, by_products, by_pieces]))

@@ -11,7 +11,7 @@ def body_of(model: nn.Module) -> nn.Module:
     """All but the head. Its output has the last hidden states."""
     if model.base_model is model:  # Llama 4's text model names a body that only its model for images has
         return model.model
-    return model.base_model
+    return getattr(model.base_model, "decoder", model.base_model)  # OPT's body has a decoder, which its forward calls
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

@@ -26,6 +26,8 @@ from common.trainer import batching, forward, lora, model, packing_check, parts
 from common.weight_sync import FullParameters
 
 SERVED = [name for name, family in FAMILIES.items() if not family.refused]
+# vLLM starts these with no connector to its cache, and not after an engine with one in the same process.
+WITHOUT_TAILS = [name for name in SERVED if FAMILIES[name].unpacked or "shared keys" in FAMILIES[name].has]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def saved(tmp_path_factory):
     return cache(lambda name: families.save(name, folder))
 
 
-def check_against_transformers(path: str, compute: batching.Compute, world, micro_batches: int = 1):
+def check_against_transformers(path: str, compute: batching.Compute, world, micro_batches: int = 1, tolerance=1e-5):
     """Log-probs, entropies and gradient against eager attention on one row at a time. Returns the policy."""
     rollout = rows_longer_than_a_window()
     policy = model.load(path, world, torch.float32, compute)
@@ -46,14 +48,18 @@ def check_against_transformers(path: str, compute: batching.Compute, world, micr
         ours, entropy = model.response_logprobs(policy, micro, TEMPERATURE)
         tables = own_tables(theirs, rollout, micro.rows)
         expected = tables.gather(2, targets_of(rollout, micro.rows))[..., 0]
-        assert (ours - expected).abs().max() <= 1e-5
-        assert (entropy + (tables.exp() * tables).sum(-1)).abs().max() <= 1e-5 and not entropy.requires_grad
+        assert (ours - expected).abs().max() <= tolerance
+        assert (entropy + (tables.exp() * tables).sum(-1)).abs().max() <= tolerance and not entropy.requires_grad
         weights = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
         (ours * weights).sum().backward()
         (expected * weights).sum().backward()
     gradients = dict(theirs.named_parameters())
     for key, parameter in policy.named_parameters():
-        found, right = parameter.grad.full_tensor(), gradients[key].grad
+        right = gradients[key].grad
+        if right is None:  # an index that chooses tokens
+            assert parameter.grad is None, key
+            continue
+        found = parameter.grad.full_tensor()
         assert (found - right).norm() <= 1e-4 * right.norm() + 1e-6, key
     return policy
 
@@ -63,7 +69,7 @@ def test_packed_rows_give_what_transformers_gives_alone(name, saved, world, caps
     compute = batching.Compute(400, longest=96)
     (micro,) = batching.pack(rows_longer_than_a_window(), torch.arange(4), compute, world)
     assert micro.input_ids.shape[1] == 40 + 33 + 30 + 25 + 30 + 12  # shared prompts
-    policy = check_against_transformers(saved(name), compute, world)
+    policy = check_against_transformers(saved(name), compute, world, tolerance=FAMILIES[name].tolerance)
     assert policy.packed and policy.knows_logits and "packing" not in capsys.readouterr().out
 
 
@@ -72,7 +78,7 @@ def test_rows_of_their_own_give_what_transformers_gives(name, saved, world, caps
     """Every family can be computed without packing, and some have to be. Here it is chosen after loading."""
     family = FAMILIES[name]
     compute = batching.Compute(400, longest=96, packing="auto" if family.unpacked else "off")
-    policy = check_against_transformers(saved(name), compute, world)
+    policy = check_against_transformers(saved(name), compute, world, tolerance=family.tolerance)
     assert not policy.packed and policy.knows_logits
     said = f"packing: off for {saved(name)}, because of {family.unpacked}\n" if family.unpacked else ""
     assert capsys.readouterr().out == said
@@ -112,7 +118,9 @@ def test_frozen_routers_stay_and_all_else_is_trained(name, saved, world, tmp_pat
     assert all(torch.allclose(every[key], some[key], rtol=1e-5, atol=1e-7) for key in indexed)
     before = {key: parameter.detach().full_tensor().clone() for key, parameter in policy.named_parameters()}
     optimizer.step()
-    assert {key for key, p in policy.named_parameters() if torch.equal(p.full_tensor(), before[key])} == frozen
+    unmoved = {key for key, p in policy.named_parameters() if torch.equal(p.full_tensor(), before[key])}
+    no_gradient = before.keys() - every.keys()  # an index that chooses tokens
+    assert unmoved == frozen | no_gradient and all("indexer" in key for key in no_gradient)
     tensors = checkpoint.training_state({"policy": (policy, optimizer)}, [])
     assert frozen.isdisjoint(name.removeprefix("policy.model.") for name in tensors)
     dcp.save(tensors, storage_writer=checkpoint.writer_for(tensors, tmp_path))
@@ -131,44 +139,48 @@ def test_routers_to_freeze_are_there_and_trained(saved, world):
 @pytest.mark.slow
 def test_vllm_follows_the_trainer(saved):
     """After loading, and after three updates: windows, caps, names of experts, experts packed for the processor."""
-    assert max(gaps_of("vllm", "float32", saved, [name for name in SERVED if not FAMILIES[name].unpacked])) <= 1e-5
+    check_gaps("vllm", saved, [name for name in SERVED if name not in WITHOUT_TAILS])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SERVED if FAMILIES[name].unpacked])
-def test_vllm_follows_the_trainer_of_hybrids(saved, name):
-    """Each in a process of its own: vLLM's caches of states do not start after another engine."""
-    assert max(gaps_of("vllm", "float32", saved, [name])) <= 1e-5
+@pytest.mark.parametrize("name", WITHOUT_TAILS)
+def test_vllm_follows_the_trainer_in_a_process_of_its_own(saved, name):
+    check_gaps("vllm", saved, [name])
 
 
 @pytest.mark.slow
 def test_vllm_takes_new_convolutions_in_bfloat16(saved):
     """It packs them for the processor, and Mamba 2 would go on with the first ones: 0.9 nats off after three."""
-    loaded, *updated = gaps_of("vllm", "bfloat16", saved, ["falcon_h1"])
-    assert max(updated) <= 0.2 and loaded <= 0.2
+    gaps = gaps_of("vllm", "bfloat16", saved, ["falcon_h1"])
+    assert max(gaps["falcon_h1"]) <= 0.2
 
 
 @pytest.mark.slow
 def test_transformers_generate_follows_the_trainer(saved):
     """Those that vLLM does not sample, and those whose prompts are not padded."""
     names = [name for name, family in FAMILIES.items() if family.refused or family.unpacked]
-    assert max(gaps_of("hf", "float32", saved, names)) <= 1e-5
+    check_gaps("hf", saved, names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, name", [("vllm", "mixtral"), ("hf", "qwen3_next")])
 def test_engines_follow_two_ranks(backend, name, saved):
     """Experts, windows and states of weights that are sharded."""
-    assert max(gaps_of(backend, "float32", saved, [name], ranks=2)) <= 1e-5
+    check_gaps(backend, saved, [name], ranks=2)
 
 
-def gaps_of(backend: str, dtype: str, saved, names: list[str], ranks: int = 1) -> list[float]:
+def check_gaps(backend: str, saved, names: list[str], ranks: int = 1) -> None:
+    for name, gaps in gaps_of(backend, "float32", saved, names, ranks).items():
+        assert max(gaps) <= FAMILIES[name].tolerance, name
+
+
+def gaps_of(backend: str, dtype: str, saved, names: list[str], ranks: int = 1) -> dict[str, list[float]]:
     """Of each family: the largest difference of log-probs after loading, and after each of three updates."""
     result = launch(ROOT / "tests/workers/families.py", backend, dtype, *map(saved, names), ranks=ranks)
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [row["model"] for row in rows] == names and all(len(row["gaps"]) == 4 for row in rows)
     print(*rows, sep="\n")  # pytest shows it if a gap is too wide
-    return [gap for row in rows for gap in row["gaps"]]
+    return {row["model"]: row["gaps"] for row in rows}
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SERVED])
@@ -252,6 +264,14 @@ def test_a_mask_of_its_own_is_found_after_loading(world, tmp_path, capsys):
         transformers.BertConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, is_decoder=True
         ),  # a dense layer, an activation and a norm before the products
+        transformers.RemBertConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=128,
+            output_embedding_size=48,
+            is_decoder=True,
+        ),  # a head of another width than the hidden states
     ],
     ids=lambda config: config.model_type,
 )
@@ -303,12 +323,12 @@ def test_what_is_no_decoder_is_refused_in_one_sentence(config, why):
     [
         (transformers.LlamaConfig(**families.SIZES, attention_dropout=0.1), {"attention_dropout": 0.1}),
         (transformers.GPT2Config(n_embd=64, n_head=4), {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
-        (transformers.PhimoeConfig(**families.SIZES), {"router_jitter_noise": 0.01, "input_jitter_noise": 0.0}),
+        (transformers.PhimoeConfig(**families.SIZES, input_jitter_noise=0.01), {"input_jitter_noise": 0.01}),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_random_layers_are_switched_off(config, noise, world, tmp_path, capsys):
-    """Two forwards of the trainer are the same, and the run says what was on."""
+    """Two forwards of the trainer are the same, and the same as transformers', and the run says what was on."""
     save_random(config, tmp_path)
     checks.say_noise(AutoConfig.from_pretrained(tmp_path))
     said = capsys.readouterr().out
@@ -317,6 +337,7 @@ def test_random_layers_are_switched_off(config, noise, world, tmp_path, capsys):
     (micro,) = batching.pack(rows_longer_than_a_window(), torch.arange(4), batching.Compute(400), world)
     one, other = (model.response_logprobs(policy, micro, TEMPERATURE)[0] for _ in range(2))
     assert torch.equal(one, other)
+    assert families.difference(policy, str(tmp_path), rows_longer_than_a_window(), batching.Compute(400), world) <= 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
