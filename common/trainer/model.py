@@ -210,7 +210,7 @@ def with_values(causal: type) -> type:
 
     def init(self, config):
         causal.__init__(self, config)
-        head = self.get_output_embeddings()
+        head = causal.get_output_embeddings(self)
         for name, child in list(self.named_children()):
             if child is head:
                 delattr(self, name)
@@ -219,7 +219,8 @@ def with_values(causal: type) -> type:
         nn.init.zeros_(self.score.bias)
 
     # Under the name of the family's class, transformers finds what it knows about the names of its weights.
-    return type(causal.__name__, (causal,), {"__init__": init, "__module__": causal.__module__})
+    own = {"__init__": init, "get_output_embeddings": lambda self: None, "__module__": causal.__module__}
+    return type(causal.__name__, (causal,), own)
 
 
 def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
