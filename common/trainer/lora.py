@@ -6,7 +6,6 @@ computes this sum in float32 and never in place, so no rounding error stays in W
 """
 
 import contextlib
-import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -78,13 +77,14 @@ def freeze(model: nn.Module, compute: Compute, frozen_dtype: torch.dtype) -> Non
 
 
 def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
-    """Freeze the model, and give each linear layer of its decoder adapters. A value head is trained as a whole.
+    """Freeze the model, and give each trained linear layer of its decoder adapters. A value head is trained as a whole.
 
     frozen_dtype: data type in which frozen weights are kept. The forward would cast them to its own anyway. Raises
     BadInput for a decoder without linear layers. Experts, which are no linear layers in transformers, get none.
     """
+    linears = [module for layer in layers_of(model) for module in layer.modules() if type(module) in ADAPTED]
+    linears = [linear for linear in linears if linear.weight.requires_grad]
     model.requires_grad_(False)
-    linears = [linear for layer in layers_of(model) for linear in linears_of(layer)]
     if not linears:
         raise BadInput(f"--lora-rank {rank}: layers of {model.config.model_type} have no linear layers to adapt")
     for linear in linears:
@@ -102,18 +102,6 @@ def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen_dtype)
-
-
-def linears_of(layer: nn.Module) -> list[nn.Module]:
-    """The linear layers inside a decoder layer that can have adapters."""
-    linears = []
-    for parent in layer.modules():
-        # A fused kernel of Mamba takes the weight of out_proj past the module, so an adapter there would do nothing.
-        fused = hasattr(parent, "out_proj") and "outproj_weight=" in inspect.getsource(type(parent))
-        for name, child in parent.named_children():
-            if type(child) in ADAPTED and not (fused and name == "out_proj"):
-                linears.append(child)
-    return linears
 
 
 def initial(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -77,7 +77,8 @@ def load(
     families.fix_longrope(model, compute.longest)
 
     # Layers in training keep their inputs alone (--activation-checkpointing). Nothing else has to know that it is
-    # trained: some families would add noise, or ask for inputs that only images have (Gemma 3).
+    # trained: some families would add noise, ask for inputs that only images have (Gemma 3), or take a weight past the
+    # module that adapts it (Mamba's fused kernel).
     model.eval()
     for layer in layers_of(model):
         layer.training = True

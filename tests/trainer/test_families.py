@@ -371,6 +371,10 @@ def test_adapters_of_layers_unlike_llamas(name, saved, world, tmp_path):
     rollout, compute = rows_longer_than_a_window(), batching.Compute(400, longest=96, lora_rank=4)
     policy = model.load(saved(name), world, torch.float32, compute)
     assert families.difference(policy, saved(name), rollout, compute, world) <= 1e-5
+    assert not any("indexer" in name for name, _ in lora.adapted(policy))  # no gradient would reach them
+    # Mamba's fused kernel, which reads the weight of out_proj past its adapter, is for mixers in training.
+    mixers = [module for module in policy.modules() if hasattr(module, "out_proj")]
+    assert all(isinstance(mixer.out_proj, lora.Adapted) and not mixer.training for mixer in mixers)
     generator = torch.Generator().manual_seed(0)
     for _, layer in lora.adapted(policy):
         noise = 0.03 * torch.randn(layer.lora_b.shape, generator=generator)
