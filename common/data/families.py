@@ -1,13 +1,13 @@
-"""What a model's family asks of whoever computes it. Trainer and engines both have to know."""
+"""Properties of model families that trainer and engines both depend on."""
 
 from functools import lru_cache
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# Their rotary layers choose frequencies and scales in a way of their own.
+# Their rotary layers choose longrope's frequencies in a way of their own, which fix_longrope() can't settle.
 OWN_LONGROPE = ("phimoe",)
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that packing and padding leave right
 
@@ -31,17 +31,18 @@ def heads_of(layer) -> tuple[int, int]:
 def carries_state(model: nn.Module) -> bool:
     """Whether layers hand on something from token to token besides keys and values: convolutions, recurrent states.
 
-    Every recurrent family of transformers has a short convolution beside its recurrence.
+    They are known by their short convolutions. xLSTM, RWKV and MiniMax have none: why_not_packed() and may_be_padded()
+    leave them out because of layers without attention.
     """
     return any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
 @lru_cache
 def family_carries_state(model_path: str) -> bool:
-    """The same of a folder or Hub name. Its weights are not read."""
+    """carries_state() of the decoder of a folder or Hub name, whose weights are not read."""
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     with torch.device("meta"):
-        return carries_state(AutoModelForCausalLM.from_config(config))
+        return carries_state(AutoModel.from_config(config))  # Qwen-VL's decoders have no causal class
 
 
 def shares_keys(model_path: str) -> bool:
@@ -52,7 +53,10 @@ def shares_keys(model_path: str) -> bool:
 
 def may_be_padded(model: nn.Module) -> bool:
     """Whether prompts can be padded on the left, under a mask, without changing what follows them."""
-    return not carries_state(model) and PLAIN_ATTENTION.issuperset(layer_kinds(model.config.get_text_config()))
+    decoder = model.get_decoder()  # convolutions of a tower do not matter
+    kinds = set(layer_kinds(model.config.get_text_config()))
+    attends = any(hasattr(module, "is_causal") for module in decoder.modules())  # xLSTM and RWKV ignore a mask
+    return attends and not carries_state(decoder) and kinds <= PLAIN_ATTENTION
 
 
 def longrope_limit(config) -> int | None:
@@ -71,8 +75,6 @@ def fix_longrope(model: nn.Module, longest: int) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope" or module.config.model_type in OWN_LONGROPE:
             continue
-        limit = longrope_limit(module.config)
-        length = limit + 1 if longest > limit else limit
-        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=length)
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=longest)
         module.inv_freq = frequencies
         module.rope_type = "default"  # transformers would choose again

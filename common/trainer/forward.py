@@ -1,12 +1,13 @@
 """The forward of a loaded model: hidden states, log-probs or values before the response tokens of a micro-batch.
 
-model.load() makes the first three functions methods of the model. FSDP gathers the weights before each of them. Three
-attributes of the model, which packing_check.py sets, say how they compute:
+model.load() makes hidden_states and, depending on the head, token_logprobs or token_values methods of the model. FSDP
+gathers the weights before each of them. Three attributes of the model, which packing_check.py sets, say how they
+compute:
 
     model.packed         sequences lie end to end in one row; otherwise each has a row of its own (unpacked.py)
     model.carries_state  packed rows need the boundaries of sequences in layers other than attention
     model.knows_logits   logits are the products of hidden states and head, scaled and capped as logit_shape() says;
-                         otherwise the model's own forward makes them
+                         otherwise the model's own forward makes them; not set with a value head
 """
 
 import torch
@@ -50,18 +51,18 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     if self.carries_state:
         layout |= boundaries(micro)
     # The body leaves out the head, which would make logits of prompts, too.
-    hidden = body_of(self)(
+    output = body_of(self)(
         input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **layout, **micro.images
     )
-    return hidden.last_hidden_state[0].index_select(0, micro.predictors)
+    return output.last_hidden_state[0].index_select(0, micro.predictors)
 
 
 def boundaries(micro: MicroBatch) -> dict:
     """Where the S sequences of a packed row begin, for kernels of convolutions and of recurrent layers.
 
     transformers hands them down: `cu_seq_lens_*` (S + 1,) int32 to gated DeltaNet, and `seq_idx` (1, L) int32, which is
-    the number of each token's sequence, to convolutions and Mamba 2. Its own code in PyTorch drops both without a word,
-    so packing_check.py looks at the numbers. Raises ValueError if a prompt is shared.
+    the number of each token's sequence, to convolutions and Mamba 2. Its own code in PyTorch silently ignores both, so
+    packing_check.py compares numbers. Raises ValueError if a prompt is shared.
     """
     lengths = torch.tensor([prompt + response for prompt, (response,) in micro.groups])
     device = micro.input_ids.device
@@ -83,9 +84,10 @@ def factors(model: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch
     A head with a bias (Phi) has one column more, and so do the hidden states: a column of ones.
     """
     head = model.get_output_embeddings()
-    if head.bias is None:
+    bias = getattr(head, "bias", None)
+    if bias is None:
         return hidden, head.weight
-    return F.pad(hidden, (0, 1), value=1.0), torch.cat([head.weight, head.bias[:, None]], dim=1)
+    return F.pad(hidden, (0, 1), value=1.0), torch.cat([head.weight, bias[:, None]], dim=1)
 
 
 def logit_shape(config, temperature: float) -> LogitShape:
@@ -107,8 +109,9 @@ def own_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, from the logits that the model's own forward makes of hidden (R, d).
 
-    For families that scale, cap or transform in a way that logit_shape() does not know. It is slower than their
-    products: the logits of a piece are float32 matrices of autograd, computed again in the backward.
+    For families that scale, cap or transform logits in a way that logit_shape() does not know. It is slower than
+    products: autograd keeps the float32 logits of a piece, and the backward computes them again. In bfloat16 the
+    model's head rounds them first, so a logit of 20 may be 0.06 off.
     """
     never = list(image_tokens(model.config))
 
@@ -130,11 +133,12 @@ def own_logprobs(
 
 
 class Answer(BaseModelOutput):
-    """The answer of a model's body with its last hidden states alone. Whatever else a family's forward asks is None."""
+    """The output of a body: the last hidden states alone. Any other field that a family's forward asks for is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
+        return None
 
 
 def own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -150,8 +154,10 @@ def own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """(R, ...) -> (n, T, ...): move values of response tokens to their rows. A slice's rows may be on another rank."""
-    # With sequence parallelism each rank has the values of its slice.
+    """(R, ...) -> (n, T, ...): values of response tokens at their rows, with 0 where there is none.
+
+    With sequence parallelism they go first from the rank of a slice to the rank that owns the row.
+    """
     values = micro.spans.to_owner(values)
     shape = micro.response_mask.shape
     rows = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, micro.scatter, values)

@@ -17,7 +17,7 @@ LOGITS_PER_CHUNK = 2**25  # float32 elements, so (tokens, vocabulary) logits exi
 GPU_LOGITS_PER_CHUNK = 2**28  # or 1 GiB on a GPU, where fewer and larger products are faster
 
 NEVER = -1e4  # logit of a token that is never sampled: its probability rounds to 0, and products with it stay finite
-FUSED_MIN_ROWS = 256  # torch.compile tunes itself on its first call. Skip small inputs, such as those of check_packing.
+FUSED_MIN_ROWS = 256  # torch.compile tunes itself on its first call. Skip small inputs: those of packing_check.py.
 
 
 class LogitShape(NamedTuple):

@@ -1,8 +1,8 @@
 """Which models may be packed, and whether log-probs are right: decided by structure first, then by numbers.
 
-Before anything is loaded, why_not_packed() looks at the layers. A window, chunk or cap that is longer than the texts of
-the check below shows only there. After loading, choose_forward() compares the trainer's forward with transformers' own,
-which computes one sequence at a time with its plainest attention:
+why_not_packed() looks at the layers alone, so it can be asked before anything is loaded. A window, chunk or cap that is
+longer than the texts of the check below shows only there. After loading, choose_forward() compares the trainer's
+forward with transformers' own, which computes one sequence at a time with its plainest attention:
 
     packed rows    if they give other hidden states, each sequence gets a row of its own
     padded rows    if these do, too, a token's log-prob depends on later tokens, and the model is refused
@@ -27,14 +27,14 @@ from common.trainer.forward import factors, logit_shape, own_logprobs, place
 from common.trainer.logits import ChunkedLogprobs
 from common.trainer.parts import all_attentions, attentions_of, body_of, decoder_of, layers_of
 
-# The first prompt is long enough to be shared. The second is one token: what runs on from the sequence before it is
-# largest in the first tokens, and bfloat16 hides small differences.
+# The first prompt is long enough to be shared. The second is one token: a state that leaks from the sequence before
+# disturbs the first tokens most. After a longer prompt the difference could vanish in bfloat16's rounding.
 PROMPT_TOKENS = (36, 1)
 RESPONSE_TOKENS = (4, 9, 4, 6)  # of different lengths, so that rows are padded
 
 
 def why_not_packed(model: nn.Module, compute: Compute) -> str:
-    """What in a model's layers a packed row would get wrong, or ""."""
+    """Why packed rows would be wrong for this model, as a phrase after "because of". "" if its layers look right."""
     config = model.config.get_text_config()
     layers = layers_of(model)
     hybrid = any(map(carries_state, layers))
@@ -44,30 +44,31 @@ def why_not_packed(model: nn.Module, compute: Compute) -> str:
     kinds = {kind for kind, layer in zip(layer_kinds(config), layers) if layer in attending}  # empty if none is named
     if other := kinds - PLAIN_ATTENTION:
         return f"{', '.join(sorted(other))} in some layers"
-    if hybrid:  # has layers without attention, and transformers does not declare anything of its others
-        plain = all(passes(attention, "ALL_ATTENTION_FUNCTIONS") for attention in all_attentions(model))
+    if hybrid:  # not every layer has attention, and few of these classes declare _supports_attention_backend
+        calls_function = all(mentions(attention, "ALL_ATTENTION_FUNCTIONS") for attention in all_attentions(model))
     else:
-        plain = all(map(attentions_of, layers)) and model._supports_attention_backend
-    if not plain:
+        calls_function = all(map(attentions_of, layers)) and model._supports_attention_backend
+    if not calls_function:
         return "layers that do not call transformers' attention function"
     # The attention function must be told about a window. The mask alone is lost.
     has_windows = getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds)
-    if has_windows and not passes(all_attentions(model)[0], "sliding_window="):
+    if has_windows and not mentions(all_attentions(model)[0], "sliding_window="):
         return "windows, which this family puts only into the mask"
     return ""
 
 
 def may_heed_boundaries(compute: Compute) -> bool:
-    """Whether layers that carry a state may keep the sequences of a packed row apart: with kernels, which a GPU has if
-    they are installed, and without shared prompts, as a state has gone on when the second response begins. Whether the
-    kernels do, the numbers after loading tell.
+    """Whether a hybrid may be tried in packed rows: kernels for a GPU are installed, no prompt is shared (its state
+    would already include the first response), rows are whole, and nothing compiles its layers. Whether the kernels keep
+    sequences apart is for the check after loading.
     """
-    return is_causal_conv1d_available() and not compute.shared_prompts
+    whole_rows = compute.sequence_parallel == 1 and not compute.shared_prompts
+    return is_causal_conv1d_available() and whole_rows and compute.kernels == "eager"
 
 
-def passes(attention: nn.Module, argument: str) -> bool:
-    """Whether a family's attention hands an argument, such as "softcap=", to the attention function."""
-    return argument in inspect.getsource(type(attention))
+def mentions(attention: nn.Module, text: str) -> bool:
+    """Whether a family's attention has a text in its source, such as "softcap=", which it then hands on."""
+    return text in inspect.getsource(type(attention))
 
 
 def attend_with(model: nn.Module, implementation: str) -> None:
@@ -81,8 +82,8 @@ def attend_with(model: nn.Module, implementation: str) -> None:
 def unpacked_attention(model: nn.Module) -> str:
     """transformers' attention function for rows of their own. The fused one would silently leave out caps and sinks."""
     attentions = all_attentions(model)
-    plain = any(passes(attention, "softcap=") or passes(attention, "s_aux=") for attention in attentions)
-    return "eager" if plain or not model._supports_sdpa else "sdpa"
+    caps_or_sinks = any(mentions(attention, word) for attention in attentions for word in ("softcap=", "s_aux="))
+    return "eager" if caps_or_sinks or not model._supports_sdpa else "sdpa"
 
 
 def check_settings(compute: Compute) -> None:
@@ -111,7 +112,8 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         right.append(model.own_forward(ids, len(prompt)))
     right_hidden = torch.cat([row.hidden for row in right])
 
-    def is_right(packed: bool) -> bool:
+    def try_rows(packed: bool) -> bool:
+        """Switch the model to packed rows, or to rows of their own. True if its hidden states are right."""
         model.packed = packed
         attend_with(model, "packed" if packed else unpacked_attention(model))
         return difference(hidden_states_of(model, rollout, compute, world), right_hidden, world) <= tolerance
@@ -120,7 +122,7 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
     packed = compute.packing != "off" and not reason
     if packed:
         try:
-            packed = is_right(packed=True)
+            packed = try_rows(packed=True)
             reason = "" if packed else "packed rows that change its hidden states"
         except NotPackable as error:
             packed = False
@@ -128,24 +130,28 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
     if reason and compute.packing == "on":
         raise BadInput(f"{refused} with --packing on, because of {reason}")
     if reason:
-        say(f"packing: off for {model_path}, because of {reason}")
+        counted = "" if compute.packing == "off" else " (with --packing off, --token-budget counts padding)"
+        say(f"packing: off for {model_path}, because of {reason}{counted}")
     if not packed:
         check_settings(compute)
-        if not is_right(packed=False):
-            raise BadInput(f"{refused}: their log-probs of a response depend on tokens after it")
+        if not try_rows(packed=False):
+            raise BadInput(
+                f"{refused}: their log-probs of a response depend on tokens after it, as padding on the right shows"
+            )
 
     if right[0].logprobs is None:  # a value head
         return
     by_logits, by_products, by_pieces = torch.cat([row.logprobs for row in right], dim=1)
     model.knows_logits = difference(by_products, by_logits, world) <= tolerance
-    if not model.knows_logits and not difference(by_pieces, by_logits, world) <= tolerance:
+    if not model.knows_logits and difference(by_pieces, by_logits, world) > tolerance:
         raise BadInput(f"{refused}: their logits do not follow from the last hidden states alone")
 
 
 def difference(found: torch.Tensor, right: torch.Tensor, world: World) -> float:
-    """Relative to how much the right values differ among each other. The same number on every rank; NaN stays NaN."""
-    size = (right - right.mean(0)).norm()
-    return world.max((found - right).norm() / size)
+    """The largest error of any rank, relative to how much the right values differ among each other. NaN is infinite."""
+    size = (right - right.mean(0)).norm().clamp_min(1e-12)
+    error = (found - right).norm() / size
+    return world.max(error.nan_to_num(nan=torch.inf))  # a maximum over ranks could lose NaN
 
 
 def texts(model: nn.Module, world: World) -> Rollout:
@@ -154,7 +160,8 @@ def texts(model: nn.Module, world: World) -> Rollout:
     usable = [token for token in range(3, model.config.get_text_config().vocab_size) if token not in never]
     ids = [usable[i % len(usable)] for i in range(160)]
     one, other = ids[: PROMPT_TOKENS[0]], ids[-PROMPT_TOKENS[1] :]
-    responses = [ids[start : start + length] for start, length in zip((36, 76, 100, 130), RESPONSE_TOKENS)]
+    starts = (36, 76, 100, 130)  # no two texts have a token in common
+    responses = [ids[start : start + length] for start, length in zip(starts, RESPONSE_TOKENS)]
     return collate([one, one, other, other], responses, None, [False] * 4, 0, world.device)
 
 

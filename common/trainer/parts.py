@@ -9,13 +9,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 def body_of(model: nn.Module) -> nn.Module:
     """All but the head. Its output has the last hidden states."""
-    if model.base_model is model:  # Llama 4's text model. Its model for images holds one of these.
+    if model.base_model is model:  # Llama 4, whose base_model_prefix names nothing, alone or in its model for images
         return getattr(model, "language_model", model).model
     return getattr(model.base_model, "decoder", model.base_model)  # OPT's body has a decoder, which its forward calls
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a model that has decoder layers. It is all but the head and, if the model sees images, the tower."""
+    """The part that has the decoder layers: without the head and, if the model sees images, without the tower."""
     if hasattr(model.config, "vision_config") and model.base_model is not model:
         return model.base_model.get_decoder()
     return body_of(model)

@@ -1,7 +1,7 @@
 """One sequence a row: how a model that must not be packed computes a micro-batch.
 
 Convolutions and recurrent layers carry a state from token to token, which in a packed row would run from one sequence
-into the next. Other families put a window, a chunk or a position where only their own attention mask has it. Such a
+into the next. Other families express a window, a chunk or positions only in a mask that they make themselves. Such a
 model takes the packed row apart again, into one row for each response, each with its prompt. Responses b and c to the
 prompt a, and e to d:
 
@@ -13,7 +13,7 @@ prompt a, and e to d:
 
 Rows are padded on the right, with no attention mask and no position ids: no token sees a later one, so padding changes
 nothing, and each family counts its positions itself. Padding on the left would need a mask in every kind of layer, and
-GPT-2 and Llama 4 would count it as positions. packing_check.py compares padded rows with single ones at the start.
+GPT-2 and Llama 4 would count the padding as positions. packing_check.py compares padded rows with single ones.
 
 It is still one forward for each micro-batch. Under FSDP every layer is a collective, so ranks that hold different
 numbers of responses could not run one forward for each.
@@ -57,4 +57,4 @@ def rows_of(groups: list[Group], device: torch.device) -> tuple[torch.Tensor, to
             padding = [prompt_places[0]] * (longest - prompt - response)
             places.append([*prompt_places, *range(start, start + response), *padding])
             start += response
-    return torch.tensor(places, device=device), torch.tensor(predictors, device=device)
+    return torch.tensor(places, device=device), torch.tensor(predictors, dtype=torch.long, device=device)

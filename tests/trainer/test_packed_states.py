@@ -121,6 +121,17 @@ def test_a_forgotten_boundary_is_found(name, forgotten, tmp_path, kernels, world
     assert not model.load(path, world, torch.bfloat16, compute).packed
 
 
+@pytest.mark.parametrize(
+    "setting, flag", [({"sequence_parallel": 2}, "sequence-p"), ({"kernels": "compile"}, "kernels")]
+)
+def test_what_needs_rows_of_attention_alone_is_refused(setting, flag, tmp_path, kernels):
+    """A slice knows nothing of the boundaries in its row, and compiled layers would compile for each."""
+    path = families.save("lfm2", tmp_path)
+    kernels(path)
+    with pytest.raises(BadInput, match=f"^--{flag}"):
+        checks.settle_packing(path, replace(COMPUTE, **setting))
+
+
 def test_a_teacher_of_another_family_gets_rows_of_its_own(tmp_path, kernels, world):
     """A policy of attention alone shares prompts, and its teacher is given the same micro-batches."""
     path = families.save("lfm2", tmp_path)
