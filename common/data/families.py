@@ -4,11 +4,16 @@ from functools import lru_cache
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from common.data.tokenizer import causal_class
 
 # Their rotary layers choose longrope's frequencies in a way of their own, which fix_longrope() can't settle.
 OWN_LONGROPE = ("phimoe",)
+WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}  # kinds of layers without keys and values
+# They attend to nothing, and their recurrence ignores a mask.
+IGNORE_MASKS = ("rwkv", "xlstm")
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that packing and padding leave right
 
 
@@ -23,7 +28,10 @@ def layer_configs(config) -> list:
 
 
 def heads_of(layer) -> tuple[int, int]:
-    """Numbers of query heads, and of key and value heads, in a layer: 0 without attention. layer: its configuration."""
+    """Numbers of query heads, and of key and value heads, in a layer of attention: 0 if the family has none.
+
+    layer: its configuration.
+    """
     queries = getattr(layer, "num_attention_heads", 0)
     return queries, getattr(layer, "num_key_value_heads", None) or queries
 
@@ -31,8 +39,8 @@ def heads_of(layer) -> tuple[int, int]:
 def carries_state(model: nn.Module) -> bool:
     """Whether layers hand on something from token to token besides keys and values: convolutions, recurrent states.
 
-    They are known by their short convolutions. xLSTM, RWKV and MiniMax have none: why_not_packed() and may_be_padded()
-    leave them out because of layers without attention.
+    They are known by their short convolutions. xLSTM, RWKV and MiniMax have none, and no attention function in some
+    layers, which why_not_packed() sees as well.
     """
     return any(isinstance(module, nn.Conv1d) for module in model.modules())
 
@@ -40,9 +48,9 @@ def carries_state(model: nn.Module) -> bool:
 @lru_cache
 def family_carries_state(model_path: str) -> bool:
     """carries_state() of the decoder of a folder or Hub name, whose weights are not read."""
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        return carries_state(AutoModel.from_config(config))  # Qwen-VL's decoders have no causal class
+        return carries_state(causal_class(config).from_config(config).get_decoder())  # a tower's convolutions are none
 
 
 def shares_keys(model_path: str) -> bool:
@@ -53,10 +61,10 @@ def shares_keys(model_path: str) -> bool:
 
 def may_be_padded(model: nn.Module) -> bool:
     """Whether prompts can be padded on the left, under a mask, without changing what follows them."""
+    config = model.config.get_text_config()
     decoder = model.get_decoder()  # convolutions of a tower do not matter
-    kinds = set(layer_kinds(model.config.get_text_config()))
-    attends = any(hasattr(module, "is_causal") for module in decoder.modules())  # xLSTM and RWKV ignore a mask
-    return attends and not carries_state(decoder) and kinds <= PLAIN_ATTENTION
+    plain = PLAIN_ATTENTION.issuperset(layer_kinds(config)) and config.model_type not in IGNORE_MASKS
+    return plain and not carries_state(decoder)
 
 
 def longrope_limit(config) -> int | None:

@@ -1,5 +1,5 @@
 """The embedded job with a hybrid: Qwen3.5's layers, two of gated DeltaNet and one of attention, as wide as the embedded
-model and with as many parameters. Its rows cannot be packed, because a recurrent state runs through each of them.
+model and with as many parameters. On a CPU its rows cannot be packed, because a recurrent state runs through each.
 
 `python -m common.data.hybrid FOLDER` writes the model with random weights. `python algos/sft.py --model FOLDER --output
 START` then teaches it what the embedded model's warm start has learned, from the same sloppy teacher.

@@ -20,8 +20,9 @@ from typing import Literal
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
-from common.data.families import layer_kinds
+from common.data.families import layer_configs, layer_kinds
 from common.data.tokenizer import causal_class
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
@@ -81,8 +82,20 @@ def trained_parameters(model_path: str, lora_rank: int) -> int:
 def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool) -> int:
     """Estimated bytes that one token of a forward keeps for the backward.
 
-    A layer keeps 4 hidden sizes in float32 (norms and residuals), 5 hidden sizes and 4 feed-forward widths. With
-    checkpointing, every layer keeps only its input, except for the one that is being computed again.
+    With checkpointing, every layer keeps only its input, except for the one that is being computed again.
+    """
+    layers = [layer_bytes(layer, dtype) for layer in layer_configs(config)]
+    kinds = layer_kinds(config) or [""] * len(layers)
+    recurrence = state_bytes(config)
+    layers = [size + recurrence * (kind in RECURRENT) for size, kind in zip(layers, kinds)]
+    if checkpointing:
+        return len(layers) * config.hidden_size * dtype.itemsize + max(layers)
+    return sum(layers)
+
+
+def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Estimated bytes that one token keeps in a layer of attention: 4 hidden sizes in float32 (norms and residuals), 5
+    hidden sizes and 4 feed-forward widths.
     """
     # GPT-2 names its width otherwise, and may leave it open.
     width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
@@ -92,41 +105,34 @@ def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing
     experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits this many of them
     expert_width = getattr(config, "moe_intermediate_size", None) or width
     width = max(width, experts * expert_width)
-    layer = 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
-    state = state_bytes(config)
-    recurrent = sum(kind in RECURRENT for kind in layer_kinds(config))  # layers
-    if checkpointing:
-        return config.num_hidden_layers * config.hidden_size * dtype.itemsize + layer + state * (recurrent > 0)
-    return config.num_hidden_layers * layer + recurrent * state
+    return 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
 
 
 def state_bytes(config: PreTrainedConfig) -> int:
-    """Estimated bytes that one token keeps in the recurrence of a layer of gated DeltaNet or Mamba 2; 0 without any.
+    """Estimated bytes that one token keeps in the recurrence of a layer, in transformers' own code in PyTorch: float32,
+    and many times what attention keeps. 0 without gated DeltaNet or Mamba. Factors are fitted to what was counted.
 
-    transformers' own code in PyTorch computes it in float32, a chunk of tokens at a time: for each head some 14 vectors
-    of the widths of keys and values, and two rows of a matrix of chunk x chunk. This is many times what attention
-    keeps. Kernels on a GPU keep less: there --token-budget may be raised.
+    Kernels on a GPU keep less. How much, nobody has measured: 4 vectors of each head are a guess.
     """
-    heads = getattr(config, "linear_num_value_heads", None)
-    if heads:  # gated DeltaNet
-        key, value, chunk = config.linear_key_head_dim, config.linear_value_head_dim, 64
-    elif hasattr(config, "mamba_d_state"):
-        heads, key, value, chunk = (
-            config.mamba_n_heads,
-            config.mamba_d_state,
-            config.mamba_d_head,
-            config.mamba_chunk_size,
-        )
-    elif hasattr(config, "ssm_state_size"):  # Nemotron-H
-        heads, key, value, chunk = (
-            config.mamba_num_heads,
-            config.ssm_state_size,
-            config.mamba_head_dim,
-            config.chunk_size,
-        )
-    else:
-        return 0
-    return 4 * heads * (14 * (key + value) + 2 * chunk)
+
+    def given(*names: str) -> int:
+        """The first of these settings that the configuration has, or 0."""
+        return next((value for name in names if (value := getattr(config, name, None))), 0)
+
+    if heads := given("linear_num_value_heads"):  # gated DeltaNet, in chunks of 64 tokens
+        widths = config.linear_key_head_dim + config.linear_value_head_dim
+        values = 4 * widths if is_flash_linear_attention_available() else 14 * widths + 2 * 64
+        return 4 * heads * values
+    state = given("mamba_d_state", "ssm_state_size", "state_size")
+    heads = given("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    if state and heads:  # Mamba 2
+        widths = state + given("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+        chunk = given("mamba_chunk_size", "chunk_size")
+        return 4 * heads * (4 * widths if is_mamba_2_ssm_available() else 11 * widths + 2 * chunk)
+    if state:  # Mamba: a state for each of its channels
+        channels = given("mamba_expand", "expand") * config.hidden_size
+        return 4 * channels * (4 if is_mamba_2_ssm_available() else 4 * state)
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

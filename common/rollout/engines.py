@@ -144,11 +144,18 @@ def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: Wor
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of KV cache for one token: a key and a value in each layer. config: of the language model."""
+    """Bytes of KV cache for one token: a key and a value in each layer of attention. config: of the language model."""
+    layers = families.layer_configs(config)
+    kinds = families.layer_kinds(config) or ["full_attention"] * len(layers)
+    own = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)  # the last ones read those of others
     values = 0
-    for layer in families.layer_configs(config):
+    for layer, kind in list(zip(layers, kinds))[:own]:
         queries, keys = families.heads_of(layer)
-        if queries:
+        if not queries or kind in families.WITHOUT_KEYS:
+            continue
+        if latent := getattr(layer, "kv_lora_rank", None):  # one vector for keys and values of all heads (DeepSeek)
+            values += latent + layer.qk_rope_head_dim
+        else:
             values += 2 * keys * (getattr(layer, "head_dim", None) or layer.hidden_size // queries)
     return values * dtype.itemsize
 

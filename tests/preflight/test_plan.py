@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 import tyro
 from helpers import load
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from common import errors
 from common.placement import Layout
@@ -86,6 +87,39 @@ def test_what_stays_by_hand(sizes, seven):
     taught = replace(student, others={"teacher": sizes["7"]})
     assert taught.states - student.states == pytest.approx(4 * PARAMETERS / 8)
     assert taught.update(1000) - student.update(1000) == pytest.approx(4 * PARAMETERS / 8)
+
+
+def test_layers_of_different_kinds_and_sizes_by_hand():
+    """Heads, and bytes of the KV cache for a token in bfloat16."""
+    of = lambda config: (checks.heads_of_all(config), engines.kv_bytes_per_token(config, torch.bfloat16))
+    gemma = transformers.Gemma4TextConfig(  # 26 B
+        num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True
+    )
+    assert of(gemma) == ([(16, 2), (16, 8)], 2 * (25 * 2 * 8 * 256 + 5 * 2 * 2 * 512))
+    shared = transformers.Gemma4TextConfig(num_kv_shared_layers=10)  # the last ten, of which two see everything
+    assert of(shared)[1] == 2 * (17 * 2 * 4 * 256 + 3 * 2 * 4 * 512)
+    assert of(transformers.DeepseekV3Config())[1] == 2 * 61 * (512 + 64)
+    hybrid = transformers.Qwen3_5TextConfig(num_hidden_layers=8, num_key_value_heads=2, head_dim=64)
+    assert of(hybrid)[1] == 2 * 2 * 2 * 2 * 64  # two of eight layers
+    assert of(transformers.Mamba2Config()) == ([(0, 0)], 0)
+
+
+def test_there_is_an_estimate_for_every_decoder():
+    """Families name their sizes in many ways. What the estimates read, every configuration of transformers has."""
+    estimated = 0
+    for kind in AutoModelForCausalLM._model_mapping:
+        if kind.model_type.startswith("musicgen"):  # needs the configurations of its parts
+            continue
+        config = kind()
+        text = config.get_text_config()
+        if config.is_encoder_decoder or not hasattr(text, "num_hidden_layers"):
+            continue
+        for checkpointing in (False, True):
+            assert memory.activation_bytes(text, torch.float32, checkpointing) > 0, kind
+        engines.kv_bytes_per_token(text, torch.float32)
+        checks.heads_of_all(config)
+        estimated += 1
+    assert estimated > 150
 
 
 def test_the_token_budget_by_hand(sizes, seven):

@@ -309,12 +309,56 @@ def test_numbers_that_are_none_are_refused(saved, world, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        # A body with a decoder in it, and the head on that.
+        transformers.OPTConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=128,
+            vocab_size=128,
+            word_embed_proj_dim=64,
+        ),
+        # A recurrence and nothing else.
+        transformers.Mamba2Config(
+            hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=1, vocab_size=128
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_bodies(config, world, tmp_path):
+    save_random(config, tmp_path)
+    check_against_transformers(str(tmp_path), batching.Compute(400, longest=96), world)
+
+
+def test_layers_that_share_weights_are_refused():
+    config = transformers.Zamba2Config(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        mamba_headdim=32,
+        num_mem_blocks=1,
+        vocab_size=128,
+        layers_block_type=["mamba", "hybrid", "mamba"] * 2,
+        hybrid_layer_ids=[1, 4],
+        n_mamba_heads=4,
+        mamba_ngroups=1,
+    )
+    with pytest.raises(
+        BadInput, match="zamba2 models are not supported, because several of their layers share weights"
+    ):
+        model.skeleton(config, "m")
+
+
+@pytest.mark.parametrize(
     "config, carries_state, padded",
     [
         (transformers.Qwen2_5_VLConfig(), False, True),  # its decoder alone has no causal class
         (transformers.Qwen3VLConfig(), False, True),
         (transformers.Qwen3_5Config(), True, False),
         (transformers.xLSTMConfig(num_hidden_layers=2), False, False),  # no convolution, and it ignores a mask
+        (transformers.BloomConfig(n_layer=2), False, True),
         (transformers.Llama4TextConfig(num_hidden_layers=4), False, False),
     ],
     ids=lambda value: getattr(value, "model_type", ""),

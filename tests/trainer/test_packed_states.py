@@ -6,10 +6,12 @@ transformers' own code in PyTorch, stand in for them.
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import families
 import pytest
 import torch
+from conftest import ROOT
 from families import FAMILIES, rows_longer_than_a_window
 from test_families import check_against_transformers
 
@@ -33,7 +35,7 @@ def kernels(monkeypatch):
     """(folder, heed=True) -> gives the model's family kernels that heed boundaries, or some that ignore them."""
 
     def install(path: str, heed: bool = True) -> None:
-        monkeypatch.setattr(packing_check, "is_causal_conv1d_available", lambda: True)
+        monkeypatch.setattr(packing_check, "KERNELS", dict.fromkeys(packing_check.KERNELS, lambda: True))
         if not heed:
             return  # transformers' own functions ignore them
         skeleton = model.skeleton(model.AutoConfig.from_pretrained(path), path)
@@ -136,7 +138,34 @@ def test_a_teacher_of_another_family_gets_rows_of_its_own(tmp_path, kernels, wor
     """A policy of attention alone shares prompts, and its teacher is given the same micro-batches."""
     path = families.save("lfm2", tmp_path)
     kernels(path)
-    assert not model.load(path, world, torch.float32, COMPUTE).packed
+    assert not check_against_transformers(path, COMPUTE, world).packed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forgotten", ["seq_idx", "cu_seq_lens_q"])
+def test_a_small_leak_of_a_trained_hybrid_is_found(forgotten, dtype, kernels, world, monkeypatch):
+    """It moves hidden states less than the tolerance allows, but other text in the first row must not move the rest."""
+    path = str(ROOT / "baselines/hybrid-start")
+    kernels(path)
+    compute = checks.settle_packing(path, COMPUTE)
+    assert model.load(path, world, dtype, compute).packed
+    boundaries = forward.boundaries
+    monkeypatch.setattr(forward, "boundaries", lambda micro: boundaries(micro) | {forgotten: None})
+    assert not model.load(path, world, dtype, compute).packed
+
+
+def test_a_kernel_that_is_missing_is_known_before_loading(hybrid, kernels, monkeypatch):
+    """Each family needs those of the functions that its layers call."""
+    kernels(hybrid)
+    needed = set()
+    for function in packing_check.KERNELS:
+        without = packing_check.KERNELS | {function: lambda: False}
+        with monkeypatch.context() as patch:
+            patch.setattr(packing_check, "KERNELS", without)
+            if checks.settle_packing(hybrid, COMPUTE).packing == "off":
+                needed.add(function.strip("("))
+    scan = {"lfm2": [], "qwen3_next": ["gated_delta_rule"], "qwen3_5_text": ["gated_delta_rule"]}
+    assert needed == {"causal_conv1d_fn", *scan.get(Path(hybrid).name, ["chunk_scan"])}
 
 
 def test_without_shared_prompts_each_row_of_a_pair_brings_its_own(world):
