@@ -84,7 +84,7 @@ RECIPES = {  # task: flags of all its runs
 }
 # (task, run): further flags, or with --model all of them. Without an entry a run is its file with the task's recipe.
 RUNS = {
-    ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 2e-3",
+    ("arithmetic", "grpo-lora"): "--lora-rank 8 --learning-rate 1e-3",
     ("calculator", "grpo-off"): "--model baselines/environments-start --dataset calculator --eval-every 5 --steps 52 "
     "--learning-rate 2e-4 --schedule linear --warmup-steps 2 --max-prompt-tokens 64 --max-response-tokens 48",
     ("guess", "ppo"): "--steps 60",
