@@ -111,6 +111,7 @@ def test_what_is_right_holds(tried, monkeypatch, kind, short, compute):
 
 def trust(policy, *arguments, **named_arguments) -> None:
     policy.packed = policy.knows_logits = True
+    policy.carries_state = False
     packing_check.attend_with(policy, "packed")
 
 
