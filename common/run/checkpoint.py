@@ -118,7 +118,7 @@ class Saver:
             return 0
         self.check_fits(saved, folder)
         if self.engine:
-            # Gradients and moments have no room beside an engine that is awake, and training_state() makes them.
+            # Moments have no room beside an engine that is awake, and training_state() makes them.
             self.engine.sleep()
         tensors = training_state(self.trained, saved.fresh)
         # Each rank has random states of its own, so they only fit the same number of ranks.
@@ -400,9 +400,8 @@ def fresh_models(trained: Trained) -> list[str]:
 def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor]:
     """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`.
 
-    The tensors are the models' and the optimizers' own, so to write into them is to restore a run. An optimizer without
-    a state gets one here: torch steps it on zeros, after which a fresh optimizer's first step would be its second.
-    Collective: every rank calls it.
+    The tensors are the models' and the optimizers' own, so to write into them is to restore a run. Collective: every
+    rank calls it.
     """
     tensors = {}
     options = StateDictOptions(ignore_frozen_params=True)
@@ -413,11 +412,29 @@ def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor
                 tensors[f"{name}.model.{key}"] = weights[key]
         if name in fresh:
             continue
+        add_moments(optimizer)
         moments = get_optimizer_state_dict(model, optimizer, options=options)["state"]
         for key, values in moments.items():
             for kind, tensor in values.items():  # step, exp_avg, exp_avg_sq
                 tensors[f"{name}.optimizer.{key}.{kind}"] = tensor
     return tensors
+
+
+def add_moments(optimizer: torch.optim.AdamW) -> None:
+    """Give the parameters that have none the moments that Adam would begin with.
+
+    These are all parameters of a fresh optimizer, and those that have had no gradient yet: long rows alone reach some
+    (DeepSeek-V4's compressors).
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state[parameter]:
+                on_device = {"device": parameter.device} if group["fused"] or group["capturable"] else {}
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, **on_device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def get_random_states(world: World) -> dict[str, torch.Tensor]:

@@ -121,8 +121,25 @@ def test_an_export_keeps_the_end_tokens_of_generation_config(models, world, tmp_
         assert load_tokenizer(str(folder))[1] == [1, 9] or folder == start
 
 
+def test_a_parameter_without_a_gradient_yet_goes_on_as_it_would_have(models, world, tmp_path):
+    """Adam's first step for it is its first also after a resume."""
+    saver, unsaved = start(models, world, tmp_path), start(models, world, tmp_path)
+    for policy, optimizer in (saver.trained["policy"], unsaved.trained["policy"]):
+        for parameter in list(policy.parameters())[1:]:
+            parameter.grad = parameter.detach() + 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    saver.save(1, {})
+    again = start(models, world, tmp_path)
+    again.load(tmp_path / "checkpoints/step_000001")
+    for each in (saver, unsaved, again):
+        step(*each.trained["policy"])
+        step(*each.trained["policy"])
+    assert same(policy_of(unsaved), policy_of(saver)) and same(policy_of(unsaved), policy_of(again))
+
+
 def test_the_engine_sleeps_while_a_checkpoint_is_loaded(models, world, tmp_path, monkeypatch):
-    """Loading makes gradients and moments of all parameters, for which the plan has no room beside an awake one."""
+    """Loading makes moments of all parameters, for which the plan has no room beside an awake one."""
     saver = start(models, world, tmp_path)
     step(*saver.trained["policy"])
     saver.save(1, {})
