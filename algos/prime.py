@@ -21,7 +21,7 @@ Run:    python algos/prime.py                                           (embedde
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset train.jsonl
             --steps 500 --prompts-per-step 256 --gen-prompts 1024 --group-size 4 --learning-rate 5e-7
             --max-prompt-tokens 1024 --max-response-tokens 3072
-Result: embedded arithmetic, greedy, mean of three seeds: 89.7 % from 53.5 %. On GPUs: not yet run.
+Result: embedded arithmetic, greedy, mean of three seeds: 90.4 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
