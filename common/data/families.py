@@ -53,10 +53,9 @@ def family_carries_state(model_path: str) -> bool:
         return carries_state(causal_class(config).from_config(config).get_decoder())  # a tower's convolutions are none
 
 
-def shares_keys(model_path: str) -> bool:
-    """Whether some layers of a folder or Hub name read the keys and values of earlier ones (Gemma 3n and 4)."""
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    return bool(getattr(config, "num_kv_shared_layers", 0))
+def layers_without_own_keys(config) -> int:
+    """How many of the last layers read the keys and values of earlier ones (Gemma 3n and 4). config: the decoder's."""
+    return getattr(config, "num_kv_shared_layers", None) or 0
 
 
 def may_be_padded(model: nn.Module) -> bool:

@@ -147,7 +147,7 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of KV cache for one token: a key and a value in each layer of attention. config: of the language model."""
     layers = families.layer_configs(config)
     kinds = families.layer_kinds(config) or ["full_attention"] * len(layers)
-    own = len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)  # the last ones read those of others
+    own = len(layers) - families.layers_without_own_keys(config)
     values = 0
     for layer, kind in list(zip(layers, kinds))[:own]:
         queries, keys = families.heads_of(layer)

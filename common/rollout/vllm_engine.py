@@ -38,7 +38,9 @@ def engine_settings(config: EngineConfig) -> dict:
     """Arguments of LLM(...). A server takes them as flags."""
     layout = config.layout
     cuda = torch.cuda.is_available()
-    sees_images = bool(image_tokens(AutoConfig.from_pretrained(config.model_path)))
+    model_config = AutoConfig.from_pretrained(config.model_path)
+    sees_images = bool(image_tokens(model_config))
+    shares_keys = families.layers_without_own_keys(model_config.get_text_config()) > 0
     transfer = "in_process"
     if layout.split:
         transfer = "nccl" if cuda else "shared_memory"
@@ -75,7 +77,7 @@ def engine_settings(config: EngineConfig) -> dict:
     # It knows a prompt by its token ids, which say nothing about images, and a layer by its own keys (Gemma 4's last
     # layers share theirs).
     settings["block_size"] = CPU_BLOCK_TOKENS
-    if not layout.split and not sees_images and not families.shares_keys(config.model_path):
+    if not layout.split and not sees_images and not shares_keys:
         settings["kv_transfer_config"] = {
             "kv_connector": "PromptTails",
             "kv_connector_module_path": "common.rollout.vllm_tails",

@@ -51,8 +51,8 @@ def why_not_packed(model: nn.Module, compute: Compute) -> str:
     hybrid = any(map(carries_state, layers))
     if hybrid and not may_heed_boundaries(layers, compute):
         return "convolutions or recurrent states, which would run into the next sequence"
-    attending = [layer for layer in layers if attentions_of(layer)]
-    kinds = {kind for kind, layer in zip(layer_kinds(config), layers) if layer in attending}  # empty if none is named
+    # Empty if config.json names none.
+    kinds = {kind for kind, layer in zip(layer_kinds(config), layers) if attentions_of(layer)}
     if other := kinds - PLAIN_ATTENTION - {"hybrid"}:  # attention beside Mamba in each layer (Falcon-H1)
         return f"{', '.join(sorted(other))} in some layers"
     if hybrid:  # not every layer has attention, and few of these classes declare _supports_attention_backend
