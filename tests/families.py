@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.data.tokenizer import causal_class, image_tokens
 from common.rollout.rollout import Rollout, collate
 from common.trainer.batching import Compute, pack
 from common.trainer.model import reshard, response_logprobs
@@ -265,8 +266,13 @@ def config_of(name: str):
 
 def save(name: str, folder: Path) -> str:
     """A random model of the family, with log-probs that differ from token to token."""
+    return save_model(config_of(name), folder / name)
+
+
+def save_model(config, folder: Path) -> str:
+    """The same of a configuration, in this folder."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
+    model = causal_class(config).from_config(config, dtype=torch.float32)
     for key, parameter in model.named_parameters():
         if key.endswith("A_log"):
             # Random states forget within a few tokens. These keep something for tens of tokens, so a leak shows.
@@ -282,8 +288,8 @@ def save(name: str, folder: Path) -> str:
     for key, buffer in model.named_buffers():
         if "correction_bias" in key:  # it moves the choice of experts, and is not a parameter
             nn.init.normal_(buffer, std=0.1)
-    model.save_pretrained(folder / name)
-    return str(folder / name)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def save_random(config, folder) -> None:
@@ -305,11 +311,15 @@ def rows_longer_than_a_window() -> Rollout:
 
 
 def own_tables(theirs, rollout, rows: torch.Tensor) -> torch.Tensor:
-    """(n, T, V) log-probs of transformers' model, one row at a time; 0 where there is no token."""
+    """(n, T, V) log-probs of transformers' model, one row at a time; 0 where there is no token.
+
+    Tokens that stand for images are never sampled.
+    """
     tables = []
     for row in rows.tolist():
         prompt, response = rollout.prompt_ids[row], rollout.response_ids[row]
-        logits = theirs(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = theirs(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits[:, list(image_tokens(theirs.config))] = -torch.inf
         missing = rollout.response_mask.shape[1] - len(response)
         tables.append(F.pad((logits / TEMPERATURE).log_softmax(-1), (0, 0, 0, missing)))
     return torch.stack(tables)
@@ -322,9 +332,15 @@ def targets_of(rollout, rows: torch.Tensor) -> torch.Tensor:
     return torch.tensor(ids)[..., None]
 
 
+def transformers_own(path: str):
+    """transformers' model of a folder, with its plainest attention."""
+    automatic = causal_class(AutoConfig.from_pretrained(path))
+    return automatic.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def difference(policy, path: str, rollout: Rollout, compute: Compute, world) -> float:
     """The largest one between the policy's log-probs and those of transformers' eager attention, row by row."""
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = transformers_own(path)
     largest = 0.0
     with torch.no_grad():
         for micro in pack(rollout, torch.arange(len(rollout)), compute, world):

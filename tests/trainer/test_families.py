@@ -43,7 +43,7 @@ def check_against_transformers(path: str, compute: batching.Compute, world, micr
     """Log-probs, entropies and gradient against eager attention on one row at a time. Returns the policy."""
     rollout = rows_longer_than_a_window()
     policy = model.load(path, world, torch.float32, compute)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = families.transformers_own(path)
     packed = batching.pack(rollout, torch.arange(4), compute, world)
     assert len(packed) == micro_batches
     for micro in packed:

@@ -2,18 +2,16 @@
 
 from pathlib import Path
 
+import families
 import pytest
 import torch
-import torch.nn.functional as F
-from families import DELTA, SIZES, TEMPERATURE, WINDOW, rows_longer_than_a_window, targets_of
+from families import DELTA, SIZES, TEMPERATURE, WINDOW, own_tables, rows_longer_than_a_window, targets_of
 from helpers import load
-from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig
 
 from common import weight_sync
 from common.data import arithmetic, weights
-from common.data.tokenizer import causal_class, image_tokens
 from common.errors import BadInput
 from common.preflight import checks
 from common.rollout import engines
@@ -21,6 +19,7 @@ from common.run import checkpoint
 from common.trainer import batching, lora, model, vision
 
 COMPUTE = batching.Compute(400, longest=96)
+ROWS = rows_longer_than_a_window()
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 PATCHES = {"image_size": 28, "patch_size": 14}
 TOKENS = {"image_token_id": 120, "boi_token_id": 121, "eoi_token_id": 122}
@@ -113,45 +112,9 @@ def path(request, tmp_path_factory) -> str:
     """Folder of a tiny model of the family, with its tower."""
     settings, _ = MODELS[request.param]
     config = AutoConfig.for_model(request.param, **settings)
-    torch.manual_seed(0)
-    policy = causal_class(config).from_config(config, dtype=torch.float32)
-    for key, parameter in policy.named_parameters():
-        if key.endswith("A_log"):
-            nn.init.uniform_(parameter, -4, -1)
-        elif parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.5 if "conv1d" in key else 0.08)
-    folder = tmp_path_factory.mktemp("towers") / request.param
-    policy.save_pretrained(folder)
+    folder = families.save_model(config, tmp_path_factory.mktemp("towers") / request.param)
     arithmetic.tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def right_logprobs(theirs, rollout, rows: torch.Tensor) -> torch.Tensor:
-    """(n, T) log-probs of transformers' model, one row at a time. Tokens that stand for images are never sampled."""
-    tables = []
-    for row in rows.tolist():
-        prompt, response = rollout.prompt_ids[row], rollout.response_ids[row]
-        logits = theirs(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        logits[:, list(image_tokens(theirs.config))] = -torch.inf
-        missing = rollout.response_mask.shape[1] - len(response)
-        tables.append(F.pad((logits / TEMPERATURE).log_softmax(-1), (0, 0, 0, missing)))
-    return torch.stack(tables).gather(2, targets_of(rollout, rows))[..., 0]
-
-
-def transformers_own(path: str):
-    automatic = causal_class(AutoConfig.from_pretrained(path))
-    return automatic.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def distance(policy, path: str, compute: batching.Compute, world) -> float:
-    """Between the policy's log-probs and those of transformers for the model in a folder."""
-    rollout = rows_longer_than_a_window()
-    (micro,) = batching.pack(rollout, torch.arange(4), compute, world)
-    with torch.no_grad():
-        found, _ = model.response_logprobs(policy, micro, TEMPERATURE)
-        right = right_logprobs(transformers_own(path), rollout, micro.rows)
-    model.reshard(policy)
-    return float((found - right).abs().max())
+    return folder
 
 
 def move(parameters, world) -> None:
@@ -163,13 +126,13 @@ def move(parameters, world) -> None:
 
 
 def test_log_probs_and_gradients_are_transformers(path, world):
-    rollout = rows_longer_than_a_window()
     compute = checks.settle_packing(path, COMPUTE)
     policy = model.load(path, world, torch.float32, compute)
-    theirs = transformers_own(path)
-    (micro,) = batching.pack(rollout, torch.arange(4), compute, world)
+    theirs = families.transformers_own(path)
+    (micro,) = batching.pack(ROWS, torch.arange(4), compute, world)
     found, _ = model.response_logprobs(policy, micro, TEMPERATURE)
-    right = right_logprobs(theirs, rollout, micro.rows)
+    tables = own_tables(theirs, ROWS, micro.rows)
+    right = tables.gather(2, targets_of(ROWS, micro.rows))[..., 0]
     assert (found - right).abs().max() <= 1e-5
     factors = torch.linspace(-1, 1, found.numel()).view(found.shape)
     (found * factors).sum().backward()
@@ -199,13 +162,13 @@ def test_the_engine_and_the_export_follow(path, world, tmp_path):
         assert gap <= MODELS[Path(path).name][1]
     checkpoint.export(policy, arithmetic.tokenizer(), tmp_path, torch.float32, world)
     assert weights.files_of(path).keys() == weights.files_of(str(tmp_path)).keys()
-    assert distance(policy, str(tmp_path), compute, world) <= 1e-5
+    assert families.difference(policy, str(tmp_path), ROWS, compute, world) <= 1e-5
 
 
 def test_a_critic_has_a_value_for_each_token(path, world):
     compute = checks.settle_packing(path, COMPUTE)
     critic = model.load(path, world, torch.float32, compute, value_head=True)
-    (micro,) = batching.pack(rows_longer_than_a_window(), torch.arange(4), compute, world)
+    (micro,) = batching.pack(ROWS, torch.arange(4), compute, world)
     model.response_values(critic, micro).sum().backward()
     assert critic.score.weight.grad.full_tensor().norm() > 0
 
@@ -213,15 +176,15 @@ def test_a_critic_has_a_value_for_each_token(path, world):
 def test_adapters_are_for_the_decoder_alone(path, world, tmp_path):
     compute = checks.settle_packing(path, batching.Compute(400, longest=96, lora_rank=4))
     policy = model.load(path, world, torch.float32, compute)
-    assert distance(policy, path, compute, world) <= 1e-5  # they begin as the base
+    assert families.difference(policy, path, ROWS, compute, world) <= 1e-5  # they begin as the base
     names = {name for name, _ in lora.adapted(policy)}
     assert names and not any("vision" in name or "visual" in name for name in names)
     move([layer.lora_b for _, layer in lora.adapted(policy)], world)
-    assert distance(policy, path, compute, world) > 0.05
+    assert families.difference(policy, path, ROWS, compute, world) > 0.05
     checkpoint.export(policy, arithmetic.tokenizer(), tmp_path / "adapters", torch.float32, world)
     merge = load("scripts/merge_lora.py")
     merge.main(merge.Args(tmp_path / "adapters", tmp_path / "merged", base=path, dtype="float32"))
-    assert distance(policy, str(tmp_path / "merged"), compute, world) <= 3e-5
+    assert families.difference(policy, str(tmp_path / "merged"), ROWS, compute, world) <= 3e-5
 
 
 def test_prompts_with_images_are_refused(path):
