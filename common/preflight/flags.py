@@ -51,7 +51,8 @@ class Flags:
     """gsm8k, math, file.py:function, model:FOLDER, URL. Several: each =WEIGHT. Default: the environment's or gsm8k."""
     max_prompt_tokens: PositiveInt = 512  # Longest prompt. Longer ones are dropped.
     # rollout
-    rollout_backend: Literal["vllm", "hf"] = "vllm"  # hf samples slowly with transformers, where vLLM is missing.
+    rollout_backend: Literal["vllm", "sglang", "hf"] = "vllm"
+    """Engine that samples. sglang: servers at --rollout-urls. hf: transformers, slow, where vLLM is missing."""
     rollout_tp: PositiveInt = 1  # Number of ranks that share one engine by tensor parallelism.
     layout: Annotated[placement.Layout, OmitArgPrefixes] = placement.Layout()
     # computing

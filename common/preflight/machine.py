@@ -95,14 +95,24 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
             "is under way when new weights come"
         )
     if not layout.split:
+        if backend == "sglang":
+            raise BadInput("--rollout-backend sglang needs --rollout-placement split and --rollout-urls")
         return
     for url in urls:
         if not re.fullmatch(r"https?://[^/?#@]+/?", url):
             # The rest of the URL may hold a secret.
             shown = re.split("[?#]", url)[0]
             raise BadInput(f"--rollout-urls {shown}: expected http://HOST:PORT")
-    if backend != "vllm":
-        raise BadInput(f"--rollout-placement split needs vLLM's servers; --rollout-backend {backend} has none")
+    if backend == "hf":
+        raise BadInput(f"--rollout-placement split needs servers; --rollout-backend {backend} has none")
+    if backend == "sglang":
+        if devices:
+            raise BadInput("--rollout-devices starts vLLM's servers; start SGLang's yourself and pass --rollout-urls")
+        if layout.inflight_updates == "keep":
+            raise BadInput(
+                "--inflight-updates keep with --rollout-backend sglang: later requests would read the old keys and "
+                "values, too; use recompute"
+            )
     if bool(devices) == bool(urls):
         raise BadInput("--rollout-placement split needs --rollout-devices or --rollout-urls, and not both")
     if devices:

@@ -146,7 +146,7 @@ class MemoryPlan:
     models: tuple[str, ...] = ("policy",)  # all of the sizes of `model`; "reference" is frozen, others are trained
     others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model of other sizes
     offload: str = "none"  # value of --offload
-    backend: Literal["vllm", "hf", "none"] = "none"  # "none": no engine, as in SFT
+    backend: Literal["vllm", "sglang", "hf", "none"] = "none"  # "none": no engine, as in SFT
     rollout_tp: int = 1
     layout: Layout = Layout()
     reward_bytes: float = 0.0  # bytes of reward models on this rank's device

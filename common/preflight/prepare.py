@@ -101,6 +101,7 @@ def prepare(
     inputs = load_inputs(args, size, others or {})
     max_model_len = check_inputs(args, inputs)
     settings = settle(args, inputs, (*models, *value_heads), max_model_len, prompts_per_draw)
+    engines.check_servers(args.rollout_backend, inputs.model, max_model_len, settings.dtype, args.layout)
     show(settings)
     return settings
 

@@ -1,7 +1,7 @@
 """The engine samples: prompts go in as token ids; responses come out as token ids and the log-probs of each token.
 
 There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py) runs vLLM in each rank's process,
-`ServerEngine` (servers/engine.py) talks to vLLM's servers, `HFEngine` (hf_engine.py) uses transformers.
+`ServerEngine` (servers/engine.py) talks to servers of vLLM or SGLang, `HFEngine` (hf_engine.py) uses transformers.
 
     generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
@@ -57,6 +57,17 @@ def check_family(backend: str, model_path: str) -> None:
         raise BadInput(f"--model {model_path}: {problem} ({family}); use --rollout-backend hf")
 
 
+def check_servers(backend: str, model_path: str, max_model_len: int, dtype: torch.dtype, layout: Layout) -> None:
+    """Refuse SGLang servers that could not sample for this trainer. vLLM's say so when they are connected.
+
+    Raises BadInput. max_model_len, dtype: as for start().
+    """
+    if backend == "sglang":
+        from common.rollout.servers import sglang_api
+
+        sglang_api.check_servers(layout.rollout_urls, model_path, max_model_len, dtype)
+
+
 def start(
     backend: str,
     model_path: str,
@@ -87,6 +98,7 @@ def start(
         model_config = AutoConfig.from_pretrained(model_path).get_text_config()
         cache_bytes = kv_cache_bytes(model_config, dtype, max_model_len, max_num_seqs)
     config = EngineConfig(
+        backend=backend,
         model_path=model_path,
         dtype=dtype,
         tensor_parallel=rollout_tp if layout.split else world.rollout_tp,
@@ -95,7 +107,8 @@ def start(
         max_num_seqs=max_num_seqs,
         kv_cache_bytes=cache_bytes,
     )
-    set_vllm_environment(world.device, dtype)
+    if backend == "vllm":
+        set_vllm_environment(world.device, dtype)
     if layout.split:
         from common.rollout.servers.engine import ServerEngine
 

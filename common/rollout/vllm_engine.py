@@ -23,8 +23,9 @@ CPU_BLOCK_TOKENS = 32  # tokens in a block of a CPU's KV cache: the fewest that 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that one vLLM engine is asked for, in this process or as a server."""
+    """Everything that one engine is asked for: vLLM in this process, or a server."""
 
+    backend: str = "vllm"  # or "sglang", which has servers only
     model_path: str  # local folder or Hub name
     dtype: torch.dtype  # the weights'
     tensor_parallel: int  # devices that hold the engine together

@@ -142,14 +142,14 @@ def with_lengths(ask):
     All responses of a request have the same limit. The seeds stay those of the whole group.
     """
 
-    async def ask_twice(http, url: str, body: dict, versions) -> list[Response]:
+    async def ask_twice(http, url: str, body: dict, versions, api) -> list[Response]:
         sampling = body["sampling_params"] | {"ignore_eos": True, "stop_token_ids": []}
         parts = [sampling]
         if sampling["n"] == GROUP:
             short = sampling | {"n": GROUP - 1, "max_tokens": sampling["max_tokens"] // TIMES}
             long = sampling | {"n": 1, "seed": sampling["seed"] + GROUP - 1}
             parts = [short, long]
-        requests = [ask(http, url, body | {"sampling_params": part}, versions) for part in parts]
+        requests = [ask(http, url, body | {"sampling_params": part}, versions, api) for part in parts]
         responses = itertools.chain(*await asyncio.gather(*requests))
         # A run in which all responses are cut off is stopped.
         return [dataclasses.replace(response, truncated=False) for response in responses]

@@ -21,8 +21,7 @@ from common.placement import Layout
 from common.preflight import memory
 from common.preflight.machine import check_layout
 from common.rollout import engines, vllm_engine
-from common.rollout.servers import process, weights
-from common.rollout.servers.client import Control
+from common.rollout.servers import process, vllm_api, weights
 from common.rollout.vllm_engine import EngineConfig, VLLMEngine
 from common.trainer import attention, batching, model, packing_check
 
@@ -194,11 +193,11 @@ def test_servers_join_nccl_with_ranks_of_their_own_at_an_address_that_they_reach
 
     monkeypatch.setattr(network, "get_ip", lambda: "10.0.0.1")
     monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: None)
-    control = Control(["http://localhost:1", f"http://{second}:2"], workers=[2, 4])
+    control = vllm_api.Control(["http://localhost:1", f"http://{second}:2"], workers=[2, 4])
     control.request = mock.Mock()
     policy = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 3))
     source = weights.SingleIteration(weight_sync.FullParameters(policy, torch.bfloat16))
-    sender = weights.nccl_sender(source, control)
+    sender = vllm_api.nccl_sender(source, control)
     _, path, bodies = control.request.call_args.args
     infos = [body["init_info"] for body in bodies]
     assert path == "/init_weight_transfer_engine" and sender.is_sender

@@ -37,7 +37,7 @@ from common.rollout.environments.episodes import Environments, attach, problem_o
 from common.rollout.environments.workers import THREADS, EnvironmentPool
 from common.rollout.hf_engine import HFEngine
 from common.rollout.rollout import Response, collate
-from common.rollout.servers import client
+from common.rollout.servers import client, vllm_api
 from common.rollout.servers import engine as servers
 from common.rollout.turns import PATIENCE, Replies, collate_turns, open_turns
 from common.run import sampling
@@ -106,7 +106,7 @@ def test_servers_grade_no_single_turn_ahead(world, monkeypatch):
     """An episode is graded as a whole when it has ended, also where the reward takes responses one by one."""
     given = []
 
-    async def ask_all(requests, versions, done, follow, salted):
+    async def ask_all(requests, versions, done, follow, api, salted):
         given.append((len(requests), done))
         raise BadInput("enough")
 
@@ -114,6 +114,7 @@ def test_servers_grade_no_single_turn_ahead(world, monkeypatch):
     engine = object.__new__(servers.ServerEngine)
     engine.world, engine.stop_token_ids, engine.never, engine.urls = world, [1], (), ["http://a"]
     engine.inflight_updates, engine.calls, engine.of_thread = "none", servers.CallGate(), threading.local()
+    engine.api = vllm_api
     with pytest.raises(BadInput, match="enough"):
         engine.generate([[5], [6]], 4, 1.0, 8, 0, done=lambda *row: None, reply=lambda prompt, turns: None)
     assert given == [(8, None)]
@@ -615,10 +616,10 @@ def on_a_server(reply, world, monkeypatch):
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     rows = open_turns([[5], [5], [5]], 1, 9)
     settings = {"n": 1, "max_tokens": 9, "temperature": 1.0}
-    conversations = servers.Conversations(rows, [0, 1, 2], settings, 0, reply)
+    conversations = servers.Conversations(vllm_api, rows, [0, 1, 2], settings, 0, reply)
     bodies = [conversations.body(row) for row in range(3)]
     requests = [("http://a", body) for body in bodies]
-    asyncio.run(client.ask_all(requests, lambda: range(4, 5), None, conversations.follow))
+    asyncio.run(client.ask_all(requests, lambda: range(4, 5), None, conversations.follow, api=vllm_api))
     batch = collate_turns(rows, None, world.device)
     assert torch.equal(batch.weight_versions, 4 * batch.response_mask)  # an observation has no version
     return batch
@@ -694,6 +695,7 @@ def asked_of_servers(prompts: list[int], rank: int, size: int, seed: int, reply,
     engine, requests = object.__new__(servers.ServerEngine), []
     engine.world = SimpleNamespace(size=size, rank=rank, device=torch.device("cpu"))
     engine.urls, engine.stop_token_ids, engine.never = ["http://a", "http://b"], [1], ()
+    engine.api = vllm_api
 
     def ask(bodies, done=None, follow=None):
         answers = []

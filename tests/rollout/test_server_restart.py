@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from common.errors import RunFailed
 from common.placement import Layout
 from common.rollout.rollout import Response
-from common.rollout.servers import client, engine, process, weights
+from common.rollout.servers import client, engine, process, vllm_api, weights
 from common.rollout.vllm_engine import EngineConfig
 from common.weight_sync import TensorInfo
 
@@ -57,10 +57,13 @@ class Servers:
         self.events.append("start")
         return [Server(f"http://own{self.started}", self)]
 
-    def control(self, urls: list[str], keeps_cache: bool):
-        return Control(urls, self)
+    def control(self, urls: list[str], inflight_updates: str):
+        control = Control(urls, inflight_updates)
+        control.servers, control.got = self, {}
+        self.urls, self.control_now = urls, control
+        return control
 
-    async def ask_all(self, requests: list, versions, done, follow, salted: bool) -> list:
+    async def ask_all(self, requests: list, versions, done, follow, api, salted: bool) -> list:
         self.happen(f"ask {requests[0][0]}" if requests[0][0] == "http://theirs" else "ask")
         (version,) = versions()
         assert self.version == str(version), "the servers have other weights than the run believes"
@@ -81,32 +84,28 @@ class Server:
         self.servers.events.append(f"stop {self.url}")
 
 
-class Control:
-    """Every route is an event. update_weights reads its file at once, because the sender removes it."""
+class Control(vllm_api.Control):
+    """Every route is an event. A part of the weights is read at once, because the sender removes its file."""
 
-    workers = 1
+    def check(self, config) -> None:
+        self.servers.happen("check")
 
-    def __init__(self, urls: list[str], all_of_them: Servers):
-        self.urls, self.servers, self.version, self.got = urls, all_of_them, "0", {}
-        all_of_them.urls, all_of_them.control_now = urls, self
-
-    def update_weights(self, body: dict) -> None:
-        self.servers.happen("update_weights")
-        self.got |= load_file(body["path"])
-
-    def finish_weight_update(self) -> None:
-        self.servers.version = self.version
-        self.servers.happen("finish_weight_update")
-
-    def __getattr__(self, route: str):
-        return lambda: self.servers.happen(route)
+    def request(self, method: str, path: str, bodies=None) -> list[bytes]:
+        if path == vllm_api.EMPTY_CACHE:
+            return []
+        if path == "/finish_weight_update":
+            self.servers.version = bodies["weight_version"]
+        self.servers.happen(path.removeprefix("/"))
+        if path == "/update_weights":
+            self.got |= load_file(bodies["update_info"]["path"])
+        return []
 
 
 @pytest.fixture
 def fake(monkeypatch) -> Servers:
     found = Servers()
     monkeypatch.setattr(process, "start", found.start)
-    monkeypatch.setattr(client, "Control", found.control)
+    monkeypatch.setattr(vllm_api, "Control", found.control)
     sees_images = SimpleNamespace(vision_config={}, image_token_id=4)
     monkeypatch.setattr(engine.AutoConfig, "from_pretrained", lambda path: sees_images)
     monkeypatch.setattr(client, "ask_all", found.ask_all)
@@ -150,7 +149,7 @@ def test_new_servers_are_asked_what_the_lost_ones_were(world, fake, monkeypatch,
     asked = []  # for each try, its requests without the address of the server
     reported = []
 
-    async def ask_all(requests, versions, done, follow, salted):
+    async def ask_all(requests, versions, done, follow, api, salted):
         bodies = [body for _, body in requests]
         asked.append(bodies)
         answers = []
@@ -244,7 +243,7 @@ def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
         def shutdown(self) -> None:
             self.over = True
 
-    monkeypatch.setattr(weights, "nccl_sender", Sender)
+    monkeypatch.setattr(vllm_api, "nccl_sender", Sender)
     made = make(replace(world, device=torch.device("cuda")))
     for _ in range(3):
         made.load_weights(Weights(fake.events))
@@ -283,7 +282,7 @@ def test_servers_of_others_are_left_as_they_were(world, fake):
 def test_what_new_servers_do_not_mend_ends_the_run(world, fake, monkeypatch):
     made = make(world)
 
-    async def refuse(requests, versions, done, follow, salted):
+    async def refuse(requests, versions, done, follow, api, salted):
         raise RunFailed("rollout server http://own1 refused a request (400): too long", code="server-refused")
 
     monkeypatch.setattr(client, "ask_all", refuse)
@@ -313,8 +312,8 @@ def test_an_error_of_a_dead_engine_is_a_loss(status, code):
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         for request in (
-            lambda: asyncio.run(client.ask_all([(url, {})], lambda: range(1), None)),
-            lambda: client.Control([url]).request("POST", "/start_weight_update"),
+            lambda: asyncio.run(client.ask_all([(url, {})], lambda: range(1), None, api=vllm_api)),
+            lambda: vllm_api.Control([url]).request("POST", "/start_weight_update"),
         ):
             with pytest.raises(RunFailed) as raised:
                 request()

@@ -24,8 +24,8 @@ from common.data.prompts import PromptLoader, TrainSource, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
-from common.rollout.servers import client, process
-from common.rollout.servers.client import Control, ask_all
+from common.rollout.servers import client, process, vllm_api
+from common.rollout.servers.vllm_api import Control
 from common.rollout.servers.weights import cut
 from common.rollout.vllm_engine import EngineConfig
 
@@ -208,10 +208,12 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
 def test_a_server_that_is_not_there_is_named():
     control = Control(["http://127.0.0.1:9"])
     with pytest.raises(RunFailed, match="http://127.0.0.1:9"):
-        control.check()
+        control.check(None)
 
 
 FRESH = ("/update_weight_version", "/resume", "/reset_prefix_cache")  # routes that make a used server as a new one
+UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+WEIGHTS = [("weight", torch.ones(2))]
 
 
 class Scripted:
@@ -243,7 +245,7 @@ def test_each_server_gets_its_own_nccl_ranks(scripted):
     paths = ("/get_world_size", "/init_weight_transfer_engine", *FRESH)
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
     control = Control(["http://a", "http://b"])
-    control.check()
+    control.check(None)
     assert control.workers == [2, 2]
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     sent = {url: json.loads(body)["init_info"] for url, body in transport.asked if "init" in url}
@@ -264,22 +266,21 @@ def test_an_update_ends_with_an_empty_prefix_cache(scripted):
 def test_a_server_that_another_run_has_used_is_as_a_new_one(scripted):
     """That run may have ended during an update, and its cache has keys and values of other weights."""
     transport = scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, {"world_size": 1})})
-    Control(["http://a"]).check()
+    Control(["http://a"]).check(None)
     asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
     assert "resume" in asked and "reset_prefix_cache?reset_running_requests=true" in asked
 
 
-@pytest.mark.parametrize("keeps_cache", [False, True])
-def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, keeps_cache):
+@pytest.mark.parametrize("updates", ["recompute", "keep"])
+def test_an_update_amid_responses_stops_them_between_two_tokens(scripted, updates):
     """They go on afterwards. With `keep` nothing that they have computed is thrown away."""
-    paths = ("/pause", "/resume", "/finish_weight_update", "/reset_prefix_cache")
+    paths = ("/pause", "/resume", *UPDATE, "/reset_prefix_cache")
     transport = scripted(dict.fromkeys(paths, (200, {})))
-    control = Control(["http://a"], keeps_cache=keeps_cache)
-    with control.paused():
-        control.finish_weight_update()
+    Control(["http://a"], updates).send(WEIGHTS, 3, torch.device("cpu"))
     asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
-    reset = [] if keeps_cache else ["reset_prefix_cache?reset_running_requests=true"]
-    assert asked == ["pause?mode=keep&clear_cache=false", "finish_weight_update", *reset, "resume"]
+    update = [path.removeprefix("/") for path in UPDATE]
+    reset = [] if updates == "keep" else ["reset_prefix_cache?reset_running_requests=true"]
+    assert asked == ["pause?mode=keep&clear_cache=false", *update, *reset, "resume"]
 
 
 @pytest.mark.parametrize("lost_in", ["/pause", "an update"])
@@ -303,16 +304,15 @@ def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkey
         return answer(request)
 
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", at_once)
-    control = Control(["http://a", "http://b"])
-    with pytest.raises(RunFailed, match="http://a"), control.paused():
-        control.start_weight_update()
+    with pytest.raises(RunFailed, match="http://a"):
+        Control(["http://a", "http://b"], "recompute").send(WEIGHTS, 3, torch.device("cpu"))
     assert asked[-1] == "/resume"
 
 
 def test_a_server_without_the_routes_is_explained(scripted):
     scripted({"/update_weight_version": (404, {})})
     with pytest.raises(RunFailed, match=r"http://a refused .*serve_rollout\.sh"):
-        Control(["http://a"]).check()
+        Control(["http://a"]).check(None)
 
 
 def good_reply() -> dict:
@@ -336,7 +336,7 @@ def ask_one(monkeypatch):
         done = lambda *given: told.append(given)
         versions = iter([range(2, 3), range(2 + updates, 3 + updates)])
         request = ("http://a", {"sampling_params": {"n": n}})
-        return asyncio.run(ask_all([request], lambda: next(versions), done))[0]
+        return asyncio.run(client.ask_all([request], lambda: next(versions), done, api=vllm_api))[0]
 
     return ask
 
@@ -353,7 +353,7 @@ def test_with_a_kept_cache_a_request_reads_no_prompt_that_older_weights_have_com
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", transport.handle_async_request)
     requests = [("http://a", {"sampling_params": {"n": 2}})]
     for versions in (range(2, 3), range(2, 4), range(2, 3)):
-        asyncio.run(ask_all(requests, lambda now=versions: now, None, salted=True))
+        asyncio.run(client.ask_all(requests, lambda now=versions: now, None, api=vllm_api, salted=True))
     assert salts[0] == salts[2] != salts[1]
 
 
@@ -386,7 +386,8 @@ def test_a_connection_that_was_idle_is_not_used_again():
             time.sleep(1.7)  # the environment answers
             return {"sampling_params": {"n": 1}} if len(turns) < 2 else None
 
-        return await ask_all([(url, {"sampling_params": {"n": 1}})], lambda: range(2, 3), None, follow)
+        request = (url, {"sampling_params": {"n": 1}})
+        return await client.ask_all([request], lambda: range(2, 3), None, follow, api=vllm_api)
 
     ((response,),) = asyncio.run(play())
     assert response.token_ids == [7, 1] and list(map(len, connections)) == [1, 1]
@@ -474,7 +475,7 @@ def test_what_is_no_reply_is_one_line(scripted, ask_one, reply):
         ask_one(reply, 1)
     scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, reply)})
     with pytest.raises(RunFailed, match="http://a .*/get_world_size"):
-        Control(["http://a"]).check()
+        Control(["http://a"]).check(None)
 
 
 def test_weights_are_cut_into_parts_that_fit():
@@ -485,13 +486,14 @@ def test_weights_are_cut_into_parts_that_fit():
 def test_a_server_that_hangs_is_found(monkeypatch):
     """It accepts connections and never answers: only its health, asked beside the requests, tells."""
     monkeypatch.setattr(client, "HEALTH_EVERY_SECONDS", 0.1)
-    monkeypatch.setattr(client, "HEALTH_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(vllm_api, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(Control, "health_seconds", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunFailed, match=url):
-            asyncio.run(ask_all([(url, {})], lambda: range(1), None))
+            asyncio.run(client.ask_all([(url, {})], lambda: range(1), None, api=vllm_api))
         # An update, too: the front end of an engine that has died may never answer.
         with pytest.raises(RunFailed, match=url):
             Control([url]).start_weight_update()

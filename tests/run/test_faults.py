@@ -16,6 +16,7 @@ from algos import grpo
 from common import errors
 from common.errors import BadInput, RunFailed
 from common.preflight import folders
+from common.rollout.servers import vllm_api
 from common.rollout.servers.client import ask_all
 from common.run.guards import SILENT_STEPS, Trends
 from common.run.tracking import Tracker
@@ -217,7 +218,7 @@ def test_a_fresh_run_that_is_never_taught_anything_stops(world, tmp_path):
 
 def test_a_server_that_is_gone_has_a_code():
     with pytest.raises(RunFailed, match="http://127.0.0.1:9") as failed:
-        asyncio.run(ask_all([("http://127.0.0.1:9", {})], lambda: range(1), None))
+        asyncio.run(ask_all([("http://127.0.0.1:9", {})], lambda: range(1), None, api=vllm_api))
     assert failed.value.code == "server-gone"
 
 

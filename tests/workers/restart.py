@@ -7,7 +7,7 @@ from common import placement
 from common.data import arithmetic
 from common.errors import RunFailed
 from common.rollout.rollout import Response
-from common.rollout.servers import client, process
+from common.rollout.servers import client, process, vllm_api
 from common.rollout.servers.engine import ServerEngine
 from common.rollout.vllm_engine import EngineConfig
 
@@ -35,14 +35,18 @@ class Server:
 
 
 class Control:
-    def __init__(self, urls: list[str], keeps_cache: bool):
+    def __init__(self, urls: list[str], inflight_updates: str):
         self.urls = urls
+
+    def send(self, source, version: int, device) -> None:
+        for _ in source:
+            pass
 
     def __getattr__(self, route: str):
         return lambda *args: None
 
 
-async def ask_all(requests: list, versions, done, follow, salted: bool) -> list:
+async def ask_all(requests: list, versions, done, follow, api, salted: bool) -> list:
     url = requests[0][0]
     asked.append(url)
     if dist.get_rank() == 1 and len(asked) in LOST:
@@ -53,7 +57,7 @@ async def ask_all(requests: list, versions, done, follow, salted: bool) -> list:
 def main() -> None:
     started = iter((1, 2))
     process.start = lambda config: [Server(f"http://own{next(started)}")]
-    client.Control, client.ask_all = Control, ask_all
+    vllm_api.Control, client.ask_all = Control, ask_all
     world = placement.init(0)
     config = EngineConfig(
         model_path=arithmetic.WARM_START,

@@ -1,5 +1,6 @@
-"""HTTP requests to vLLM's servers: for responses to prompts, and for updates of their weights.
+"""HTTP requests to rollout servers: for responses to prompts, and for updates of their weights.
 
+What a request says and how a reply reads is the server's: vllm_api.py and sglang_api.py have the same names (`Api`).
 Every failure becomes one RunFailed that names the server. Its code is "server-gone" if restarted servers may help.
 """
 
@@ -7,65 +8,79 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import httpx
-from pydantic import BaseModel, Field, NonNegativeInt
+import torch
+from pydantic import BaseModel, NonNegativeInt
 
 from common.errors import RunFailed
 from common.rollout.rollout import Done, Response
 from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
+from common.rollout.servers.weights import SingleIteration
 from common.rollout.turns import REPLIES_AT_ONCE
+from common.rollout.vllm_engine import EngineConfig
 
-GENERATE = "/inference/v1/generate"
-EMPTY_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 UPDATE_SECONDS = 300.0  # for one part of a weight update
-# A server that hangs fails three health checks in a row, so it is found within three times the sum of these.
+# A server that hangs fails three health checks in a row, so it is found within three times the sum of this and of the
+# seconds that its api gives it for an answer.
 HEALTH_EVERY_SECONDS = 4.0
-HEALTH_ANSWER_SECONDS = 5.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
 # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
 IDLE_SECONDS = 1.0
-# vLLM reports -9999 for a log-prob that is not a number.
-LOWEST_LOGPROB = -9998.0
-
-
-# The parts of vLLM's replies that we read. vLLM has classes for them, too, but they take 8 s to import, and they accept
-# a reply without log-probs.
-class TokenLogprob(BaseModel):
-    logprob: float = Field(gt=LOWEST_LOGPROB)  # refuses NaN, too
-
-
-class Logprobs(BaseModel):
-    content: list[TokenLogprob]
 
 
 class VersionSpan(BaseModel):
-    version: str  # number of the weights that sampled these of the response's tokens
+    """Tokens start ... end - 1 of a response, which the same weights sampled. Both kinds of servers report these."""
+
+    version: str  # number of the weights
     start: NonNegativeInt
     end: NonNegativeInt
 
 
-class Choice(BaseModel):
-    index: int
-    token_ids: list[NonNegativeInt] = Field(min_length=1)
-    logprobs: Logprobs
-    finish_reason: Literal["stop", "length"]
-    weight_versions: list[VersionSpan]
+@dataclass
+class Choice:
+    """One response in a server's reply."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated: bool  # True if the length limit ended it
+    spans: list[VersionSpan]
 
 
-class Reply(BaseModel):
-    choices: list[Choice]
+class Api(Protocol):
+    """What a module has that speaks to one kind of server."""
+
+    NAME: str  # how errors call it
+    GENERATE: str  # route for responses
+    HEALTH_SECONDS: float  # how long an answer of /health may take
+
+    def request_body(self, ids: list[int], settings: dict, seed: int) -> dict:
+        """A request for responses to these tokens. settings: of vllm_engine.sampling_settings(), and `n`."""
+
+    def read_choices(self, reply: bytes, n: int) -> list[Choice]:
+        """The n responses of a reply, in order. Raises ValueError if one is missing or not whole: see check_whole()."""
 
 
-class WorldSize(BaseModel):
-    world_size: int
+def check_whole(choice: Choice, index: int) -> None:
+    """Raises ValueError if a log-prob or version is missing: it would shift all that follow."""
+    tokens = len(choice.token_ids)
+    if len(choice.logprobs) != tokens:
+        raise ValueError(f"{tokens} tokens and {len(choice.logprobs)} log-probs in response {index}")
+    # The spans of the versions follow each other, and cover all tokens.
+    covered = 0
+    for span in choice.spans:
+        if span.start != covered or span.end < span.start:
+            raise ValueError(f"a version from token {span.start}, after {covered}, in response {index}")
+        covered = span.end
+    if covered != tokens:
+        raise ValueError(f"{tokens} tokens and versions of {covered} in response {index}")
 
 
 @contextlib.contextmanager
-def named_errors(url: str, path: str) -> Iterator[None]:
-    """Turn a failed request or an unreadable reply into a RunFailed that names the server."""
+def named_errors(url: str, path: str, name: str) -> Iterator[None]:
+    """Turn a failed request or an unreadable reply into a RunFailed that names the server. name: its api's NAME."""
     try:
         yield
     except httpx.HTTPStatusError as error:
@@ -81,10 +96,12 @@ def named_errors(url: str, path: str) -> Iterator[None]:
         message = f"rollout server {url} is gone: {path}: {type(error).__name__}: {error}"
         raise RunFailed(message, code="server-gone") from None
     except ValueError as error:
-        # The page of a proxy, another service at this port, or another version of vLLM. pydantic's errors have several
-        # lines.
+        # The page of a proxy, another service at this port, or another version of the server. pydantic's errors have
+        # several lines.
         reason = " ".join(str(error).split())[:300]
-        raise RunFailed(f"rollout server {url} answered {path} unlike vLLM: {reason}", code="server-refused") from None
+        raise RunFailed(
+            f"rollout server {url} answered {path} unlike {name}: {reason}", code="server-refused"
+        ) from None
 
 
 async def ask_all(
@@ -93,6 +110,7 @@ async def ask_all(
     done: Done | None,
     follow: Callable | None = None,
     *,
+    api: Api,
     salted: bool = False,
 ) -> list[list[Response]]:
     """Send all requests (server, body) at once and return their responses in the same order. Raises RunFailed.
@@ -117,7 +135,7 @@ async def ask_all(
                 # Requests made during an update have a cache of their own: they may be computed before or after it.
                 now = versions()
                 body = body | {"cache_salt": f"{now.start} to {now.stop - 1}"}
-            responses = await ask(client, url, body, versions)
+            responses = await ask(client, url, body, versions, api)
             if follow is None:
                 break
             # An environment may take seconds. In a thread it does not hold up the other requests.
@@ -128,7 +146,8 @@ async def ask_all(
 
     try:
         async with client:
-            return await watched(urls, [converse(i, url, body) for i, (url, body) in enumerate(requests)])
+            conversations = [converse(i, url, body) for i, (url, body) in enumerate(requests)]
+            return await watched(urls, conversations, api.HEALTH_SECONDS)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -139,12 +158,12 @@ def connect(urls: Iterable[str], **settings) -> httpx.AsyncClient:
     return httpx.AsyncClient(verify=encrypted, trust_env=not all(map(is_local, urls)), **settings)
 
 
-async def watched(urls: Iterable[str], requests: list[Coroutine]) -> list:
+async def watched(urls: Iterable[str], requests: list[Coroutine], health_seconds: float) -> list:
     """What the requests return, in their order. Raises the first error, also that of a server that does not answer."""
     try:
         # The first error in a group cancels its other tasks.
         async with asyncio.TaskGroup() as group:
-            watches = [group.create_task(watch(url)) for url in urls]
+            watches = [group.create_task(watch(url, health_seconds)) for url in urls]
             answers = [group.create_task(request) for request in requests]
             await asyncio.gather(*answers, return_exceptions=True)
             for task in watches:
@@ -154,13 +173,15 @@ async def watched(urls: Iterable[str], requests: list[Coroutine]) -> list:
     return [task.result() for task in answers]
 
 
-async def ask(client: httpx.AsyncClient, url: str, body: dict, versions: Callable[[], range]) -> list[Response]:
+async def ask(
+    client: httpx.AsyncClient, url: str, body: dict, versions: Callable[[], range], api: Api
+) -> list[Response]:
     """The responses to one request, in order. Raises RunFailed if other weights sampled them."""
     oldest = versions().start
-    with named_errors(url, GENERATE):
-        reply = await client.post(url + GENERATE, json=body)
+    with named_errors(url, api.GENERATE, api.NAME):
+        reply = await client.post(url + api.GENERATE, json=body)
         reply.raise_for_status()
-        choices = read_choices(reply.content, body["sampling_params"]["n"])
+        choices = api.read_choices(reply.content, body["sampling_params"]["n"])
     # Updates may have come while the responses were under way.
     allowed = {str(version): version for version in range(oldest, versions().stop)}
     return [to_response(choice, allowed, url) for choice in choices]
@@ -169,21 +190,20 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict, versions: Callabl
 def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
     """A choice with the version of each token. Raises RunFailed for a version that is not in `allowed`."""
     versions = []
-    for span in choice.weight_versions:
+    for span in choice.spans:
         if span.version not in allowed:
             # Someone else has updated the server, or its owner has restarted it.
             expected = " or ".join(allowed)
             message = f"rollout server {url} has weights of version {span.version}, not {expected}"
             raise RunFailed(message, code="weight-version")
         versions += [allowed[span.version]] * (span.end - span.start)
-    logprobs = [token.logprob for token in choice.logprobs.content]
-    return Response(choice.token_ids, logprobs, choice.finish_reason == "length", versions)
+    return Response(choice.token_ids, choice.logprobs, choice.truncated, versions)
 
 
-async def watch(url: str) -> None:
+async def watch(url: str, health_seconds: float) -> None:
     """Raise RunFailed when three health checks of the server have failed in a row."""
     failures = 0
-    async with connect([url], timeout=HEALTH_ANSWER_SECONDS) as client:
+    async with connect([url], timeout=health_seconds) as client:
         while failures < 3:
             await asyncio.sleep(HEALTH_EVERY_SECONDS)
             try:
@@ -194,41 +214,33 @@ async def watch(url: str) -> None:
     raise RunFailed(f"rollout server {url} does not answer: three health checks have failed", code="server-gone")
 
 
-def read_choices(reply: bytes, n: int) -> list[Choice]:
-    """The n responses of a reply, in order.
-
-    Raises ValueError if a response is not complete: a missing response, token or version would shift all that follow.
-    """
-    choices = Reply.model_validate_json(reply, strict=True).choices
-    if len(choices) != n:
-        raise ValueError(f"{len(choices)} responses, {n} were requested")
-    for choice in choices:
-        tokens = len(choice.token_ids)
-        if len(choice.logprobs.content) != tokens:
-            raise ValueError(f"{tokens} tokens and {len(choice.logprobs.content)} log-probs in response {choice.index}")
-        # The spans of the versions follow each other, and cover all tokens.
-        covered = 0
-        for span in choice.weight_versions:
-            if span.start != covered or span.end < span.start:
-                raise ValueError(f"a version from token {span.start}, after {covered}, in response {choice.index}")
-            covered = span.end
-        if covered != tokens:
-            raise ValueError(f"{tokens} tokens and versions of {covered} in response {choice.index}")
-    return sorted(choices, key=lambda choice: choice.index)
-
-
 @dataclass
 class Control:
     """Requests to all servers at once about their weights. Rank 0 has one. Every method raises RunFailed.
 
-    vLLM's NCCL sender calls the last four methods. vLLM's own HTTPVLLMWeightSyncClient has them too, but it knows a
-    single server, and its errors do not say what the server answered. VLLM_SERVER_DEV_MODE=1 opens the routes.
+    Each api has a class of its own, with the methods that only raise NotImplementedError here.
     """
 
+    name: ClassVar[str]  # the api's NAME
+    health_seconds: ClassVar[float]  # its HEALTH_SECONDS
     urls: list[str]
-    keeps_cache: bool = False  # responses under way keep the keys and values of older weights
-    workers: list[int] = field(default_factory=list)  # number of workers for each server
-    version: str = "0"  # number of the weights that are being sent
+    inflight_updates: str = "none"  # as in placement.Layout
+
+    def check(self, config: EngineConfig) -> None:
+        """Find out whether all servers have the routes, and make them forget an earlier run."""
+        raise NotImplementedError
+
+    def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
+        """Give all servers the weights under this number. device: the trainer's. A failure may leave some without."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """End all responses under way."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave what connects the trainer to servers that are gone."""
+        raise NotImplementedError
 
     def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
         """Send a request to every server and return what they reply. bodies: one for each server, or one for all."""
@@ -238,70 +250,36 @@ class Control:
         async def send(url: str, body: dict | None) -> bytes:
             timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
             async with connect([url], timeout=timeout) as http:
-                with named_errors(url, path):
+                with named_errors(url, path, self.name):
                     reply = await http.request(method, url + path, json=body)
                     return reply.raise_for_status().content
 
         async def send_all() -> list[bytes]:
             # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
-            return await watched(self.urls, [send(url, body) for url, body in zip(self.urls, bodies)])
+            requests = [send(url, body) for url, body in zip(self.urls, bodies)]
+            return await watched(self.urls, requests, self.health_seconds)
 
         return asyncio.run(send_all())
 
-    def check(self) -> None:
-        """Find out whether all servers answer and have the routes, and how many workers they have."""
-        # Another run may have used the server. Then it has that run's version; it is paused, if the run ended during an
-        # update; and its cache has keys and values of other weights, perhaps under the same salts.
-        self.request("POST", "/update_weight_version", {"new_version": "0"})
-        self.request("POST", "/resume")
-        self.request("POST", EMPTY_CACHE)
-        replies = self.request("GET", "/get_world_size")
-        for url, reply in zip(self.urls, replies):
-            with named_errors(url, "/get_world_size"):
-                self.workers.append(WorldSize.model_validate_json(reply, strict=True).world_size)
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Give each server's workers NCCL ranks of their own. vLLM's sender calls it, and knows one server only."""
-        bodies = []
-        next_rank = 1  # 0 is the trainer's
-        for workers in self.workers:
-            bodies.append({"init_info": {**init_info, "rank_offset": next_rank}})
-            next_rank += workers
-        self.request("POST", "/init_weight_transfer_engine", bodies)
-
-    def start_weight_update(self) -> None:
-        self.request("POST", "/start_weight_update")
-
-    def update_weights(self, update_info: dict) -> None:
-        self.request("POST", "/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
-        self.request("POST", "/finish_weight_update", {"weight_version": self.version})
-        # The old weights computed the keys and values in this cache. What belongs to responses under way is computed
-        # again when they go on.
-        if not self.keeps_cache:
-            self.request("POST", EMPTY_CACHE)
-
-    def abort(self) -> None:
-        """End all responses under way."""
-        self.request("POST", "/abort_requests", {})
-
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop all servers between two tokens. Responses under way go on afterwards, and new requests wait."""
+    def paused(self, pause: str, resume: str, body: dict | None = None) -> Iterator[None]:
+        """Stop all servers inside, between two tokens. Responses under way go on afterwards, and new requests wait.
+
+        pause, resume: routes. body: of the request to `pause`.
+        """
         complete = False
         try:
-            self.request("POST", "/pause?mode=keep&clear_cache=false")
+            self.request("POST", pause, body)
             yield
             complete = True
         finally:
             if complete:
-                self.request("POST", "/resume")
+                self.request("POST", resume, {})
             else:
-                self.resume_each()
+                self.resume_each(resume)
 
-    def resume_each(self) -> None:
+    def resume_each(self, resume: str) -> None:
         """Let servers go on after a failed update, one by one: one may be gone, and others may belong to the user."""
         for url in self.urls:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(f"{url}/resume", timeout=ANSWER_SECONDS, trust_env=not is_local(url))
+                httpx.post(f"{url}{resume}", json={}, timeout=ANSWER_SECONDS, trust_env=not is_local(url))

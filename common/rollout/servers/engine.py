@@ -34,10 +34,12 @@ from common.data.tokenizer import image_tokens
 from common.errors import RunFailed, raise_together, warn
 from common.placement import World
 from common.rollout.rollout import Done, Response, Rollout, collate_responses
-from common.rollout.servers import client, process, weights
+from common.rollout.servers import client, process, sglang_api, vllm_api, weights
 from common.rollout.turns import Reply, Turns, collate_turns, open_turns, turn_seed
 from common.rollout.vllm_engine import EngineConfig, request_seed, sampling_settings
 from common.weight_sync import FullParameters
+
+APIS = {"vllm": vllm_api, "sglang": sglang_api}  # --rollout-backend -> what speaks to its servers
 
 
 class ServerEngine:
@@ -48,6 +50,7 @@ class ServerEngine:
     def __init__(self, config: EngineConfig, stop_token_ids: list[int], world: World):
         """Start the layout's servers, or connect to those that it names. Collective. Raises RunFailed on all ranks."""
         self.config = config
+        self.api = APIS[config.backend]
         self.inflight_updates = config.layout.inflight_updates
         self.stop_token_ids = stop_token_ids
         self.world = world
@@ -67,15 +70,14 @@ class ServerEngine:
     def connect(self) -> None:
         """Start the layout's servers, or connect to those that it names. Collective. Raises RunFailed on all ranks."""
         self.started: list[process.Server] = []  # on rank 0: the servers that this run started
-        self.sender = None  # on rank 0 with GPUs: vLLM's sender over NCCL
         urls = [url.rstrip("/") for url in self.config.layout.rollout_urls]
         with failing_together():
             if self.world.is_main:
                 if not urls:
                     self.started = process.start(self.config)
                     urls = [server.url for server in self.started]
-                self.control = client.Control(urls, keeps_cache=self.inflight_updates == "keep")
-                self.control.check()
+                self.control = self.api.Control(urls, self.inflight_updates)
+                self.control.check(self.config)
         # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
         dist.broadcast_object_list(message, src=0)
@@ -115,7 +117,7 @@ class ServerEngine:
         n = settings["n"]
         requests = []
         for ids, number in zip(prompt_ids, numbers):
-            body = request_body(ids, settings, request_seed(seed, number, n))
+            body = self.api.request_body(ids, settings, request_seed(seed, number, n))
             requests.append((self.server_of(number), body))
         responses = list(chain(*self.ask(requests, done)))
         versions = [response.versions for response in responses]
@@ -131,7 +133,7 @@ class ServerEngine:
         n = settings["n"]
         turns = open_turns(prompt_ids, n, settings["max_tokens"])
         response_numbers = [number * n + sample for number in numbers for sample in range(n)]
-        conversations = Conversations(turns, response_numbers, settings, seed, reply)
+        conversations = Conversations(self.api, turns, response_numbers, settings, seed, reply)
         requests = []
         for row, number in enumerate(response_numbers):
             requests.append((self.server_of(number // n), conversations.body(row)))
@@ -147,7 +149,7 @@ class ServerEngine:
         # This call is over before it waits for those of other ranks. send_if_behind() waits for both: it would never
         # find a rank without calls if a call that has ended counted until the others have.
         with failing_together(self.group), self.calls.under_way():
-            return asyncio.run(client.ask_all(requests, self.versions, done, follow, salted=salted))
+            return asyncio.run(client.ask_all(requests, self.versions, done, follow, api=self.api, salted=salted))
 
     @property
     def behind(self) -> int:
@@ -239,24 +241,11 @@ class ServerEngine:
         with failing_together():
             try:
                 if self.world.is_main:
-                    self.control.version = str(self.weight_version)
-                    self.send_from_main(source)
+                    self.control.send(source, self.weight_version, self.world.device)
             finally:
                 # Ranks other than 0 only gather. Rank 0 gathers what is left, if sending failed.
                 for _ in source:
                     pass
-
-    def send_from_main(self, source: weights.SingleIteration) -> None:
-        """Send the weights from rank 0. Raises RunFailed on this rank."""
-        amid_responses = self.inflight_updates != "none"
-        with self.control.paused() if amid_responses else contextlib.nullcontext():
-            if self.world.device.type == "cpu":
-                weights.send_in_files(source, self.control)
-                return
-            if self.sender is None:
-                self.sender = weights.nccl_sender(source, self.control)
-            self.sender.source = source
-            self.sender.send_weights()
 
     def restart(self, failed: RunFailed) -> None:
         """Replace the servers after the loss of one, or raise RunFailed with the reason why not. Collective.
@@ -278,8 +267,8 @@ class ServerEngine:
             raise RunFailed(f"{message}the weights that they had", code=failed.code)
         warn(f"{message}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
         self.restarted = True
-        if self.sender is not None:
-            self.sender.shutdown()
+        if self.world.is_main:
+            self.control.close()
         self.shutdown()
         self.connect()
         # Before the first update they have the weights of the model's files, as the lost ones had.
@@ -337,16 +326,11 @@ def raise_limit_of_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-def request_body(ids: list[int], settings: dict, seed: int) -> dict:
-    """A request for responses to these tokens. A greedy response needs no seed."""
-    sampling = {**settings, "seed": seed} if settings["temperature"] > 0 else settings
-    return {"token_ids": ids, "sampling_params": sampling}
-
-
 @dataclass
 class Conversations:
     """The requests of responses with several turns."""
 
+    api: client.Api
     turns: list[Turns]  # one for each response
     numbers: list[int]  # each response's number in the step
     settings: dict  # for sampling; n: responses to each prompt
@@ -357,7 +341,7 @@ class Conversations:
         """The request for the next turn of a response."""
         turns = self.turns[row]
         settings = {**self.settings, "n": 1, "max_tokens": turns.room}
-        return request_body(turns.prompt, settings, turn_seed(self.seed, self.numbers[row], turns))
+        return self.api.request_body(turns.prompt, settings, turn_seed(self.seed, self.numbers[row], turns))
 
     def follow(self, row: int, response: Response) -> dict | None:
         """Add a turn to its response. Returns the request for the next turn, or None."""

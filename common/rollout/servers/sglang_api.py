@@ -1,0 +1,390 @@
+"""What SGLang's servers are asked and answer: responses, and updates of their weights.
+
+The user starts them (scripts/serve_rollout.sh), because SGLang needs another torch than the trainer. Measured with
+SGLang 0.5.23 on a CPU; over NCCL nothing has run.
+
+A push pauses the servers in "retract" mode: responses under way are put back into the queue, the cache is emptied, and
+what they had is computed again under the new weights. So each log-prob is that of the weights that its version names.
+SGLang's other mode, "in_place", would go on with keys and values of the old weights, for later requests as well.
+"""
+
+import contextlib
+import hashlib
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import httpx
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter
+from safetensors import safe_open
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.utils.distributed import get_free_port
+from transformers import AutoConfig
+
+from common.errors import BadInput, RunFailed, warn
+from common.rollout.servers import client, weights
+from common.rollout.servers.client import VersionSpan
+from common.rollout.servers.process import is_local
+from common.rollout.servers.weights import SingleIteration
+from common.rollout.vllm_engine import EngineConfig
+
+NAME = "SGLang"
+GENERATE = "/generate"
+# /health samples a token, or waits for the next token of any response. By itself it gives up after 20 s.
+HEALTH_SECONDS = 25.0
+JOIN_SECONDS = 120.0  # for servers to join the trainer's group
+# SGLang's layers that hold several of the file's tensors, one below the other.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Its layers with a row for each token of the vocabulary, which it pads with zeros to a multiple of this.
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY_UNIT = 64
+# What config.json may say differently about the same model.
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"}
+
+Reply = TypeVar("Reply", bound=BaseModel)
+
+
+# The parts of the replies that we read.
+class FinishReason(BaseModel):
+    type: Literal["stop", "length"]  # an aborted response is not whole
+
+
+class MetaInfo(BaseModel):
+    finish_reason: FinishReason
+    output_token_logprobs: list[tuple[float, int, None]]  # log-prob, token, text
+    weight_versions: list[VersionSpan]
+
+
+class Sampled(BaseModel):
+    output_ids: list[NonNegativeInt] = Field(min_length=1)
+    meta_info: MetaInfo
+
+
+class ModelInfo(BaseModel):
+    model_type: str
+    tokenizer_path: str  # where the model is; model_path changes with every push from a folder
+    weight_version: str
+
+
+class ServerInfo(BaseModel):
+    dtype: str
+    tp_size: PositiveInt
+    max_req_input_len: PositiveInt  # tokens of the longest prompt
+
+
+class Rank(BaseModel):
+    checksums: dict[str, str]  # of each parameter
+
+
+class Checksums(BaseModel):
+    ranks: list[Rank]
+
+
+REPLY = TypeAdapter(list[Sampled] | Sampled)
+
+
+def request_body(ids: list[int], settings: dict, seed: int) -> dict:
+    """A request for responses to these tokens.
+
+    Outside its deterministic mode SGLang takes a seed and ignores it, and in that mode all n responses to a prompt
+    would be equal. So none is sent, and a run is not repeatable.
+    """
+    sampling = {
+        "n": settings["n"],
+        "temperature": settings["temperature"],
+        "max_new_tokens": settings["max_tokens"],
+        "stop_token_ids": settings["stop_token_ids"],
+        "skip_special_tokens": False,
+        # Without these the model's generation_config.json decides.
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    if bias := settings.get("logit_bias"):
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
+    return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+
+
+def read_choices(reply: bytes, n: int) -> list[client.Choice]:
+    """The n responses of a reply, in order. Raises ValueError if a response is missing or not whole."""
+    found = REPLY.validate_json(reply, strict=True)
+    if isinstance(found, Sampled):
+        found = [found]
+    if len(found) != n:
+        raise ValueError(f"{len(found)} responses, {n} were requested")
+    choices = []
+    for index, sampled in enumerate(found):
+        meta = sampled.meta_info
+        if [token for _, token, _ in meta.output_token_logprobs] != sampled.output_ids:
+            raise ValueError(f"log-probs of other tokens than those of response {index}")
+        logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
+        truncated = meta.finish_reason.type == "length"
+        choice = client.Choice(sampled.output_ids, logprobs, truncated, meta.weight_versions)
+        client.check_whole(choice, index)
+        choices.append(choice)
+    return choices
+
+
+def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dtype: torch.dtype) -> None:
+    """Refuse servers that cannot sample for this trainer. Nothing has to be loaded for it. Raises BadInput."""
+    control = Control([url.rstrip("/") for url in urls])
+    try:
+        models = control.read("/model_info", ModelInfo)
+        servers = control.read("/server_info", ServerInfo)
+    except RunFailed as failed:
+        raise BadInput(f"--rollout-urls: {failed}", code=failed.code) from None
+    wanted = str(dtype).removeprefix("torch.")
+    for url, model, server in zip(control.urls, models, servers):
+        problem = difference(model_path, model)
+        if server.dtype != wanted:
+            problem = f"it has {server.dtype} and the trainer {wanted}: start it with --dtype {wanted}"
+        # In an environment even a prompt for the last token is sent.
+        if server.max_req_input_len < max_model_len - 1:
+            problem = (
+                f"its prompts have at most {server.max_req_input_len} tokens, and this run needs {max_model_len - 1}: "
+                f"see its --context-length and --max-total-tokens"
+            )
+        if problem:
+            raise BadInput(f"--rollout-urls {url}: {problem}")
+
+
+def difference(model_path: str, there: ModelInfo) -> str:
+    """How a server's model differs from the trainer's, or "". A server elsewhere shows no more than its family."""
+    ours = AutoConfig.from_pretrained(model_path)
+    if there.model_type != ours.model_type:
+        return f"its model is a {there.model_type}, and --model a {ours.model_type}"
+    if not Path(there.tokenizer_path).is_dir():
+        return ""  # a push of other shapes is refused
+    theirs = AutoConfig.from_pretrained(there.tokenizer_path).to_dict()
+    for name, value in ours.to_dict().items():
+        if name not in NOT_THE_MODEL and theirs.get(name) != value:
+            return f"its model is not --model: {name} is {theirs.get(name)} there and {value} in {model_path}"
+    return ""
+
+
+@dataclass
+class Control(client.Control):
+    """Pushes weights: through a folder in shared memory to servers on this machine, if the trainer has no GPU;
+    otherwise by broadcast in a process group with all of their workers, over NCCL or, without a GPU, gloo.
+    """
+
+    name = NAME
+    health_seconds = HEALTH_SECONDS
+    workers: list[int] = field(default_factory=list)  # for each server
+    group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
+    group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # a server may have those of others
+    comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
+
+    def read(self, path: str, kind: type[Reply]) -> list[Reply]:
+        """What each server answers to GET."""
+        answers = []
+        for url, reply in zip(self.urls, self.request("GET", path)):
+            with client.named_errors(url, path, NAME):
+                answers.append(kind.model_validate_json(reply, strict=True))
+        return answers
+
+    def check(self, config: EngineConfig) -> None:
+        # Another run may have used the server: it may have left it paused, with responses under way. Giving it a
+        # version ends these.
+        self.request("POST", "/update_weight_version", {"new_version": "0"})
+        self.request("POST", "/continue_generation", {})
+        self.workers = [server.tp_size for server in self.read("/server_info", ServerInfo)]
+
+    def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
+        if device.type == "cpu" and all(map(is_local, self.urls)):
+            self.send_folder(source, version)
+        else:
+            self.send_broadcasts(source, version, device)
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Every push needs it: a server that is not paused keeps its cache if any request is under way, as those of
+        /health are, and then answers 400 although its weights have changed.
+        """
+        return self.paused("/pause_generation", "/continue_generation", {"mode": "retract"})
+
+    def send_folder(self, source: SingleIteration, version: int) -> None:
+        """Send the weights as files in shared memory, and compare checksums."""
+        with weights.shared_folder() as folder:
+            for number, tensors in enumerate(weights.cut(source, weights.FILE_BYTES)):
+                weights.write(tensors, f"{folder}/model-{number:05d}.safetensors")
+            with self.pause():
+                update = {"model_path": folder, "weight_version": str(version)}
+                self.request("POST", "/update_weights_from_disk", update)
+                self.compare_versions(version)
+                self.compare_checksums(folder)
+
+    def compare_versions(self, version: int) -> None:
+        """Raises RunFailed if a server names another version than the one that it was sent."""
+        for url, model in zip(self.urls, self.read("/model_info", ModelInfo)):
+            if model.weight_version != str(version):
+                found = model.weight_version
+                message = f"rollout server {url} has weights of version {found} after a push of {version}"
+                raise RunFailed(message, code="weight-version")
+
+    def compare_checksums(self, folder: str) -> None:
+        """Raises RunFailed if a server has other weights than those in the folder.
+
+        SGLang passes over tensors whose names it does not know, and answers that all went well. The first push finds
+        out which of its parameters have a checksum that we can compute. From then on they must agree.
+        """
+        servers = self.read("/weights_checker", Checksums)
+        # Workers that share a model have slices, whose checksums are not those of whole tensors.
+        whole = [server.ranks[0].checksums for server, workers in zip(servers, self.workers) if workers == 1]
+        if not whole:
+            return
+        ours = checksums_of(folder, set().union(*whole))
+        if self.comparable is None:
+            self.comparable = {name for name in ours if all(theirs.get(name) == ours[name] for theirs in whole)}
+            unknown = sorted(set().union(*whole) - self.comparable)
+            if unknown:
+                warn(
+                    f"{len(unknown)} of {len(unknown) + len(self.comparable)} parameters of the SGLang servers do not "
+                    f"have the checksum of what was sent, such as {unknown[0]}: they are stored in another form, or "
+                    "were not loaded. mismatch/ tells which",
+                    code="checksums",
+                )
+        for url, theirs in zip(self.urls, whole):
+            for name in sorted(self.comparable):
+                if theirs.get(name) != ours.get(name):
+                    message = f"rollout server {url} has other weights in {name} than it was sent"
+                    raise RunFailed(message, code="weight-version")
+
+    def send_broadcasts(self, source: SingleIteration, version: int, device: torch.device) -> None:
+        """Send the weights in flat parts to all workers at once."""
+        if self.group is None:
+            self.group = self.join(device)
+        with self.pause():
+            self.request("POST", "/begin_weight_update", {})
+            for tensors in weights.cut(source, weights.NCCL_BUFFER_BYTES):
+                # In the flat part each tensor has to begin at a multiple of its data type's size.
+                tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+                part = {
+                    "names": list(tensors),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+                    "shapes": [list(tensor.shape) for tensor in tensors.values()],
+                    "group_name": self.group_name,
+                    "load_format": "flattened_bucket",
+                    "weight_version": str(version),
+                }
+                flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+                with self.asked_meanwhile("/update_weights_from_distributed", part) as asked:
+                    wait(dist.broadcast(flat, src=0, group=self.group, async_op=True), asked)
+            self.request("POST", "/end_weight_update", {})
+            self.compare_versions(version)
+
+    @contextlib.contextmanager
+    def asked_meanwhile(self, path: str, bodies: list[dict] | dict) -> Iterator[Future]:
+        """Send a request that the servers answer after our part of it, which is done inside."""
+        with ThreadPoolExecutor(1, "push") as thread:
+            asked = thread.submit(self.request, "POST", path, bodies)
+            try:
+                yield asked
+            finally:
+                asked.result()  # a server's own words tell more than a broken connection
+
+    def join(self, device: torch.device) -> dist.ProcessGroup:
+        """A process group of the trainer, which is rank 0, and all workers of all servers."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        address, port = address_for(self.urls), get_free_port()
+        size = 1 + sum(self.workers)
+        bodies = []
+        next_rank = 1
+        for workers in self.workers:
+            body = {"master_address": address, "master_port": port, "rank_offset": next_rank, "world_size": size}
+            bodies.append(body | {"group_name": self.group_name, "backend": backend})
+            next_rank += workers
+        timeout = timedelta(seconds=JOIN_SECONDS)
+        store = dist.TCPStore(address, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        # torch has no public function for a group with processes outside the default group. SGLang's workers make
+        # theirs with this one, and both ends have to name the store's keys alike.
+        with self.asked_meanwhile("/init_weights_update_group", bodies):
+            try:
+                group, _ = distributed_c10d._new_process_group_helper(
+                    size,
+                    0,
+                    [],
+                    dist.Backend(backend),
+                    dist.PrefixStore(self.group_name, store),
+                    group_name=self.group_name,
+                    backend_options=None,
+                    timeout=timeout,
+                )
+            except RuntimeError as error:
+                message = f"no process group with the workers of {', '.join(self.urls)}: {error}"
+                raise RunFailed(message, code="server-gone") from None
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        return group
+
+    def abort(self) -> None:
+        self.request("POST", "/abort_request", {"abort_all": True})
+
+    def close(self) -> None:
+        if self.group is not None:
+            with contextlib.suppress(RunFailed):  # a server that is gone has left it
+                self.request("POST", "/destroy_weights_update_group", {"group_name": self.group_name})
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+
+def wait(work: dist.Work, asked: Future) -> None:
+    """Wait for a broadcast, or until the request that it belongs to has failed: then nobody receives it."""
+    while not work.is_completed():
+        if asked.done() and asked.exception():
+            return
+        time.sleep(0.001)
+
+
+def address_for(urls: list[str]) -> str:
+    """This machine's address as the servers reach it. A connected UDP socket knows it, and sends nothing."""
+    remote = [url for url in urls if not is_local(url)]
+    if not remote:
+        return "127.0.0.1"
+    there = httpx.URL(remote[0])
+    family, kind, _, _, address = socket.getaddrinfo(there.host, there.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def checksums_of(folder: str, parameters: set[str]) -> dict[str, str]:
+    """For each of a server's parameters that we can make of the tensors in the folder, its checksum as SGLang's: the
+    first eight bytes of the SHA-256 of its values.
+    """
+    files = {}  # name of a tensor -> its file
+    with contextlib.ExitStack() as opened:
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            file = opened.enter_context(safe_open(path, "pt"))
+            files |= dict.fromkeys(file.keys(), file)
+        sums = {}
+        for parameter in parameters:
+            names = [parameter]
+            for fused, parts in FUSED.items():
+                if f".{fused}." in parameter:
+                    names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
+            if not all(name in files for name in names):
+                continue
+            tensors = [files[name].get_tensor(name) for name in names]
+            if parameter.endswith(EMBEDDINGS):
+                missing = -len(tensors[0]) % VOCABULARY_UNIT
+                tensors.append(torch.zeros(missing, *tensors[0].shape[1:], dtype=tensors[0].dtype))
+            sums[parameter] = checksum(tensors)
+    return sums
+
+
+def checksum(tensors: list[torch.Tensor]) -> str:
+    """SGLang's checksum of a parameter that holds these tensors, one below the other."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.digest()[:8].hex()
