@@ -7,9 +7,30 @@
 # --dtype must be the trainer's, --max-num-seqs at least its --group-size. CUDA_VISIBLE_DEVICES picks the GPUs. A trainer
 # without a GPU must run on the same machine. The server listens on loopback. --host 0.0.0.0 opens it to the network,
 # where everyone who reaches it can replace its weights.
+#
+# With SGLANG it is SGLang's server, for --rollout-backend sglang, from the virtual environment that SGLANG names:
+#
+#     SGLANG=.sglang bash scripts/serve_rollout.sh MODEL [FLAGS OF SGLANG'S SERVER]
+#     SGLANG=.sglang bash scripts/serve_rollout.sh Qwen/Qwen2.5-0.5B-Instruct --port 30000 --dtype bfloat16
+#
+# docs/placement.md says how to make that environment. --tp 2 shares a model over two GPUs.
 set -euo pipefail
 model=${1:?"a model's folder or Hub name"}
 root=$(dirname "$0")/..
+if [ -n "${SGLANG:-}" ]; then
+  export PATH="$SGLANG/bin:$PATH"
+  if nvidia-smi -L > /dev/null 2>&1; then
+    own=(--enable-fp32-lm-head)  # logits in float32, as in the trainer
+  else
+    # One thread: two of OpenMP's on two busy cores are 30 times slower. Compiling gains nothing on a CPU.
+    export SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 CUDA_VISIBLE_DEVICES=""
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}
+    own=(--device cpu)
+  fi
+  # Without --sleep-on-idle a server that has nothing to do takes a core.
+  exec "$SGLANG/bin/python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --sleep-on-idle \
+    "${own[@]}" "${@:2}"
+fi
 export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1  # the first opens the routes for weight updates
 if nvidia-smi -L > /dev/null 2>&1; then
   # As common/rollout/engines.py: no TF32 in float32 (bfloat16 does not use it), no all-reduce that nvcc has to compile.

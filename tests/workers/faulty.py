@@ -182,7 +182,8 @@ TWO_RANKS = (killed_rank, hung_collective)
 def dataset(folder: Path, rows: int = 20) -> tuple[str]:
     """The file of all runs: a resumed run must have the flags of the first. Few problems take no time to tokenize."""
     path = folder.parent / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("train")[:rows]))
+    if not path.exists():  # another run may be reading it
+        path.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("train")[:rows]))
     return (str(path),)
 
 

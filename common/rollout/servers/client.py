@@ -147,7 +147,11 @@ async def ask_all(
     try:
         async with client:
             conversations = [converse(i, url, body) for i, (url, body) in enumerate(requests)]
-            return await watched(urls, conversations, api.HEALTH_SECONDS)
+            # A server that is paused for an update may not sample the token that shows its health. The update's own
+            # requests are watched, too.
+            is_paused = lambda: len(versions()) > 1
+            watches = [watch(f"{url}/health", api.HEALTH_SECONDS, is_paused) for url in urls]
+            return await watched(watches, conversations)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -158,15 +162,15 @@ def connect(urls: Iterable[str], **settings) -> httpx.AsyncClient:
     return httpx.AsyncClient(verify=encrypted, trust_env=not all(map(is_local, urls)), **settings)
 
 
-async def watched(urls: Iterable[str], requests: list[Coroutine], health_seconds: float) -> list:
-    """What the requests return, in their order. Raises the first error, also that of a server that does not answer."""
+async def watched(watches: list[Coroutine], requests: list[Coroutine]) -> list:
+    """What the requests return, in their order. Raises the first error, also that of a watch()."""
     try:
         # The first error in a group cancels its other tasks.
         async with asyncio.TaskGroup() as group:
-            watches = [group.create_task(watch(url, health_seconds)) for url in urls]
+            watching = [group.create_task(watch) for watch in watches]
             answers = [group.create_task(request) for request in requests]
             await asyncio.gather(*answers, return_exceptions=True)
-            for task in watches:
+            for task in watching:
                 task.cancel()
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
@@ -200,17 +204,18 @@ def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
     return Response(choice.token_ids, choice.logprobs, choice.truncated, versions)
 
 
-async def watch(url: str, health_seconds: float) -> None:
-    """Raise RunFailed when three health checks of the server have failed in a row."""
+async def watch(route: str, seconds: float, is_excused: Callable[[], bool] = lambda: False) -> None:
+    """Raise RunFailed when three requests to a server's route in a row had no answer within so many seconds."""
+    url, _, _ = route.rpartition("/")
     failures = 0
-    async with connect([url], timeout=health_seconds) as client:
+    async with connect([url], timeout=seconds) as client:
         while failures < 3:
             await asyncio.sleep(HEALTH_EVERY_SECONDS)
             try:
-                (await client.get(f"{url}/health")).raise_for_status()
+                (await client.get(route)).raise_for_status()
                 failures = 0
             except httpx.HTTPError:
-                failures += 1
+                failures = 0 if is_excused() else failures + 1
     raise RunFailed(f"rollout server {url} does not answer: three health checks have failed", code="server-gone")
 
 
@@ -222,7 +227,8 @@ class Control:
     """
 
     name: ClassVar[str]  # the api's NAME
-    health_seconds: ClassVar[float]  # its HEALTH_SECONDS
+    health: ClassVar[str]  # route that a server answers during an update
+    health_seconds: ClassVar[float]  # how long the answer may take
     urls: list[str]
     inflight_updates: str = "none"  # as in placement.Layout
 
@@ -239,7 +245,7 @@ class Control:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave what connects the trainer to servers that are gone."""
+        """Leave the servers, which may be gone."""
         raise NotImplementedError
 
     def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
@@ -257,7 +263,8 @@ class Control:
         async def send_all() -> list[bytes]:
             # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
             requests = [send(url, body) for url, body in zip(self.urls, bodies)]
-            return await watched(self.urls, requests, self.health_seconds)
+            watches = [watch(url + self.health, self.health_seconds) for url in self.urls]
+            return await watched(watches, requests)
 
         return asyncio.run(send_all())
 

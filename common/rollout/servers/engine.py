@@ -1,7 +1,7 @@
-"""The engine behind `--rollout-placement split`: vLLM's servers, on devices of their own.
+"""The engine behind `--rollout-placement split`: servers of vLLM or SGLang, on devices of their own.
 
-Every rank asks the servers for responses to its own prompts. Rank 0 starts the servers and sends them the weights, over
-NCCL on GPUs and through shared memory on a CPU.
+Every rank asks the servers for responses to its own prompts. Rank 0 sends them the weights, over NCCL on GPUs and
+through shared memory on a CPU. It also starts vLLM's servers, unless the user has. SGLang's are always the user's.
 
 If a server is lost, all servers of this run are restarted, once. All of them, because an update may have reached only
 some of them, and on GPUs the others may wait in NCCL for the lost one. The new servers read the model's files, get the
@@ -267,8 +267,6 @@ class ServerEngine:
             raise RunFailed(f"{message}the weights that they had", code=failed.code)
         warn(f"{message}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
         self.restarted = True
-        if self.world.is_main:
-            self.control.close()
         self.shutdown()
         self.connect()
         # Before the first update they have the weights of the model's files, as the lost ones had.
@@ -279,7 +277,9 @@ class ServerEngine:
         """The servers' memory is not the trainer's: nothing needs to be freed."""
 
     def shutdown(self) -> None:
-        """End the servers that this run started."""
+        """Leave the servers, and end those that this run started."""
+        if self.world.is_main:
+            self.control.close()
         for server in self.started:
             server.stop()
 

@@ -180,6 +180,7 @@ class Control(client.Control):
     """
 
     name = NAME
+    health = "/model_info"  # a paused server has no token for /health
     health_seconds = HEALTH_SECONDS
     workers: list[int] = field(default_factory=list)  # for each server
     group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
@@ -330,11 +331,12 @@ class Control(client.Control):
         self.request("POST", "/abort_request", {"abort_all": True})
 
     def close(self) -> None:
-        if self.group is not None:
-            with contextlib.suppress(RunFailed):  # a server that is gone has left it
-                self.request("POST", "/destroy_weights_update_group", {"group_name": self.group_name})
-            dist.destroy_process_group(self.group)
-            self.group = None
+        if self.group is None:
+            return
+        group, self.group = self.group, None
+        leaving = self.asked_meanwhile("/destroy_weights_update_group", {"group_name": self.group_name})
+        with contextlib.suppress(RunFailed), leaving:  # a server that is gone has left it
+            dist.destroy_process_group(group)
 
 
 def wait(work: dist.Work, asked: Future) -> None:

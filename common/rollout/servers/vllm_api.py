@@ -83,6 +83,7 @@ class Control(client.Control):
     """
 
     name = NAME
+    health = "/health"
     health_seconds = HEALTH_SECONDS
     workers: list[int] = field(default_factory=list)  # number of workers for each server
     version: str = "0"  # number of the weights that are being sent
