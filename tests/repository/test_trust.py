@@ -146,8 +146,10 @@ def test_scripts_listen_on_loopback_unless_told_otherwise(monkeypatch, tmp_path,
     (tmp_path / "scripts").mkdir()
     script = shutil.copy(ROOT / "scripts/serve_rollout.sh", tmp_path / "scripts")
     for flags, host in (([], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        result = subprocess.run(["bash", script, "model", *flags], capture_output=True, text=True, check=True)
-        assert value_of("--host", json.loads(result.stdout)) == host
+        for variables in ({}, {"SGLANG": str(tmp_path / ".venv")}):
+            command = ["bash", script, "model", *flags]
+            result = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | variables)
+            assert value_of("--host", json.loads(result.stdout)) == host
 
 
 LISTENING = """

@@ -502,7 +502,7 @@ def test_a_server_that_hangs_is_found(monkeypatch):
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_script_starts_servers_as_the_run_does(monkeypatch, models, cuda):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("if nvidia-smi")
+    _, _, script = (ROOT / "scripts/serve_rollout.sh").read_text().partition("\nif nvidia-smi")
     on_a_gpu, _, script = script.partition("\nelse\n")
     on_a_cpu, _, everywhere = script.partition("\nfi\n")
     script = everywhere + (on_a_gpu if cuda else on_a_cpu)
