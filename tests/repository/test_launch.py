@@ -6,17 +6,12 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from conftest import ARITHMETIC, CORES, ROOT, launch
-from filelock import FileLock
-from helpers import executable, metrics, weights
-from transformers import AutoModelForCausalLM
+from conftest import ROOT
+from helpers import executable
 
 from common import placement
 
@@ -63,53 +58,6 @@ def recorded(tmp_path: Path, node: int = 0) -> tuple[dict[str, str], list[str], 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
 def test_the_shell_reads_it(path):
     assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
-
-
-@pytest.mark.slow
-def test_two_agents_give_what_one_agent_with_two_ranks_gives(models, tmp_path):
-    """Two steps, bit for bit. Each agent keeps to one core, so that every rank has one thread in both runs."""
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def score(items, lengths, truncated):\n    return [sum(i.response_ids) % 97 / 97 for i in items]"
-    )
-    flags = [
-        *ARITHMETIC,
-        "--model",
-        models["untied"],
-        "--reward",
-        f"{reward}:score",
-        "--steps",
-        2,
-        "--prompts-per-step",
-        8,
-    ]
-    flags += ["--group-size", 4, "--mini-batches", 2, "--max-response-tokens", 24, "--eval-prompts", 0]
-    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "one", ranks=2)
-    cores, address = sorted(CORES)[:2], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = ["bash", FOLDER / "torchrun.sh", "algos/grpo.py", *flags, "--run-dir", tmp_path / "two"]
-    with FileLock(Path(tempfile.gettempdir()) / "onefile-rl-tests.lock"):
-        running = [
-            subprocess.Popen(
-                list(map(str, command)),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment(NPROC_PER_NODE="1", NNODES="2", NODE_RANK=str(node), LOCAL_ADDR="127.0.0.1", **address),
-                preexec_fn=partial(os.sched_setaffinity, 0, cores[node : node + 1] or cores),
-            )
-            for node in range(2)
-        ]
-        output = [process.communicate(timeout=300)[0] for process in running]
-        assert [process.returncode for process in running] == [0, 0], output
-    hardware = [json.loads((tmp_path / name / "run.json").read_text())["hardware"] for name in ("one", "two")]
-    assert [(it["ranks"], it["threads_per_rank"]) for it in hardware] == [(2, 1)] * 2
-    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
-    assert one == two and len(one) == 2 and one[0]["train/grad_norm"] > 0
-    before = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32).state_dict()
-    one, two = (weights(tmp_path / name, step=2) for name in ("one", "two"))
-    assert all(torch.equal(one[key], two[key]) for key in before)
-    assert not any(torch.equal(one[key], before[key]) for key in before)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def environment(**given: str) -> dict[str, str]:
 
 def test_torchrun_on_two_nodes_gives_what_one_node_gives(nodes, models, tmp_path):
     """Two ranks, two steps, bit for bit. Each rank has one core, and so one thread, in both runs."""
-    flags = [*SMALL, "--model", models["untied"], "--rollout-backend", "hf"]
-    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "one", ranks=2, engine=False)
+    flags = [*SMALL, "--model", models["untied"]]
+    launch(ROOT / "algos/grpo.py", *flags, "--run-dir", tmp_path / "one", ranks=2)
     command = ["bash", "scripts/launch/torchrun.sh", "algos/grpo.py", *flags, "--run-dir", tmp_path / "two"]
     cores = sorted(CORES)
     running = []
