@@ -5,10 +5,10 @@
 #     bash scripts/serve_rollout.sh Qwen/Qwen2.5-0.5B-Instruct --port 8000 --max-model-len 1536 --max-num-seqs 512
 #
 # --dtype must be the trainer's, --max-num-seqs at least its --group-size. CUDA_VISIBLE_DEVICES picks the GPUs. A trainer
-# without a GPU must run on the same machine. The server listens on loopback. --host 0.0.0.0 opens it to the network,
-# where everyone who reaches it can replace its weights.
+# without a GPU must run on the machine of vLLM's server. The server listens on loopback. --host 0.0.0.0 opens it to the
+# network, where anyone who reaches it can replace its weights.
 #
-# With SGLANG it is SGLang's server, for --rollout-backend sglang, from the virtual environment that SGLANG names:
+# If SGLANG names a virtual environment, this starts SGLang's server from it, for --rollout-backend sglang:
 #
 #     SGLANG=.sglang bash scripts/serve_rollout.sh MODEL [FLAGS OF SGLANG'S SERVER]
 #     SGLANG=.sglang bash scripts/serve_rollout.sh Qwen/Qwen2.5-0.5B-Instruct --port 30000 --dtype bfloat16
@@ -22,12 +22,12 @@ if [ -n "${SGLANG:-}" ]; then
   if nvidia-smi -L > /dev/null 2>&1; then
     own=(--enable-fp32-lm-head)  # logits in float32, as in the trainer
   else
-    # One thread: two of OpenMP's on two busy cores are 30 times slower. Compiling gains nothing on a CPU.
+    # One thread: two OpenMP threads on two busy cores are 30 times slower. Compiling gains nothing on a CPU.
     export SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 CUDA_VISIBLE_DEVICES=""
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}
     own=(--device cpu)
   fi
-  # Without --sleep-on-idle a server that has nothing to do takes a core.
+  # Without --sleep-on-idle a server that has nothing to do keeps a core busy.
   exec "$SGLANG/bin/python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --sleep-on-idle \
     "${own[@]}" "${@:2}"
 fi

@@ -276,6 +276,7 @@ def test_an_update_after_which_old_keys_stay_ends_the_run(connect, server):
     recorded = REPLIES["update in_place"]
     assert recorded["status"] == 400
     server.faults["/update_weights_from_disk"] = lambda body: (recorded["status"], recorded["reply"])
+    server.faults["/health"] = lambda body: server.hang() if server.is_paused else (200, {})
     with pytest.raises(RunFailed, match="cache was not flushed") as failed:
         engine.load_weights(Weights())
     assert failed.value.code == "server-refused" and not server.is_paused

@@ -236,7 +236,7 @@ def scripted(monkeypatch):
         transport = Scripted(replies)
         answer = httpx.MockTransport(transport.handle_request).handle_async_request
         monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", lambda self, request: answer(request))
-        monkeypatch.setattr(client, "healthy", lambda url: True)
+        monkeypatch.setattr(client, "healthy", lambda url, route: True)
         return transport
 
     return install
@@ -297,7 +297,7 @@ def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkey
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "post", lambda url, **given: http.post(url))
-    monkeypatch.setattr(client, "healthy", lambda url: True)
+    monkeypatch.setattr(client, "healthy", lambda url, route: True)
 
     async def at_once(self, request):
         if request.url.path == "/pause" and lost_in != "/pause":

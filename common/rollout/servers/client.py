@@ -1,7 +1,7 @@
 """HTTP requests to rollout servers: for responses to prompts, and for updates of their weights.
 
-What a request says and how a reply reads is the server's: vllm_api.py and sglang_api.py have the same names (`Api`).
-Every failure becomes one RunFailed that names the server. Its code is "server-gone" if restarted servers may help.
+What a request says and how a reply reads depends on the server: vllm_api.py and sglang_api.py both implement `Api`.
+Every failure becomes one RunFailed that names the server. Its code is "server-gone" if restarting servers may help.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from common.rollout.servers.weights import SingleIteration
 from common.rollout.turns import REPLIES_AT_ONCE
 from common.rollout.vllm_engine import EngineConfig
 
-UPDATE_SECONDS = 300.0  # for one part of a weight update
-# A server that hangs fails three health checks in a row, so it is found within three times the sum of this and of the
-# seconds that its api gives it for an answer.
+UPDATE_SECONDS = 300.0  # how long a request about weights may wait for data
+# Three failed checks in a row mean that a server hangs. So that is found within 3 * (this + its api's HEALTH_SECONDS).
 HEALTH_EVERY_SECONDS = 4.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
 # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
@@ -32,7 +31,7 @@ IDLE_SECONDS = 1.0
 
 
 class VersionSpan(BaseModel):
-    """Tokens start ... end - 1 of a response, which the same weights sampled. Both kinds of servers report these."""
+    """Tokens [start, end) of a response, which the same weights sampled. Both kinds of servers report these."""
 
     version: str  # number of the weights
     start: NonNegativeInt
@@ -50,9 +49,9 @@ class Choice:
 
 
 class Api(Protocol):
-    """What a module has that speaks to one kind of server."""
+    """Interface of a module for one kind of server."""
 
-    NAME: str  # how errors call it
+    NAME: str  # in error messages
     GENERATE: str  # route for responses
     HEALTH_SECONDS: float  # how long an answer of /health may take
 
@@ -64,7 +63,7 @@ class Api(Protocol):
 
 
 def check_whole(choice: Choice, index: int) -> None:
-    """Raises ValueError if a log-prob or version is missing: it would shift all that follow."""
+    """Raises ValueError if a log-prob or version is missing: later ones would belong to the wrong tokens."""
     tokens = len(choice.token_ids)
     if len(choice.logprobs) != tokens:
         raise ValueError(f"{tokens} tokens and {len(choice.logprobs)} log-probs in response {index}")
@@ -72,15 +71,18 @@ def check_whole(choice: Choice, index: int) -> None:
     covered = 0
     for span in choice.spans:
         if span.start != covered or span.end < span.start:
-            raise ValueError(f"a version from token {span.start}, after {covered}, in response {index}")
+            raise ValueError(f"a version of tokens {span.start} to {span.end}, after {covered}, in response {index}")
         covered = span.end
     if covered != tokens:
         raise ValueError(f"{tokens} tokens and versions of {covered} in response {index}")
 
 
 @contextlib.contextmanager
-def named_errors(url: str, path: str, name: str) -> Iterator[None]:
-    """Turn a failed request or an unreadable reply into a RunFailed that names the server. name: its api's NAME."""
+def named_errors(url: str, path: str, name: str, health: str = "/health") -> Iterator[None]:
+    """Turn a failed request or an unreadable reply into a RunFailed that names the server.
+
+    name: its api's NAME. health: route that it answers now, if its engine lives.
+    """
     try:
         yield
     except httpx.HTTPStatusError as error:
@@ -89,7 +91,7 @@ def named_errors(url: str, path: str, name: str) -> Iterator[None]:
         if status == 404:
             message += "; scripts/serve_rollout.sh starts a server that has this route"
         # A front end whose engine has died answers with an error, too. Only its health tells.
-        code = "server-refused" if healthy(url) else "server-gone"
+        code = "server-refused" if healthy(url, health) else "server-gone"
         raise RunFailed(message, code=code) from None
     except httpx.HTTPError as error:
         # There is no connection, or it broke before the reply was complete.
@@ -115,9 +117,10 @@ async def ask_all(
 ) -> list[list[Response]]:
     """Send all requests (server, body) at once and return their responses in the same order. Raises RunFailed.
 
-    versions(): numbers of the weights that the servers may have now. done is called as soon as a request is answered.
-    follow(i, response) gives the body that continues the conversation of request i; None ends it. Threads call it.
-    salted: no response reads a prompt from the cache that older weights have computed.
+    versions(): numbers of the weights that the servers may have now, several during an update. done is called as soon
+    as a request, or its whole conversation, has ended. follow(i, response) gives the body that continues conversation
+    i; None ends it. Worker threads call it. salted: no response reads a prompt from the cache that older weights have
+    computed.
     """
     urls = {url for url, _ in requests}
     threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
@@ -147,8 +150,8 @@ async def ask_all(
     try:
         async with client:
             conversations = [converse(i, url, body) for i, (url, body) in enumerate(requests)]
-            # A server that is paused for an update may not sample the token that shows its health. The update's own
-            # requests are watched, too.
+            # A server that is paused for an update may not sample the token that shows its health. Control.request()
+            # watches it meanwhile.
             is_paused = lambda: len(versions()) > 1
             watches = [watch(f"{url}/health", api.HEALTH_SECONDS, is_paused) for url in urls]
             return await watched(watches, conversations)
@@ -205,7 +208,10 @@ def to_response(choice: Choice, allowed: dict[str, int], url: str) -> Response:
 
 
 async def watch(route: str, seconds: float, is_excused: Callable[[], bool] = lambda: False) -> None:
-    """Raise RunFailed when three requests to a server's route in a row had no answer within so many seconds."""
+    """Ask a server's route until three requests in a row have failed, then raise RunFailed. It never returns.
+
+    seconds: for an answer. If is_excused() after a failure, counting starts again.
+    """
     url, _, _ = route.rpartition("/")
     failures = 0
     async with connect([url], timeout=seconds) as client:
@@ -221,7 +227,7 @@ async def watch(route: str, seconds: float, is_excused: Callable[[], bool] = lam
 
 @dataclass
 class Control:
-    """Requests to all servers at once about their weights. Rank 0 has one. Every method raises RunFailed.
+    """Requests to all servers at once about their weights. Only rank 0 has one. Every method raises RunFailed.
 
     Each api has a class of its own, with the methods that only raise NotImplementedError here.
     """
@@ -237,7 +243,10 @@ class Control:
         raise NotImplementedError
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
-        """Give all servers the weights under this number. device: the trainer's. A failure may leave some without."""
+        """Give all servers the weights under this number. device: the trainer's.
+
+        After a failure some servers may have the old weights.
+        """
         raise NotImplementedError
 
     def abort(self) -> None:
@@ -256,12 +265,12 @@ class Control:
         async def send(url: str, body: dict | None) -> bytes:
             timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
             async with connect([url], timeout=timeout) as http:
-                with named_errors(url, path, self.name):
+                with named_errors(url, path, self.name, self.health):
                     reply = await http.request(method, url + path, json=body)
                     return reply.raise_for_status().content
 
         async def send_all() -> list[bytes]:
-            # All at once: to join NCCL, or to receive a broadcast, each server waits for the others.
+            # All at once: to join a group, or to receive a broadcast, each server waits for the others.
             requests = [send(url, body) for url, body in zip(self.urls, bodies)]
             watches = [watch(url + self.health, self.health_seconds) for url in self.urls]
             return await watched(watches, requests)
@@ -270,9 +279,9 @@ class Control:
 
     @contextlib.contextmanager
     def paused(self, pause: str, resume: str, body: dict | None = None) -> Iterator[None]:
-        """Stop all servers inside, between two tokens. Responses under way go on afterwards, and new requests wait.
+        """Pause all servers between two tokens while the `with` block runs. They go on even if it fails.
 
-        pause, resume: routes. body: of the request to `pause`.
+        Unfinished responses continue afterwards, and new requests wait. pause, resume: routes. body: sent to `pause`.
         """
         complete = False
         try:

@@ -44,10 +44,10 @@ def is_local(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def healthy(url: str) -> bool:
+def healthy(url: str, route: str = "/health") -> bool:
     """Whether the server answers and its engine lives."""
     try:
-        return httpx.get(f"{url}/health", timeout=ANSWER_SECONDS, trust_env=not is_local(url)).status_code == 200
+        return httpx.get(f"{url}{route}", timeout=ANSWER_SECONDS, trust_env=not is_local(url)).status_code == 200
     except httpx.TransportError:
         return False
 

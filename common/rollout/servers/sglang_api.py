@@ -1,11 +1,12 @@
-"""What SGLang's servers are asked and answer: responses, and updates of their weights.
+"""Requests to SGLang's servers, and how their replies read: responses, and updates of weights.
 
-The user starts them (scripts/serve_rollout.sh), because SGLang needs another torch than the trainer. Measured with
-SGLang 0.5.23 on a CPU; over NCCL nothing has run.
+The user starts the servers (scripts/serve_rollout.sh), because SGLang needs another version of torch than the trainer.
+Measured with SGLang 0.5.23 on a CPU; it has never run over NCCL.
 
-A push pauses the servers in "retract" mode: responses under way are put back into the queue, the cache is emptied, and
-what they had is computed again under the new weights. So each log-prob is that of the weights that its version names.
-SGLang's other mode, "in_place", would go on with keys and values of the old weights, for later requests as well.
+A push pauses the servers in "retract" mode. Unfinished responses keep their tokens and return to the queue, and the
+cache is emptied, so their keys and values are computed again under the new weights. Each log-prob is then that of the
+weights its version names. SGLang's other mode, "in_place", would go on with the old weights' keys and values, even for
+later requests.
 """
 
 import contextlib
@@ -38,23 +39,23 @@ from common.rollout.vllm_engine import EngineConfig
 
 NAME = "SGLang"
 GENERATE = "/generate"
-# /health samples a token, or waits for the next token of any response. By itself it gives up after 20 s.
+# /health samples a token, or waits for the next token of any response. The server itself gives up after 20 s.
 HEALTH_SECONDS = 25.0
 JOIN_SECONDS = 120.0  # for servers to join the trainer's group
-# SGLang's layers that hold several of the file's tensors, one below the other.
+# How SGLang stores tensors of the model's files, for checksums_of(). These layers hold several, joined along dim 0.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# Its layers with a row for each token of the vocabulary, which it pads with zeros to a multiple of this.
+# These have a row for each token of the vocabulary. Rows of zeros pad it to a multiple of this.
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_UNIT = 64
-# What config.json may say differently about the same model.
-NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"}
+# Keys that may differ between two config.json of the same model.
+IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"}
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
 
 # The parts of the replies that we read.
 class FinishReason(BaseModel):
-    type: Literal["stop", "length"]  # an aborted response is not whole
+    type: Literal["stop", "length"]  # "abort" is refused: such a response is not whole
 
 
 class MetaInfo(BaseModel):
@@ -81,14 +82,14 @@ class ServerInfo(BaseModel):
 
 
 class Rank(BaseModel):
-    checksums: dict[str, str]  # of each parameter
+    checksums: dict[str, str]  # parameter -> hexadecimal digits
 
 
 class Checksums(BaseModel):
     ranks: list[Rank]
 
 
-REPLY = TypeAdapter(list[Sampled] | Sampled)
+GENERATED = TypeAdapter(list[Sampled] | Sampled)
 
 
 def request_body(ids: list[int], settings: dict, seed: int) -> dict:
@@ -118,7 +119,7 @@ def request_body(ids: list[int], settings: dict, seed: int) -> dict:
 
 def read_choices(reply: bytes, n: int) -> list[client.Choice]:
     """The n responses of a reply, in order. Raises ValueError if a response is missing or not whole."""
-    found = REPLY.validate_json(reply, strict=True)
+    found = GENERATED.validate_json(reply, strict=True)
     if isinstance(found, Sampled):
         found = [found]
     if len(found) != n:
@@ -137,7 +138,10 @@ def read_choices(reply: bytes, n: int) -> list[client.Choice]:
 
 
 def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dtype: torch.dtype) -> None:
-    """Refuse servers that cannot sample for this trainer. Nothing has to be loaded for it. Raises BadInput."""
+    """Refuse servers that cannot sample for this trainer. It needs no weights. Raises BadInput. Any rank may call it.
+
+    max_model_len: tokens of the longest prompt and its response. dtype: the trainer's.
+    """
     control = Control([url.rstrip("/") for url in urls])
     try:
         models = control.read("/model_info", ModelInfo)
@@ -146,29 +150,31 @@ def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dt
         raise BadInput(f"--rollout-urls: {failed}", code=failed.code) from None
     wanted = str(dtype).removeprefix("torch.")
     for url, model, server in zip(control.urls, models, servers):
-        problem = difference(model_path, model)
+        problems = []
+        if found := difference(model_path, model):
+            problems.append(found)
         if server.dtype != wanted:
-            problem = f"it has {server.dtype} and the trainer {wanted}: start it with --dtype {wanted}"
-        # In an environment even a prompt for the last token is sent.
+            problems.append(f"it has {server.dtype} and the trainer {wanted}: start it with --dtype {wanted}")
+        # With an environment, a conversation may grow until its prompt leaves room for one more token.
         if server.max_req_input_len < max_model_len - 1:
-            problem = (
+            problems.append(
                 f"its prompts have at most {server.max_req_input_len} tokens, and this run needs {max_model_len - 1}: "
                 f"see its --context-length and --max-total-tokens"
             )
-        if problem:
-            raise BadInput(f"--rollout-urls {url}: {problem}")
+        if problems:
+            raise BadInput(f"--rollout-urls {url}: {'; '.join(problems)}")
 
 
-def difference(model_path: str, there: ModelInfo) -> str:
-    """How a server's model differs from the trainer's, or "". A server elsewhere shows no more than its family."""
+def difference(model_path: str, served: ModelInfo) -> str:
+    """How a server's model differs from the trainer's, or "". Of a model elsewhere only the family is known."""
     ours = AutoConfig.from_pretrained(model_path)
-    if there.model_type != ours.model_type:
-        return f"its model is a {there.model_type}, and --model a {ours.model_type}"
-    if not Path(there.tokenizer_path).is_dir():
-        return ""  # a push of other shapes is refused
-    theirs = AutoConfig.from_pretrained(there.tokenizer_path).to_dict()
+    if served.model_type != ours.model_type:
+        return f"its model is a {served.model_type}, and --model a {ours.model_type}"
+    if not Path(served.tokenizer_path).is_dir():
+        return ""  # the server will refuse a push of other shapes
+    theirs = AutoConfig.from_pretrained(served.tokenizer_path).to_dict()
     for name, value in ours.to_dict().items():
-        if name not in NOT_THE_MODEL and theirs.get(name) != value:
+        if name not in IGNORED_CONFIG_KEYS and theirs.get(name) != value:
             return f"its model is not --model: {name} is {theirs.get(name)} there and {value} in {model_path}"
     return ""
 
@@ -182,22 +188,21 @@ class Control(client.Control):
     name = NAME
     health = "/model_info"  # a paused server has no token for /health
     health_seconds = HEALTH_SECONDS
-    workers: list[int] = field(default_factory=list)  # for each server
+    workers: list[int] = field(default_factory=list)  # ranks of tensor parallelism of each server
     group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
-    group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # a server may have those of others
+    group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # its own: servers may hold others
     comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
 
     def read(self, path: str, kind: type[Reply]) -> list[Reply]:
         """What each server answers to GET."""
         answers = []
         for url, reply in zip(self.urls, self.request("GET", path)):
-            with client.named_errors(url, path, NAME):
+            with client.named_errors(url, path, NAME, self.health):
                 answers.append(kind.model_validate_json(reply, strict=True))
         return answers
 
     def check(self, config: EngineConfig) -> None:
-        # Another run may have used the server: it may have left it paused, with responses under way. Giving it a
-        # version ends these.
+        # An earlier run may have left the server paused, with unfinished responses. Setting a version aborts them.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
         self.request("POST", "/continue_generation", {})
         self.workers = [server.tp_size for server in self.read("/server_info", ServerInfo)]
@@ -209,8 +214,10 @@ class Control(client.Control):
             self.send_broadcasts(source, version, device)
 
     def pause(self) -> contextlib.AbstractContextManager:
-        """Every push needs it: a server that is not paused keeps its cache if any request is under way, as those of
-        /health are, and then answers 400 although its weights have changed.
+        """Pause the servers for a push.
+
+        Even idle ones need it: while any request is running, be it one of /health, a server that is not paused cannot
+        empty its cache, and answers 400 although it has loaded the new weights.
         """
         return self.paused("/pause_generation", "/continue_generation", {"mode": "retract"})
 
@@ -234,20 +241,23 @@ class Control(client.Control):
                 raise RunFailed(message, code="weight-version")
 
     def compare_checksums(self, folder: str) -> None:
-        """Raises RunFailed if a server has other weights than those in the folder.
+        """Raises RunFailed if a server's weights differ from those in the folder.
 
-        SGLang passes over tensors whose names it does not know, and answers that all went well. The first push finds
-        out which of its parameters have a checksum that we can compute. From then on they must agree.
+        SGLang skips tensors whose names it does not know, and still reports success. The first push finds out which
+        parameters have the checksum that we compute, and warns of the others, which are not compared. At later pushes
+        those found must match. Servers with several workers are not checked: each holds slices of the tensors.
         """
-        servers = self.read("/weights_checker", Checksums)
-        # Workers that share a model have slices, whose checksums are not those of whole tensors.
-        whole = [server.ranks[0].checksums for server, workers in zip(servers, self.workers) if workers == 1]
+        whole = {}  # URL -> checksums of its parameters
+        for url, workers, server in zip(self.urls, self.workers, self.read("/weights_checker", Checksums)):
+            if workers == 1:
+                whole[url] = server.ranks[0].checksums
         if not whole:
             return
-        ours = checksums_of(folder, set().union(*whole))
+        parameters = set().union(*whole.values())
+        ours = checksums_of(folder, parameters)
         if self.comparable is None:
-            self.comparable = {name for name in ours if all(theirs.get(name) == ours[name] for theirs in whole)}
-            unknown = sorted(set().union(*whole) - self.comparable)
+            self.comparable = {name for name in ours if all(has.get(name) == ours[name] for has in whole.values())}
+            unknown = sorted(parameters - self.comparable)
             if unknown:
                 warn(
                     f"{len(unknown)} of {len(unknown) + len(self.comparable)} parameters of the SGLang servers do not "
@@ -255,7 +265,7 @@ class Control(client.Control):
                     "were not loaded. mismatch/ tells which",
                     code="checksums",
                 )
-        for url, theirs in zip(self.urls, whole):
+        for url, theirs in whole.items():
             for name in sorted(self.comparable):
                 if theirs.get(name) != ours.get(name):
                     message = f"rollout server {url} has other weights in {name} than it was sent"
@@ -268,7 +278,7 @@ class Control(client.Control):
         with self.pause():
             self.request("POST", "/begin_weight_update", {})
             for tensors in weights.cut(source, weights.NCCL_BUFFER_BYTES):
-                # In the flat part each tensor has to begin at a multiple of its data type's size.
+                # The widest data types first, so that each tensor begins at a multiple of its element's size.
                 tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
                 part = {
                     "names": list(tensors),
@@ -286,7 +296,7 @@ class Control(client.Control):
 
     @contextlib.contextmanager
     def asked_meanwhile(self, path: str, bodies: list[dict] | dict) -> Iterator[Future]:
-        """Send a request that the servers answer after our part of it, which is done inside."""
+        """Send a request in a thread while the `with` block does the trainer's part: servers answer only after it."""
         with ThreadPoolExecutor(1, "push") as thread:
             asked = thread.submit(self.request, "POST", path, bodies)
             try:
@@ -307,8 +317,8 @@ class Control(client.Control):
             next_rank += workers
         timeout = timedelta(seconds=JOIN_SECONDS)
         store = dist.TCPStore(address, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        # torch has no public function for a group with processes outside the default group. SGLang's workers make
-        # theirs with this one, and both ends have to name the store's keys alike.
+        # torch has no public function for a group with processes outside the default group. SGLang's workers use this
+        # one, and both ends must use the same keys of the store.
         with self.asked_meanwhile("/init_weights_update_group", bodies):
             try:
                 group, _ = distributed_c10d._new_process_group_helper(
@@ -324,7 +334,7 @@ class Control(client.Control):
             except RuntimeError as error:
                 message = f"no process group with the workers of {', '.join(self.urls)}: {error}"
                 raise RunFailed(message, code="server-gone") from None
-        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # broadcast() looks here
         return group
 
     def abort(self) -> None:
@@ -335,12 +345,12 @@ class Control(client.Control):
             return
         group, self.group = self.group, None
         leaving = self.asked_meanwhile("/destroy_weights_update_group", {"group_name": self.group_name})
-        with contextlib.suppress(RunFailed), leaving:  # a server that is gone has left it
+        with contextlib.suppress(RunFailed), leaving:  # a server that is gone has nothing to leave
             dist.destroy_process_group(group)
 
 
 def wait(work: dist.Work, asked: Future) -> None:
-    """Wait for a broadcast, or until the request that it belongs to has failed: then nobody receives it."""
+    """Wait for a broadcast, or until its request has failed: then nobody receives it, and work.wait() would not end."""
     while not work.is_completed():
         if asked.done() and asked.exception():
             return
@@ -348,7 +358,7 @@ def wait(work: dist.Work, asked: Future) -> None:
 
 
 def address_for(urls: list[str]) -> str:
-    """This machine's address as the servers reach it. A connected UDP socket knows it, and sends nothing."""
+    """This machine's address as the servers reach it. connect() of a UDP socket picks a route, and sends nothing."""
     remote = [url for url in urls if not is_local(url)]
     if not remote:
         return "127.0.0.1"
@@ -360,9 +370,7 @@ def address_for(urls: list[str]) -> str:
 
 
 def checksums_of(folder: str, parameters: set[str]) -> dict[str, str]:
-    """For each of a server's parameters that we can make of the tensors in the folder, its checksum as SGLang's: the
-    first eight bytes of the SHA-256 of its values.
-    """
+    """SGLang's checksum of each parameter that can be put together from tensors in the folder. Others are left out."""
     files = {}  # name of a tensor -> its file
     with contextlib.ExitStack() as opened:
         for path in sorted(Path(folder).glob("*.safetensors")):
@@ -385,7 +393,7 @@ def checksums_of(folder: str, parameters: set[str]) -> dict[str, str]:
 
 
 def checksum(tensors: list[torch.Tensor]) -> str:
-    """SGLang's checksum of a parameter that holds these tensors, one below the other."""
+    """SGLang's checksum of a parameter that joins these tensors: the first eight bytes of a SHA-256 of its values."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
