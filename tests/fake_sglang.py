@@ -31,6 +31,7 @@ class FakeSGLang:
         self.load(folder)
         self.version = "default"
         self.is_paused = False
+        self.is_open = False  # a session for broadcasts
         self.asked: list[tuple[str, dict | None]] = []  # requests, but for /health
         self.answer = "stopped"  # name of the recorded reply to /generate
         self.faults: dict[str, Callable] = {}  # route -> what happens instead of an answer
@@ -73,8 +74,16 @@ class FakeSGLang:
             assert self.is_paused, "its cache may not be emptied then"
             self.load(body["model_path"])
             self.version = body["weight_version"]
+        elif path == "/begin_weight_update":
+            recorded = self.replies["begin twice" if self.is_open else "begin"]
+            self.is_open = True
+        elif path == "/end_weight_update":
+            recorded = self.replies["end" if self.is_open else "end without begin"]
+            self.is_open = False
         elif path == "/generate":
             recorded = self.generate(body)
+        elif path == "/health" and self.is_paused:
+            return self.hang()
         return recorded["status"], recorded["reply"]
 
     def generate(self, body: dict) -> dict:
@@ -95,7 +104,7 @@ class FakeSGLang:
             def answer(self):
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or "null")
-                if self.path != "/health":
+                if self.path != "/health":  # its times are by chance
                     fake.asked.append((self.path, body))
                 fault = fake.faults.get(self.path)
                 found = fault(body) if fault else fake.respond(self.path, body)
@@ -127,7 +136,7 @@ class FakeSGLang:
         self.server.server_close()
 
     def hang(self, body=None) -> None:
-        """A fault: never answers."""
+        """A fault: never answers. A paused server does so to /health, for which it would have to sample a token."""
         self.stopped.wait()
 
     def die(self, body=None) -> None:

@@ -54,7 +54,9 @@ def rollout_role(plan: MemoryPlan) -> Role:
     weights = plan.parameters * plan.dtype.itemsize / tp
     dtype = str(plan.dtype).removeprefix("torch.")
     if layout.rollout_urls:
-        return Role("rollout", " ".join(layout.rollout_urls), dtype)
+        # A push from a CPU to an SGLang server on this machine has the whole model in shared memory for a moment.
+        host = weights / plan.size if plan.backend == "sglang" and not plan.gpu else 0.0
+        return Role("rollout", " ".join(layout.rollout_urls), dtype, host=host)
     if layout.split:
         kind = "GPUs" if plan.gpu else "cores"
         lives = f"{kind} {layout.rollout_devices}, {tp} a server, by vLLM"

@@ -60,9 +60,9 @@ def check_family(backend: str, model_path: str) -> None:
 def check_servers(backend: str, model_path: str, max_model_len: int, dtype: torch.dtype, layout: Layout) -> None:
     """Refuse SGLang servers that could not sample for this trainer. vLLM's say so when they are connected.
 
-    Raises BadInput. max_model_len, dtype: as for start().
+    Raises BadInput, on the rank of each node that prints errors. max_model_len, dtype: as for start().
     """
-    if backend == "sglang":
+    if backend == "sglang" and os.environ.get("LOCAL_RANK", "0") == "0":
         from common.rollout.servers import sglang_api
 
         sglang_api.check_servers(layout.rollout_urls, model_path, max_model_len, dtype)

@@ -205,7 +205,7 @@ def test_servers_join_nccl_with_ranks_of_their_own_at_an_address_that_they_reach
     for info in infos:
         assert (info["master_address"], info["world_size"]) == (address, 1 + 2 + 4)
         # Both ends cut the weights alike.
-        assert info["packed_buffer_size_bytes"] == sender.packed_buffer_size_bytes == weights.NCCL_BUFFER_BYTES
+        assert info["packed_buffer_size_bytes"] == sender.packed_buffer_size_bytes == weights.BROADCAST_BYTES
     assert list(sender.source.metadata()) == source.metadata()
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import multiprocessing
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ROOT, save_model
-from fake_sglang import REPLIES, FakeSGLang
+from fake_sglang import REPLIES, SAMPLING_FIELDS, FakeSGLang
 from safetensors.torch import load_file
+from workers import sglang_worker
 
 from common.data import arithmetic
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
-from common.rollout.servers import client, sglang_api
+from common.rollout.servers import client, sglang_api, weights
 from common.rollout.servers.engine import ServerEngine
 from common.rollout.vllm_engine import EngineConfig, sampling_settings
 from common.weight_sync import TensorInfo
@@ -257,11 +260,7 @@ def test_a_server_that_is_paused_for_long_is_not_taken_for_dead(connect, server,
         pushed.wait()
         return server.respond("/generate", body)
 
-    server.faults = {
-        "/health": lambda body: server.hang() if server.is_paused else (200, {}),
-        "/update_weights_from_disk": slow_update,
-        "/generate": answer_after_update,
-    }
+    server.faults = {"/update_weights_from_disk": slow_update, "/generate": answer_after_update}
     with ThreadPoolExecutor(1) as thread:
         response = thread.submit(generate, engine)
         time.sleep(0.1)
@@ -276,7 +275,6 @@ def test_an_update_after_which_old_keys_stay_ends_the_run(connect, server):
     recorded = REPLIES["update in_place"]
     assert recorded["status"] == 400
     server.faults["/update_weights_from_disk"] = lambda body: (recorded["status"], recorded["reply"])
-    server.faults["/health"] = lambda body: server.hang() if server.is_paused else (200, {})
     with pytest.raises(RunFailed, match="cache was not flushed") as failed:
         engine.load_weights(Weights())
     assert failed.value.code == "server-refused" and not server.is_paused
@@ -323,14 +321,113 @@ def test_one_of_two_servers_with_other_weights_is_named(connect, server):
             engine.load_weights(Weights(2.0))
 
 
-def test_a_server_with_its_own_slices_is_believed(connect, server):
-    """The checksums of two workers are those of parts, which the trainer does not have."""
-    server.replies["/server_info"]["reply"]["tp_size"] = 2
+@pytest.mark.parametrize("info", [{"tp_size": 2}, {"device": "cuda"}])
+def test_a_server_whose_checksums_nobody_knows_is_believed(connect, server, info):
+    """Those of two workers are of slices, and a GPU has another function. The other server is checked all the same."""
+    with FakeSGLang(MODEL) as second:
+        server.replies["/server_info"]["reply"] |= info
+        engine = connect(server, second)
+        engine.load_weights(Weights())
+        server.skipped = "model.norm.weight"
+        engine.load_weights(Weights(2.0))
+        assert server.version == "2"
+        second.skipped = "model.norm.weight"
+        with pytest.raises(RunFailed, match=f"{second.url} has other weights in model.norm.weight"):
+            engine.load_weights(Weights(3.0))
+
+
+def test_a_server_that_loads_nothing_ends_the_run(connect, server):
     engine = connect(server)
-    engine.load_weights(Weights())
-    server.skipped = "model.norm.weight"
-    engine.load_weights(Weights(2.0))
-    assert server.version == "2"
+    server.load = lambda folder: None
+    with pytest.raises(RunFailed, match=f"{server.url}: no parameter has what was sent"):
+        engine.load_weights(Weights(2.0))
+
+
+# Broadcasts, to servers that are not on this machine.
+
+
+@pytest.fixture
+def elsewhere(server, monkeypatch):
+    """The fake server with a worker, which joins the trainer's group from a process of its own."""
+    monkeypatch.setattr(sglang_api, "is_local", lambda url: False)
+    monkeypatch.setattr(sglang_api, "address_for", lambda urls: "127.0.0.1")
+    monkeypatch.setattr(sglang_api, "JOIN_SECONDS", 10.0)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=sglang_worker.serve, args=(theirs,), daemon=True)
+    worker.start()
+
+    def ask(route: str):
+        def answer(body):
+            ours.send((route, body))
+            if not ours.poll(30):
+                return 500, {"message": "the worker does not answer"}
+            for name, tensor in ours.recv().items():
+                server.tensors[name] = tensor
+            server.version = body.get("weight_version", server.version)
+            return 200, {"success": True}
+
+        return answer
+
+    routes = ("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group")
+    server.faults |= {route: ask(route) for route in routes}
+    yield server
+    worker.kill()
+    worker.join()
+
+
+def test_a_broadcast_brings_all_weights(connect, elsewhere, monkeypatch):
+    """In parts, whose tensors have several data types: each begins where its own may begin."""
+    monkeypatch.setattr(weights, "BROADCAST_BYTES", 300_000)
+    engine = connect(elsewhere)
+    sent = Weights(2.0)
+    sent.tensors = {"odd": torch.arange(3, dtype=torch.uint8), **sent.tensors, "half": torch.ones(3).bfloat16()}
+    elsewhere.asked.clear()
+    engine.load_weights(sent)
+    assert all(torch.equal(elsewhere.tensors[name], tensor) for name, tensor in sent.tensors.items())
+    asked = routes(elsewhere)
+    parts = asked.count("/update_weights_from_distributed")
+    assert parts > 2 and asked == [
+        "/init_weights_update_group",
+        "/pause_generation",
+        "/begin_weight_update",
+        *["/update_weights_from_distributed"] * parts,
+        "/end_weight_update",
+        "/continue_generation",
+        "/model_info",
+    ]
+    engine.load_weights(Weights(3.0))
+    assert elsewhere.version == "2" and asked.count("/init_weights_update_group") == 1
+    engine.shutdown()
+    assert routes(elsewhere)[-1] == "/destroy_weights_update_group", "the next run joins a group of its own"
+
+
+@pytest.mark.parametrize(
+    "route", ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed"]
+)
+def test_a_refused_broadcast_leaves_the_server_as_it_was(connect, elsewhere, monkeypatch, route):
+    """Not paused, and without the session that would refuse the next run's weights. Nobody receives what is sent."""
+    monkeypatch.setattr(sglang_api, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_api, "BROADCAST_SECONDS", 2.0)  # at exit gloo waits so long for what nobody receives
+    engine = connect(elsewhere)
+    elsewhere.faults[route] = lambda body: (400, {"success": False, "message": "no such thing"})
+    with pytest.raises(RunFailed, match=f"{elsewhere.url} refused {route} .*no such thing") as raised:
+        engine.load_weights(Weights())
+    assert raised.value.code == "server-refused"
+    assert not elsewhere.is_paused and not elsewhere.is_open
+
+
+def test_a_session_that_a_killed_run_has_left_open_is_closed(connect, elsewhere):
+    elsewhere.is_open = elsewhere.is_paused = True
+    connect(elsewhere).load_weights(Weights())
+    assert elsewhere.version == "1"
+
+
+def test_the_address_of_this_machine_is_one_that_the_server_reaches():
+    assert sglang_api.address_for(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 1))
+        assert sglang_api.address_for(["http://127.0.0.1:1", "http://192.0.2.1:2"]) == probe.getsockname()[0]
 
 
 def check(server: FakeSGLang, model: str = MODEL, max_model_len: int = 112, dtype=torch.float32) -> None:
@@ -339,15 +436,20 @@ def check(server: FakeSGLang, model: str = MODEL, max_model_len: int = 112, dtyp
 
 def test_a_server_that_fits_is_taken(server):
     check(server)
-    longest = server.replies["/server_info"]["reply"]["max_req_input_len"]
-    check(server, max_model_len=longest + 1)
-    with pytest.raises(BadInput, match=f"{longest} tokens.*{longest + 1}.*--context-length"):
-        check(server, max_model_len=longest + 2)
+    limit = server.replies["/server_info"]["reply"]["max_req_input_len"]
+    check(server, max_model_len=limit)  # the longest prompt leaves room for a token
+    with pytest.raises(BadInput, match=f"fewer than {limit} tokens.*up to {limit}.*--context-length"):
+        check(server, max_model_len=limit + 1)
 
 
 def test_a_server_that_does_not_fit_is_refused_before_anything_is_loaded(server, tmp_path):
     with pytest.raises(BadInput, match="float32 and the trainer bfloat16.*--dtype bfloat16"):
         check(server, dtype=torch.bfloat16)
+    for replicas in ("dp_size", "pp_size"):
+        server.replies["/server_info"]["reply"][replicas] = 2
+        with pytest.raises(BadInput, match="--dp-size must be 1"):
+            check(server)
+        server.replies["/server_info"]["reply"][replicas] = 1
     config = arithmetic.config()
     config.vocab_size = 60
     with pytest.raises(BadInput, match="vocab_size is 52 there and 60"):
@@ -375,7 +477,7 @@ def test_the_requests_are_those_that_a_real_server_took():
     """It refuses an unknown setting (400), and takes any name beside them."""
     body = sglang_api.request_body(PROMPT, {**sampling_settings(0.0, 6, [1]), "n": 1}, seed=3)
     assert json.loads(json.dumps(body)) == body
-    assert set(body["sampling_params"]) <= set(FakeSGLang(MODEL).generate.__globals__["SAMPLING_FIELDS"])
+    assert set(body["sampling_params"]) <= SAMPLING_FIELDS
     greedy = sglang_api.read_choices(json.dumps(REPLIES["greedy"]["reply"]).encode(), 1)
     assert greedy[0].token_ids == STOPPED["output_ids"][:6] and greedy[0].truncated
     two = sglang_api.read_choices(json.dumps(REPLIES["two"]["reply"]).encode(), 2)

@@ -21,7 +21,7 @@ FILE = ROOT / "tests/rollout/sglang_replies.json"
 PROMPT = [6, 8, 13, 4, 4, 17]  # "35+11="
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 6, "stop_token_ids": [1], "skip_special_tokens": False}
 # Of the 400 settings that the server reports.
-KEPT = ("dtype", "tp_size", "max_req_input_len", "max_total_num_tokens", "enable_deterministic_inference", "version")
+KEPT = ("dtype", "device", "tp_size", "pp_size", "dp_size", "max_req_input_len", "max_total_num_tokens", "version")
 
 
 class Recorder:
@@ -86,6 +86,10 @@ def main(url: str) -> None:
         found.generate("too long", prompt=[2] * 300)
         found.update("no folder", "2", folder="/no/such/folder")
         found.aborted()
+        found.call("end without begin", "/end_weight_update", {})
+        found.call("begin", "/begin_weight_update", {})
+        found.call("begin twice", "/begin_weight_update", {})
+        found.call("end", "/end_weight_update", {})
         found.amid_responses("amid retract", "retract", "2")
         found.amid_responses("amid in_place", "in_place", "3")
     lines = [f"{json.dumps(name)}: {json.dumps(reply)}" for name, reply in found.replies.items()]

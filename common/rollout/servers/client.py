@@ -22,7 +22,7 @@ from common.rollout.servers.weights import SingleIteration
 from common.rollout.turns import REPLIES_AT_ONCE
 from common.rollout.vllm_engine import EngineConfig
 
-UPDATE_SECONDS = 300.0  # how long a request about weights may wait for data
+UPDATE_SECONDS = 300.0  # for one part of a weight update
 # Three failed checks in a row mean that a server hangs. So that is found within 3 * (this + its api's HEALTH_SECONDS).
 HEALTH_EVERY_SECONDS = 4.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
@@ -152,8 +152,8 @@ async def ask_all(
             conversations = [converse(i, url, body) for i, (url, body) in enumerate(requests)]
             # A server that is paused for an update may not sample the token that shows its health. Control.request()
             # watches it meanwhile.
-            is_paused = lambda: len(versions()) > 1
-            watches = [watch(f"{url}/health", api.HEALTH_SECONDS, is_paused) for url in urls]
+            updating = lambda: len(versions()) > 1
+            watches = [watch(f"{url}/health", api.HEALTH_SECONDS, updating) for url in urls]
             return await watched(watches, conversations)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
@@ -237,6 +237,7 @@ class Control:
     health_seconds: ClassVar[float]  # how long the answer may take
     urls: list[str]
     inflight_updates: str = "none"  # as in placement.Layout
+    patience: float = UPDATE_SECONDS  # how long a request may wait for data
 
     def check(self, config: EngineConfig) -> None:
         """Find out whether all servers have the routes, and make them forget an earlier run."""
@@ -253,8 +254,12 @@ class Control:
         """End all responses under way."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Leave the servers, which may be gone."""
+    def drop(self) -> None:
+        """Forget servers that have been lost, before others take their place."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """The run is over, and the servers may go on."""
         raise NotImplementedError
 
     def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
@@ -263,7 +268,7 @@ class Control:
             bodies = [bodies] * len(self.urls)
 
         async def send(url: str, body: dict | None) -> bytes:
-            timeout = httpx.Timeout(UPDATE_SECONDS, connect=ANSWER_SECONDS)
+            timeout = httpx.Timeout(self.patience, connect=ANSWER_SECONDS)
             async with connect([url], timeout=timeout) as http:
                 with named_errors(url, path, self.name, self.health):
                     reply = await http.request(method, url + path, json=body)
@@ -292,10 +297,12 @@ class Control:
             if complete:
                 self.request("POST", resume, {})
             else:
-                self.resume_each(resume)
+                self.tell_each(resume)
 
-    def resume_each(self, resume: str) -> None:
-        """Let servers go on after a failed update, one by one: one may be gone, and others may belong to the user."""
+    def tell_each(self, route: str) -> None:
+        """Ask servers one by one to end or undo something, whatever they answer: one may be gone, and others may belong
+        to the user.
+        """
         for url in self.urls:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(f"{url}{resume}", json={}, timeout=ANSWER_SECONDS, trust_env=not is_local(url))
+                httpx.post(f"{url}{route}", json={}, timeout=ANSWER_SECONDS, trust_env=not is_local(url))

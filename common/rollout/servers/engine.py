@@ -1,7 +1,8 @@
 """The engine behind `--rollout-placement split`: servers of vLLM or SGLang, on devices of their own.
 
-Every rank asks the servers for responses to its own prompts. Rank 0 sends them the weights, over NCCL on GPUs and
-through shared memory on a CPU. It also starts vLLM's servers, unless the user has. SGLang's are always the user's.
+Every rank asks the servers for responses to its own prompts. Rank 0 sends them the weights, over NCCL on GPUs; from a
+CPU through shared memory or, to SGLang's servers elsewhere, over gloo. It also starts vLLM's servers, unless the user
+has. SGLang's are always the user's.
 
 If a server is lost, all servers of this run are restarted, once. All of them, because an update may have reached only
 some of them, and on GPUs the others may wait in NCCL for the lost one. The new servers read the model's files, get the
@@ -267,7 +268,9 @@ class ServerEngine:
             raise RunFailed(f"{message}the weights that they had", code=failed.code)
         warn(f"{message}; the run restarts its servers, once, and repeats what was lost", code="server-restarted")
         self.restarted = True
-        self.shutdown()
+        if self.world.is_main:
+            self.control.drop()
+        self.stop_servers()
         self.connect()
         # Before the first update they have the weights of the model's files, as the lost ones had.
         if self.parameters is not None:
@@ -279,7 +282,11 @@ class ServerEngine:
     def shutdown(self) -> None:
         """Leave the servers, and end those that this run started."""
         if self.world.is_main:
-            self.control.close()
+            self.control.leave()
+        self.stop_servers()
+
+    def stop_servers(self) -> None:
+        """End the servers that this run started."""
         for server in self.started:
             server.stop()
 

@@ -41,7 +41,9 @@ NAME = "SGLang"
 GENERATE = "/generate"
 # /health samples a token, or waits for the next token of any response. The server itself gives up after 20 s.
 HEALTH_SECONDS = 25.0
-JOIN_SECONDS = 120.0  # for servers to join the trainer's group
+ANSWER_SECONDS = 30.0  # for what a server says about itself
+JOIN_SECONDS = 30.0  # for servers to join the trainer's group
+BROADCAST_SECONDS = 60.0  # for a part of the weights
 # How SGLang stores tensors of the model's files, for checksums_of(). These layers hold several, joined along dim 0.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # These have a row for each token of the vocabulary. Rows of zeros pad it to a multiple of this.
@@ -77,8 +79,11 @@ class ModelInfo(BaseModel):
 
 class ServerInfo(BaseModel):
     dtype: str
+    device: str
     tp_size: PositiveInt
-    max_req_input_len: PositiveInt  # tokens of the longest prompt
+    pp_size: PositiveInt
+    dp_size: PositiveInt
+    max_req_input_len: PositiveInt  # a prompt has fewer tokens
 
 
 class Rank(BaseModel):
@@ -138,11 +143,11 @@ def read_choices(reply: bytes, n: int) -> list[client.Choice]:
 
 
 def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dtype: torch.dtype) -> None:
-    """Refuse servers that cannot sample for this trainer. It needs no weights. Raises BadInput. Any rank may call it.
+    """Refuse servers that cannot sample for this trainer. It needs no weights. Raises BadInput.
 
     max_model_len: tokens of the longest prompt and its response. dtype: the trainer's.
     """
-    control = Control([url.rstrip("/") for url in urls])
+    control = Control([url.rstrip("/") for url in urls], patience=ANSWER_SECONDS)
     try:
         models = control.read("/model_info", ModelInfo)
         servers = control.read("/server_info", ServerInfo)
@@ -155,10 +160,13 @@ def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dt
             problems.append(found)
         if server.dtype != wanted:
             problems.append(f"it has {server.dtype} and the trainer {wanted}: start it with --dtype {wanted}")
+        if server.pp_size > 1 or server.dp_size > 1:
+            problems.append("its --pp-size and --dp-size must be 1: start more servers instead")
         # With an environment, a conversation may grow until its prompt leaves room for one more token.
-        if server.max_req_input_len < max_model_len - 1:
+        longest = max_model_len - 1
+        if server.max_req_input_len <= longest:
             problems.append(
-                f"its prompts have at most {server.max_req_input_len} tokens, and this run needs {max_model_len - 1}: "
+                f"its prompts have fewer than {server.max_req_input_len} tokens, and this run's up to {longest}: "
                 f"see its --context-length and --max-total-tokens"
             )
         if problems:
@@ -166,13 +174,14 @@ def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dt
 
 
 def difference(model_path: str, served: ModelInfo) -> str:
-    """How a server's model differs from the trainer's, or "". Of a model elsewhere only the family is known."""
+    """How a server's model differs from the trainer's, or "". Of a model that is not here only the family is known."""
     ours = AutoConfig.from_pretrained(model_path)
     if served.model_type != ours.model_type:
         return f"its model is a {served.model_type}, and --model a {ours.model_type}"
-    if not Path(served.tokenizer_path).is_dir():
-        return ""  # the server will refuse a push of other shapes
-    theirs = AutoConfig.from_pretrained(served.tokenizer_path).to_dict()
+    try:
+        theirs = AutoConfig.from_pretrained(served.tokenizer_path, local_files_only=True).to_dict()
+    except (OSError, ValueError):
+        return ""
     for name, value in ours.to_dict().items():
         if name not in IGNORED_CONFIG_KEYS and theirs.get(name) != value:
             return f"its model is not --model: {name} is {theirs.get(name)} there and {value} in {model_path}"
@@ -189,6 +198,7 @@ class Control(client.Control):
     health = "/model_info"  # a paused server has no token for /health
     health_seconds = HEALTH_SECONDS
     workers: list[int] = field(default_factory=list)  # ranks of tensor parallelism of each server
+    checked: list[bool] = field(default_factory=list)  # whether the trainer can compute checksums of each server
     group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
     group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # its own: servers may hold others
     comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
@@ -202,10 +212,15 @@ class Control(client.Control):
         return answers
 
     def check(self, config: EngineConfig) -> None:
-        # An earlier run may have left the server paused, with unfinished responses. Setting a version aborts them.
+        # An earlier run may have left the server paused, amid a push, with unfinished responses. Setting a version
+        # aborts them.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
+        self.tell_each("/end_weight_update")
         self.request("POST", "/continue_generation", {})
-        self.workers = [server.tp_size for server in self.read("/server_info", ServerInfo)]
+        servers = self.read("/server_info", ServerInfo)
+        self.workers = [server.tp_size for server in servers]
+        # With several workers each holds slices of the tensors. On a GPU checksums are another function of the values.
+        self.checked = [server.tp_size == 1 and server.device == "cpu" for server in servers]
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
         if device.type == "cpu" and all(map(is_local, self.urls)):
@@ -245,18 +260,20 @@ class Control(client.Control):
 
         SGLang skips tensors whose names it does not know, and still reports success. The first push finds out which
         parameters have the checksum that we compute, and warns of the others, which are not compared. At later pushes
-        those found must match. Servers with several workers are not checked: each holds slices of the tensors.
+        those found must match.
         """
-        whole = {}  # URL -> checksums of its parameters
-        for url, workers, server in zip(self.urls, self.workers, self.read("/weights_checker", Checksums)):
-            if workers == 1:
-                whole[url] = server.ranks[0].checksums
-        if not whole:
+        if not any(self.checked):
             return
+        whole = {}  # URL -> checksums of its parameters
+        for url, is_checked, server in zip(self.urls, self.checked, self.read("/weights_checker", Checksums)):
+            if is_checked:
+                whole[url] = server.ranks[0].checksums
         parameters = set().union(*whole.values())
         ours = checksums_of(folder, parameters)
         if self.comparable is None:
             self.comparable = {name for name in ours if all(has.get(name) == ours[name] for has in whole.values())}
+            if not self.comparable:
+                raise RunFailed(f"{', '.join(whole)}: no parameter has what was sent", code="weight-version")
             unknown = sorted(parameters - self.comparable)
             if unknown:
                 warn(
@@ -275,24 +292,40 @@ class Control(client.Control):
         """Send the weights in flat parts to all workers at once."""
         if self.group is None:
             self.group = self.join(device)
-        with self.pause():
+        with self.pause(), self.update_session():
+            for tensors in weights.cut(source, weights.BROADCAST_BYTES):
+                self.broadcast(tensors, version)
+        self.compare_versions(version)
+
+    @contextlib.contextmanager
+    def update_session(self) -> Iterator[None]:
+        """Servers take broadcasts inside. A session that stays open would refuse those of the next run, too."""
+        try:
             self.request("POST", "/begin_weight_update", {})
-            for tensors in weights.cut(source, weights.NCCL_BUFFER_BYTES):
-                # The widest data types first, so that each tensor begins at a multiple of its element's size.
-                tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-                part = {
-                    "names": list(tensors),
-                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-                    "shapes": [list(tensor.shape) for tensor in tensors.values()],
-                    "group_name": self.group_name,
-                    "load_format": "flattened_bucket",
-                    "weight_version": str(version),
-                }
-                flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
-                with self.asked_meanwhile("/update_weights_from_distributed", part) as asked:
-                    wait(dist.broadcast(flat, src=0, group=self.group, async_op=True), asked)
+            yield
             self.request("POST", "/end_weight_update", {})
-            self.compare_versions(version)
+        except RunFailed:
+            self.tell_each("/end_weight_update")
+            raise
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Send one part: all tensors as bytes, one after the other."""
+        # The widest data types first, so that each tensor begins at a multiple of its element's size.
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        part = {
+            "names": [name for name, _ in ordered],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+            "shapes": [list(tensor.shape) for _, tensor in ordered],
+            "group_name": self.group_name,
+            "load_format": "flattened_bucket",
+            "weight_version": str(version),
+        }
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in ordered])
+        with self.asked_meanwhile("/update_weights_from_distributed", part) as asked:
+            work = dist.broadcast(flat, src=0, group=self.group, async_op=True)
+            # work.wait() would not end if the servers refuse the part.
+            while not work.is_completed() and not failed(asked):
+                time.sleep(0.001)
 
     @contextlib.contextmanager
     def asked_meanwhile(self, path: str, bodies: list[dict] | dict) -> Iterator[Future]:
@@ -301,8 +334,12 @@ class Control(client.Control):
             asked = thread.submit(self.request, "POST", path, bodies)
             try:
                 yield asked
-            finally:
-                asked.result()  # a server's own words tell more than a broken connection
+            except RuntimeError as error:
+                # A server that has refused tells more than the group that has lost it.
+                if not failed(asked):
+                    message = f"process group with the workers of {', '.join(self.urls)}: {path}: {error}"
+                    raise RunFailed(message, code="server-gone") from None
+            asked.result()
 
     def join(self, device: torch.device) -> dist.ProcessGroup:
         """A process group of the trainer, which is rank 0, and all workers of all servers."""
@@ -315,46 +352,40 @@ class Control(client.Control):
             body = {"master_address": address, "master_port": port, "rank_offset": next_rank, "world_size": size}
             bodies.append(body | {"group_name": self.group_name, "backend": backend})
             next_rank += workers
-        timeout = timedelta(seconds=JOIN_SECONDS)
-        store = dist.TCPStore(address, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        patience = timedelta(seconds=JOIN_SECONDS)
+        store = dist.TCPStore(address, port, size, is_master=True, timeout=patience, wait_for_workers=False)
         # torch has no public function for a group with processes outside the default group. SGLang's workers use this
         # one, and both ends must use the same keys of the store.
         with self.asked_meanwhile("/init_weights_update_group", bodies):
-            try:
-                group, _ = distributed_c10d._new_process_group_helper(
-                    size,
-                    0,
-                    [],
-                    dist.Backend(backend),
-                    dist.PrefixStore(self.group_name, store),
-                    group_name=self.group_name,
-                    backend_options=None,
-                    timeout=timeout,
-                )
-            except RuntimeError as error:
-                message = f"no process group with the workers of {', '.join(self.urls)}: {error}"
-                raise RunFailed(message, code="server-gone") from None
+            group, _ = distributed_c10d._new_process_group_helper(
+                size,
+                0,
+                [],
+                dist.Backend(backend),
+                dist.PrefixStore(self.group_name, store),
+                group_name=self.group_name,
+                backend_options=None,
+                timeout=timedelta(seconds=BROADCAST_SECONDS),
+            )
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # broadcast() looks here
         return group
 
     def abort(self) -> None:
         self.request("POST", "/abort_request", {"abort_all": True})
 
-    def close(self) -> None:
+    def drop(self) -> None:
+        """Servers that are lost end the run: they are the user's."""
+
+    def leave(self) -> None:
         if self.group is None:
             return
-        group, self.group = self.group, None
         leaving = self.asked_meanwhile("/destroy_weights_update_group", {"group_name": self.group_name})
         with contextlib.suppress(RunFailed), leaving:  # a server that is gone has nothing to leave
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(self.group)
 
 
-def wait(work: dist.Work, asked: Future) -> None:
-    """Wait for a broadcast, or until its request has failed: then nobody receives it, and work.wait() would not end."""
-    while not work.is_completed():
-        if asked.done() and asked.exception():
-            return
-        time.sleep(0.001)
+def failed(asked: Future) -> bool:
+    return asked.done() and asked.exception() is not None
 
 
 def address_for(urls: list[str]) -> str:

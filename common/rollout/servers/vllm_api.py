@@ -140,9 +140,12 @@ class Control(client.Control):
     def abort(self) -> None:
         self.request("POST", "/abort_requests", {})
 
-    def close(self) -> None:
+    def drop(self) -> None:
         if self.sender is not None:
             self.sender.shutdown()
+
+    def leave(self) -> None:
+        """The next run gives the servers another NCCL group."""
 
 
 def send_in_files(source: Iterable[tuple[str, torch.Tensor]], control: Control) -> None:
@@ -168,6 +171,6 @@ def nccl_sender(source: SingleIteration, control: Control):
         master_port=get_open_port(),
         world_size=1 + sum(control.workers),
         rank=0,
-        packed_buffer_size_bytes=weights.NCCL_BUFFER_BYTES,  # two buffers at both ends; vLLM's default is 1 GiB
+        packed_buffer_size_bytes=weights.BROADCAST_BYTES,  # two buffers at both ends; vLLM's default is 1 GiB
     )
     return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from common.errors import RunFailed
 from common.weight_sync import FullParameters, TensorInfo
 
-NCCL_BUFFER_BYTES = 2**28  # weights that are broadcast at once; a larger tensor goes alone
+BROADCAST_BYTES = 2**28  # weights that are broadcast at once; a larger tensor goes alone
 FILE_BYTES = 64 * 2**20  # weights in a file; a larger tensor has a file to itself
 
 
