@@ -215,6 +215,13 @@ nodes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}  # a device's number means 
 refused("grpo --rollout-placement split --rollout-devices 1", "--rollout-devices", "--rollout-urls", variables=nodes)
 for flags in ("--max-inflight-batches 2 --tis-cap 2", "--rollout-urls http://a", "--rollout-devices 0"):
     refused(f"grpo {flags}", "--rollout-placement")
+SGLANG = "--rollout-backend sglang --rollout-placement"
+refused("grpo --rollout-backend sglang", "--rollout-backend", "--rollout-placement", "--rollout-urls")
+refused(f"grpo {SGLANG} split --rollout-devices 1", "--rollout-devices", "--rollout-urls")
+refused(f"grpo {SGLANG} split", "--rollout-devices", "--rollout-urls")
+flags = "--rollout-urls http://127.0.0.1:9 --max-inflight-batches 2 --tis-cap 2"
+refused(f"grpo {SGLANG} split {flags} --inflight-updates keep", "--inflight-updates", "sglang")
+refused(f"grpo {SGLANG} split {flags}", "--rollout-urls", "http://127.0.0.1:9", code="server-gone")
 for url in (f"http://user:{SECRET}@h:1", f"http://h:1?key={SECRET}", f"http://h:1#{SECRET}", "h:1"):
     refused(f"grpo --rollout-placement split --rollout-urls {url}", "--rollout-urls")
 

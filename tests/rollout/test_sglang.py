@@ -411,8 +411,11 @@ def test_a_refused_broadcast_leaves_the_server_as_it_was(connect, elsewhere, mon
     monkeypatch.setattr(sglang_api, "BROADCAST_SECONDS", 2.0)  # at exit gloo waits so long for what nobody receives
     engine = connect(elsewhere)
     elsewhere.faults[route] = lambda body: (400, {"success": False, "message": "no such thing"})
+    began = time.monotonic()
     with pytest.raises(RunFailed, match=f"{elsewhere.url} refused {route} .*no such thing") as raised:
         engine.load_weights(Weights())
+    if route == "/update_weights_from_distributed":
+        assert time.monotonic() < began + 1.5, "what nobody receives is not waited for"
     assert raised.value.code == "server-refused"
     assert not elsewhere.is_paused and not elsewhere.is_open
 

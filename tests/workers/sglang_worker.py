@@ -46,13 +46,12 @@ def join(body: dict) -> dist.ProcessGroup:
 
 def receive(body: dict, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """The tensors of a flat part, as SGLang's FlattenedTensorBucket cuts it."""
+    assert body["load_format"] == "flattened_bucket"
     dtypes = [getattr(torch, name) for name in body["dtypes"]]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.broadcast(flat, src=0, group=group)
     tensors = {}
     for name, shape, dtype, part in zip(body["names"], body["shapes"], dtypes, flat.split(sizes)):
-        tensors[name] = (
-            flat[part.storage_offset() : part.storage_offset() + len(part)].view(dtype).reshape(shape).clone()
-        )
+        tensors[name] = part.view(dtype).reshape(shape).clone()
     return tensors
