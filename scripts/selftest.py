@@ -89,7 +89,7 @@ class Args:
     max_prompt_tokens: PositiveInt = 64
     max_response_tokens: PositiveInt = 48
     temperature: Temperature = 1.0  # Temperature of sampling and of every log-prob.
-    rollout_backend: Literal["vllm", "hf"] = "vllm"
+    rollout_backend: Literal["vllm", "sglang", "hf"] = "vllm"
     rollout_tp: PositiveInt = 1  # Number of ranks that share one engine by tensor parallelism.
     layout: Annotated[placement.Layout, tyro.conf.OmitArgPrefixes] = placement.Layout()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
@@ -303,6 +303,7 @@ def main(args: Args) -> None:
     asked = prompts.load(args.dataset, args.source, "train", tokenizer, args.max_prompt_tokens)
     max_model_len = checks.total_tokens(path, asked, args.max_response_tokens)
     dtype = precision.choose(args.dtype, path)
+    engines.check_servers(args.rollout_backend, path, max_model_len, dtype, args.layout)
     checks.check_compute(path, args.compute)
     plan = MemoryPlan(
         model=path,

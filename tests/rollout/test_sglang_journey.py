@@ -83,7 +83,7 @@ def test_grpo_ends_where_it_does_with_vllm(port, tmp_path):
 def test_a_critic_and_an_environment_learn_from_it(port, tmp_path, script, flags):
     rows, _ = train(script, "127.0.0.1", port, tmp_path / "run", "--steps", 5, "--eval-prompts", 0, *flags)
     assert len(rows) == 5 and max(row["mismatch/logprob_abs_max"] for row in rows) <= LARGEST_GAP
-    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert rows[-1]["train/grad_norm"] > 0
 
 
 def test_each_token_is_of_the_weights_that_its_version_names(port, tmp_path):
