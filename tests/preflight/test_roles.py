@@ -124,6 +124,37 @@ placement.finish(world)
     assert int(result.stdout.partition("pages: ")[2]) < 40 * 2**26 / resource.getpagesize() / 2
 
 
+def test_holes_in_the_memory_go_back_to_the_kernel_if_they_are_large():
+    """Every second of 400 tensors of 1 MiB stays, so the holes are not at the end of the heap."""
+    script = """
+import torch
+from common import placement
+
+def resident() -> int:
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmRSS")]
+    return int(line.split()[1]) // 2**10
+
+world = placement.init(seed=0)
+before = resident()
+tensors = [torch.empty(2**18).fill_(1.0) for _ in range(400)]
+kept = tensors[::2]
+del tensors
+placement.return_holes()
+with_holes = resident() - before
+placement.HOLE_BYTES = 2**27
+placement.return_holes()
+print("MiB:", with_holes, resident() - before, sum(map(torch.sum, kept)).item())
+placement.finish(world)
+"""
+    blind = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, env=blind
+    )
+    with_holes, after, total = map(float, result.stdout.partition("MiB: ")[2].split())
+    assert with_holes > 380, "small ones are left alone"
+    assert after < 250 and total == 200 * 2**18, "what is in use stays"
+
+
 def wide_model(folder) -> str:
     """A config of 512, the width from which --dtype auto is open."""
     wide = arithmetic.config()
