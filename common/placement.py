@@ -241,9 +241,9 @@ class MallocInfo(ctypes.Structure):
 
 
 def return_holes() -> None:
-    """Return the free parts of the heap to the kernel, if they are HOLE_BYTES or more. Called between two steps.
+    """Return the free parts of the heap to the kernel, if they are HOLE_BYTES or more.
 
-    Sampling and training leave holes of different sizes in the heap that keep_memory() keeps, and neither fits into
+    It is called before and after sampling. Sampling and training leave holes of different sizes in the heap that keep_memory() keeps, and neither fits into
     those of the other. With SmolLM2 on `sums` they grew to 4 GiB within five steps. A page that is needed again is
     cleared again, so small heaps are left as they are.
     """

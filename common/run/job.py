@@ -153,6 +153,7 @@ class Run:
             tracker.before_failing = partial(self.rescue, step - 1, position)
             with self.rescued(step - 1, position):
                 batch = self.prefetcher.get(step, last_step=self.args.steps)
+            placement.return_holes()  # what sampling has left does not add up with what training takes
             self.weight_version = self.engine.weight_version
             if self.saver.sampled_again:
                 # Responses of the run that was resumed to these prompts are lost. The first step says how many.
