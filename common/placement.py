@@ -243,9 +243,9 @@ class MallocInfo(ctypes.Structure):
 def return_holes() -> None:
     """Return the free parts of the heap to the kernel, if they are HOLE_BYTES or more.
 
-    It is called before and after sampling. Sampling and training leave holes of different sizes in the heap that keep_memory() keeps, and neither fits into
-    those of the other. With SmolLM2 on `sums` they grew to 4 GiB within five steps. A page that is needed again is
-    cleared again, so small heaps are left as they are.
+    It is called before and after sampling. Sampling and training leave holes of different sizes in the heap that
+    keep_memory() keeps, and need new room beside those of the other: 4 GiB after five steps with SmolLM2 on `sums`. A
+    page that is needed again is cleared again, so small heaps are left as they are.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):  # glibc has it since 2.33
