@@ -212,8 +212,8 @@ class Control(client.Control):
         return answers
 
     def check(self, config: EngineConfig) -> None:
-        # An earlier run may have left the server paused, amid a push, with unfinished responses. Setting a version
-        # aborts them.
+        # An earlier run may have left the server amid a push: paused, with unfinished responses, in a session for
+        # weights. Setting a version aborts the responses.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
         self.tell_each("/end_weight_update")
         self.request("POST", "/continue_generation", {})
@@ -353,10 +353,10 @@ class Control(client.Control):
             bodies.append(body | {"group_name": self.group_name, "backend": backend})
             next_rank += workers
         patience = timedelta(seconds=JOIN_SECONDS)
-        store = dist.TCPStore(address, port, size, is_master=True, timeout=patience, wait_for_workers=False)
-        # torch has no public function for a group with processes outside the default group. SGLang's workers use this
-        # one, and both ends must use the same keys of the store.
         with self.asked_meanwhile("/init_weights_update_group", bodies):
+            store = dist.TCPStore(address, port, size, is_master=True, timeout=patience, wait_for_workers=False)
+            # torch has no public function for a group with processes outside the default group. SGLang's workers use
+            # this one, and both ends must use the same keys of the store.
             group, _ = distributed_c10d._new_process_group_helper(
                 size,
                 0,
