@@ -444,8 +444,9 @@ def check(server: FakeSGLang, model: str = MODEL, max_model_len: int = 112, dtyp
     sglang_api.check_servers((server.url,), model, max_model_len, dtype)
 
 
-def test_a_server_that_fits_is_taken(server):
+def test_a_server_that_fits_is_taken(server, capsys):
     check(server)
+    assert "without seeds" in capsys.readouterr().out, "who wants to repeat the run is told"
     limit = server.replies["/server_info"]["reply"]["max_req_input_len"]
     check(server, max_model_len=limit)  # the longest prompt leaves room for a token
     with pytest.raises(BadInput, match=f"fewer than {limit} tokens.*up to {limit}.*--context-length"):

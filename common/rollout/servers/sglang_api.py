@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig
 
-from common.errors import BadInput, RunFailed, warn
+from common.errors import BadInput, RunFailed, say, warn
 from common.rollout.servers import client, weights
 from common.rollout.servers.client import VersionSpan
 from common.rollout.servers.process import is_local
@@ -171,6 +171,7 @@ def check_servers(urls: tuple[str, ...], model_path: str, max_model_len: int, dt
             )
         if problems:
             raise BadInput(f"--rollout-urls {url}: {'; '.join(problems)}")
+    say("rollout: SGLang samples without seeds, so the same command will give other responses")
 
 
 def difference(model_path: str, served: ModelInfo) -> str:
