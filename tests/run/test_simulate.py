@@ -281,14 +281,14 @@ def test_a_group_has_a_long_response_whose_seed_is_its_own():
     """The last of sixteen. Responses keep their order and count as complete."""
     asked = []
 
-    async def ask(http, url, body, versions):
+    async def ask(http, url, body, versions, api):
         sampling = body["sampling_params"]
         asked.append(sampling)
         tokens = [sampling["max_tokens"]] * sampling["max_tokens"]
         return [Response(tokens, [0.0] * len(tokens), True, []) for _ in range(sampling["n"])]
 
     body = {"token_ids": [5], "sampling_params": {"n": 16, "seed": 70, "max_tokens": 80, "stop_token_ids": [1]}}
-    responses = asyncio.run(tails.with_lengths(ask)(None, "url", body, None))
+    responses = asyncio.run(tails.with_lengths(ask)(None, "url", body, None, None))
     assert [len(response.token_ids) for response in responses] == [10] * 15 + [80]
     assert not any(response.truncated for response in responses)
     assert [(sampling["n"], sampling["seed"]) for sampling in asked] == [(15, 70), (1, 85)]

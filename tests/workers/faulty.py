@@ -182,8 +182,9 @@ TWO_RANKS = (killed_rank, hung_collective)
 def dataset(folder: Path, rows: int = 20) -> tuple[str]:
     """The file of all runs: a resumed run must have the flags of the first. Few problems take no time to tokenize."""
     path = folder.parent / "problems.jsonl"
-    if not path.exists():  # another run may be reading it
-        path.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("train")[:rows]))
+    written = path.with_suffix(f".{folder.name}")
+    written.write_text("".join(json.dumps(row) + "\n" for row in embedded.problems("train")[:rows]))
+    written.replace(path)  # at once, because another run may be reading it
     return (str(path),)
 
 
