@@ -87,7 +87,7 @@ class Server:
 class Control(vllm_api.Control):
     """Every route is an event. A part of the weights is read at once, because the sender removes its file."""
 
-    def check(self, config) -> None:
+    def check(self) -> None:
         self.servers.happen("check")
 
     def request(self, method: str, path: str, bodies=None) -> list[bytes]:

@@ -479,9 +479,13 @@ def test_a_server_that_is_not_there_is_refused():
 
 
 def test_the_model_of_a_server_on_another_machine_is_known_by_its_family(server):
-    """Its folder is not here. A push of other shapes is refused there."""
+    """Its folder is not here, so its config cannot be compared."""
     server.replies["/model_info"]["reply"]["tokenizer_path"] = "/there/model"
     check(server)
+    there = sglang_api.ModelInfo(model_type="qwen2", tokenizer_path="/there/model", weight_version="0")
+    assert sglang_api.difference(MODEL, there) == ""
+    there.model_type = "llama"
+    assert "a llama" in sglang_api.difference(MODEL, there)
 
 
 def test_the_requests_are_those_that_a_real_server_took():

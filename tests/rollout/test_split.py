@@ -209,7 +209,7 @@ def wait_for(condition, run: subprocess.Popen, log, seconds: float = 400) -> Non
 def test_a_server_that_is_not_there_is_named():
     control = Control(["http://127.0.0.1:9"])
     with pytest.raises(RunFailed, match="http://127.0.0.1:9"):
-        control.check(None)
+        control.check()
 
 
 FRESH = ("/update_weight_version", "/resume", "/reset_prefix_cache")  # routes that make a used server as a new one
@@ -246,7 +246,7 @@ def test_each_server_gets_its_own_nccl_ranks(scripted):
     paths = ("/get_world_size", "/init_weight_transfer_engine", *FRESH)
     transport = scripted(dict.fromkeys(paths, (200, {"world_size": 2})))
     control = Control(["http://a", "http://b"])
-    control.check(None)
+    control.check()
     assert control.workers == [2, 2]
     control.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     sent = {url: json.loads(body)["init_info"] for url, body in transport.asked if "init" in url}
@@ -267,7 +267,7 @@ def test_an_update_ends_with_an_empty_prefix_cache(scripted):
 def test_a_server_that_another_run_has_used_is_as_a_new_one(scripted):
     """That run may have ended during an update, and its cache has keys and values of other weights."""
     transport = scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, {"world_size": 1})})
-    Control(["http://a"]).check(None)
+    Control(["http://a"]).check()
     asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
     assert "resume" in asked and "reset_prefix_cache?reset_running_requests=true" in asked
 
@@ -313,7 +313,7 @@ def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkey
 def test_a_server_without_the_routes_is_explained(scripted):
     scripted({"/update_weight_version": (404, {})})
     with pytest.raises(RunFailed, match=r"http://a refused .*serve_rollout\.sh"):
-        Control(["http://a"]).check(None)
+        Control(["http://a"]).check()
 
 
 def good_reply() -> dict:
@@ -476,7 +476,7 @@ def test_what_is_no_reply_is_one_line(scripted, ask_one, reply):
         ask_one(reply, 1)
     scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, reply)})
     with pytest.raises(RunFailed, match="http://a .*/get_world_size"):
-        Control(["http://a"]).check(None)
+        Control(["http://a"]).check()
 
 
 def test_weights_are_cut_into_parts_that_fit():

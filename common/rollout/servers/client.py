@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar, Protocol, TypeVar
 
 import httpx
 import torch
@@ -20,7 +21,6 @@ from common.rollout.rollout import Done, Response
 from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
 from common.rollout.servers.weights import SingleIteration
 from common.rollout.turns import REPLIES_AT_ONCE
-from common.rollout.vllm_engine import EngineConfig
 
 UPDATE_SECONDS = 300.0  # for one part of a weight update
 # Three failed checks in a row mean that a server hangs. So that is found within 3 * (this + its api's HEALTH_SECONDS).
@@ -28,6 +28,8 @@ HEALTH_EVERY_SECONDS = 4.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
 # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
 IDLE_SECONDS = 1.0
+
+Reply = TypeVar("Reply", bound=BaseModel)
 
 
 class VersionSpan(BaseModel):
@@ -238,8 +240,9 @@ class Control:
     urls: list[str]
     inflight_updates: str = "none"  # as in placement.Layout
     patience: float = UPDATE_SECONDS  # how long a request may wait for data
+    workers: list[int] = field(default_factory=list)  # number of workers of each server, which check() finds out
 
-    def check(self, config: EngineConfig) -> None:
+    def check(self) -> None:
         """Find out whether all servers have the routes, and make them forget an earlier run."""
         raise NotImplementedError
 
@@ -281,6 +284,18 @@ class Control:
             return await watched(watches, requests)
 
         return asyncio.run(send_all())
+
+    def read(self, path: str, kind: type[Reply]) -> list[Reply]:
+        """What each server answers to GET."""
+        answers = []
+        for url, reply in zip(self.urls, self.request("GET", path)):
+            with named_errors(url, path, self.name, self.health):
+                answers.append(kind.model_validate_json(reply, strict=True))
+        return answers
+
+    def first_ranks(self) -> list[int]:
+        """Rank of each server's first worker in a group of them all with the trainer, which has rank 0."""
+        return list(accumulate(self.workers[:-1], initial=1))
 
     @contextlib.contextmanager
     def paused(self, pause: str, resume: str, body: dict | None = None) -> Iterator[None]:

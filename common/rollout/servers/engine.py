@@ -78,7 +78,7 @@ class ServerEngine:
                     self.started = process.start(self.config)
                     urls = [server.url for server in self.started]
                 self.control = self.api.Control(urls, self.inflight_updates)
-                self.control.check(self.config)
+                self.control.check()
         # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
         dist.broadcast_object_list(message, src=0)

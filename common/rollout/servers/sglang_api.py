@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import httpx
 import torch
@@ -35,7 +35,6 @@ from common.rollout.servers import client, weights
 from common.rollout.servers.client import VersionSpan
 from common.rollout.servers.process import is_local
 from common.rollout.servers.weights import SingleIteration
-from common.rollout.vllm_engine import EngineConfig
 
 NAME = "SGLang"
 GENERATE = "/generate"
@@ -51,8 +50,6 @@ EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_UNIT = 64
 # Keys that may differ between two config.json of the same model.
 IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"}
-
-Reply = TypeVar("Reply", bound=BaseModel)
 
 
 # The parts of the replies that we read.
@@ -198,21 +195,12 @@ class Control(client.Control):
     name = NAME
     health = "/model_info"  # a paused server has no token for /health
     health_seconds = HEALTH_SECONDS
-    workers: list[int] = field(default_factory=list)  # ranks of tensor parallelism of each server
     checked: list[bool] = field(default_factory=list)  # whether the trainer can compute checksums of each server
     group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
     group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # its own: servers may hold others
     comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
 
-    def read(self, path: str, kind: type[Reply]) -> list[Reply]:
-        """What each server answers to GET."""
-        answers = []
-        for url, reply in zip(self.urls, self.request("GET", path)):
-            with client.named_errors(url, path, NAME, self.health):
-                answers.append(kind.model_validate_json(reply, strict=True))
-        return answers
-
-    def check(self, config: EngineConfig) -> None:
+    def check(self) -> None:
         # An earlier run may have left the server amid a push: paused, with unfinished responses, in a session for
         # weights. Setting a version aborts the responses.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
@@ -347,12 +335,9 @@ class Control(client.Control):
         backend = "nccl" if device.type == "cuda" else "gloo"
         address, port = address_for(self.urls), get_free_port()
         size = 1 + sum(self.workers)
-        bodies = []
-        next_rank = 1
-        for workers in self.workers:
-            body = {"master_address": address, "master_port": port, "rank_offset": next_rank, "world_size": size}
-            bodies.append(body | {"group_name": self.group_name, "backend": backend})
-            next_rank += workers
+        body = {"master_address": address, "master_port": port, "world_size": size}
+        body |= {"group_name": self.group_name, "backend": backend}
+        bodies = [body | {"rank_offset": rank} for rank in self.first_ranks()]
         patience = timedelta(seconds=JOIN_SECONDS)
         with self.asked_meanwhile("/init_weights_update_group", bodies):
             store = dist.TCPStore(address, port, size, is_master=True, timeout=patience, wait_for_workers=False)

@@ -7,7 +7,7 @@ common/rollout/vllm_weights.py receives them there.
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +17,6 @@ from common.rollout.servers import client, weights
 from common.rollout.servers.client import VersionSpan
 from common.rollout.servers.process import is_local
 from common.rollout.servers.weights import SingleIteration
-from common.rollout.vllm_engine import EngineConfig
 
 NAME = "vLLM"
 GENERATE = "/inference/v1/generate"
@@ -85,21 +84,16 @@ class Control(client.Control):
     name = NAME
     health = "/health"
     health_seconds = HEALTH_SECONDS
-    workers: list[int] = field(default_factory=list)  # number of workers for each server
     version: str = "0"  # number of the weights that are being sent
     sender: object = None  # with GPUs: vLLM's sender over NCCL
 
-    def check(self, config: EngineConfig) -> None:
-        """Find out whether all servers answer and have the routes, and how many workers they have."""
+    def check(self) -> None:
         # Another run may have used the server. Then it has that run's version; it is paused, if the run ended during an
         # update; and its cache has keys and values of other weights, perhaps under the same salts.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
         self.request("POST", "/resume")
         self.request("POST", EMPTY_CACHE)
-        replies = self.request("GET", "/get_world_size")
-        for url, reply in zip(self.urls, replies):
-            with client.named_errors(url, "/get_world_size", NAME):
-                self.workers.append(WorldSize.model_validate_json(reply, strict=True).world_size)
+        self.workers = [server.world_size for server in self.read("/get_world_size", WorldSize)]
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
         """Give all servers the weights under this number: from a CPU in files, from a GPU over NCCL."""
@@ -117,11 +111,7 @@ class Control(client.Control):
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         """Give each server's workers NCCL ranks of their own. vLLM's sender calls it, and knows one server only."""
-        bodies = []
-        next_rank = 1  # 0 is the trainer's
-        for workers in self.workers:
-            bodies.append({"init_info": {**init_info, "rank_offset": next_rank}})
-            next_rank += workers
+        bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks()]
         self.request("POST", "/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
