@@ -13,18 +13,14 @@ depends on the clock. Here it is always k, in one process and one thread, so a r
 A correction is a flag of algos/grpo.py, or a variant of docs/variants.md. Every run has one thread, and --jobs 2 has
 two runs at a time, each on its own core. baselines/staleness/TASK/CORRECTION/ gets a CSV and a JSON for each run.
 
-The unit of all intervals is the seed. They are Student's, of the mean over the seeds and of the mean difference of the
-same seeds. The functions of common/run/estimates.py that say how certain an accuracy is have problems as their unit.
-All runs answer the same held-out problems here, so these intervals say nothing about other problems.
+All intervals are over the seeds (scripts/study.py).
 """
 
-import csv
 import dataclasses
 import json
 import math
 import multiprocessing
 import os
-import queue
 import re
 import runpy
 import statistics
@@ -32,7 +28,6 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import matplotlib
@@ -41,12 +36,12 @@ import tyro
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parent))
+import study
 import variants
 
 import baselines
 from common import errors
-from common.preflight.run_directory import read_metrics
-from common.run import estimates, sampling
+from common.run import sampling
 from common.run.tracking import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,11 +73,8 @@ COLUMNS = (
     "masked/sequence",
     "time/step",
 )
-COLLAPSES = ("non-finite", "all-truncated")  # errors that are a result of a run, and not of this machine
 LEFT_OUT = {"icepop": ("masked/icepop", "tokens"), "sequence-mask": ("masked/sequence", "responses")}
 BEGIN, END = "<!-- staleness {} -->", "<!-- /staleness {} -->"  # the table between them is generated
-# Quantiles of Student's t for which the expansion in common/run/estimates.py is too small.
-FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182}
 
 
 @dataclasses.dataclass
@@ -105,6 +97,9 @@ class Cell:
     correction: str
     k: int
     seed: int
+
+    def __str__(self) -> str:
+        return f"{self.correction}, k = {self.k}, seed {self.seed}"
 
     def file(self, folder: Path) -> Path:
         return folder / self.task / self.correction / f"k{self.k}-seed{self.seed}.csv"
@@ -204,42 +199,10 @@ def run(cell: Cell, folder: Path, steps: int) -> str:
         )
         process.start()
         process.join()
-        ended_by = collapse(process.exitcode, log.read_text())
-        rows = read_metrics(run_dir)
-        about = json.loads((run_dir / "run.json").read_text())
-    if not ended_by and rows[-1]["step"] != about["args"]["steps"]:
-        raise RuntimeError(f"it was stopped after step {rows[-1]['step']}")
-    kept = {name: about[name] for name in ("commit", "uncommitted_changes", "versions", "hardware")}
-    kept |= {"staleness": cell.k, "correction": cell.correction, "seed": cell.seed, "flags": " ".join(flags)}
-    kept |= {"ended_by": ended_by}
-    write_run(cell.file(folder), rows, kept)
-    return f"{final_accuracy(rows):.1%} in {sum(row.get('time/step', 0.0) for row in rows) / 60:.1f} minutes"
-
-
-def collapse(exit_code: int, printed: str) -> str | None:
-    """The code of the guard that ended a run: a policy that collapses is a result, too. None if it ran to its end.
-
-    Raises RuntimeError for any other error.
-    """
-    if exit_code == 0:
-        return None
-    guard = re.search(rf"error\[({'|'.join(COLLAPSES)})\]", printed)
-    if exit_code != 3 or guard is None:
-        raise RuntimeError(f"exit code {exit_code}:\n{printed[-2000:]}")
-    return guard[1]
-
-
-def write_run(file: Path, rows: list[dict], about: dict) -> None:
-    """Write the JSON and the CSV of a run. The CSV comes last, whole or not at all: it says that the run is done."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-    unfinished = file.with_suffix(".unfinished")
-    with open(unfinished, "w", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{value:.6g}" for name, value in row.items()})
-    unfinished.replace(file)
+        rows, about = study.result(run_dir, process.exitcode, log.read_text())
+    about |= {"staleness": cell.k, "correction": cell.correction, "seed": cell.seed, "flags": " ".join(flags)}
+    study.write_run(cell.file(folder), rows, about, COLUMNS)
+    return f"{study.final_accuracy(rows):.1%} in {sum(row.get('time/step', 0.0) for row in rows) / 60:.1f} minutes"
 
 
 def read_runs(folder: Path, task: str) -> dict[tuple[str, int], dict[int, list[dict]]]:
@@ -252,57 +215,25 @@ def read_runs(folder: Path, task: str) -> dict[tuple[str, int], dict[int, list[d
     return runs
 
 
-def final_accuracy(rows: list[dict]) -> float:
-    """Greedy accuracy of the last evaluation."""
-    return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
-
-
-@dataclasses.dataclass
-class Estimate:
-    """A mean over seeds, and its 95 % interval, which is NaN with fewer than two seeds."""
-
-    mean: float
-    low: float = math.nan
-    high: float = math.nan
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-    def __str__(self) -> str:
-        """In percent or points, such as 91.2 [89.0, 93.4]."""
-        if math.isnan(self.low):
-            return f"{100 * self.mean:z.1f}"
-        return f"{100 * self.mean:z.1f} [{100 * self.low:z.1f}, {100 * self.high:z.1f}]"
-
-
-def over_seeds(values: list[float]) -> Estimate:
-    """Student's interval of the mean."""
-    mean = statistics.mean(values)
-    degrees = len(values) - 1
-    if degrees < 1:
-        return Estimate(mean)
-    half = FEW_SEEDS.get(degrees, estimates.student(degrees)) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
-
-
-def mean_accuracy(seeds: dict[int, list[dict]]) -> Estimate:
+def mean_accuracy(seeds: dict[int, list[dict]]) -> study.Estimate:
     """The mean of the final accuracies. Its interval ends at 0 and 1."""
-    estimate = over_seeds([final_accuracy(rows) for rows in seeds.values()])
+    estimate = study.over_seeds(list(final_accuracies(seeds).values()))
     if math.isnan(estimate.low):
         return estimate
-    return Estimate(estimate.mean, max(estimate.low, 0.0), min(estimate.high, 1.0))
+    return study.Estimate(estimate.mean, max(estimate.low, 0.0), min(estimate.high, 1.0))
 
 
-def paired(first: dict[int, list[dict]], second: dict[int, list[dict]]) -> Estimate | None:
-    """Accuracy of the first minus that of the second, over the seeds that both have. None: they have none in common."""
-    seeds = sorted(first.keys() & second.keys())
-    if not seeds:
-        return None
-    return over_seeds([final_accuracy(first[seed]) - final_accuracy(second[seed]) for seed in seeds])
+def final_accuracies(seeds: dict[int, list[dict]]) -> dict[int, float]:
+    """seed -> accuracy of the last evaluation."""
+    return {seed: study.final_accuracy(rows) for seed, rows in seeds.items()}
 
 
-def marked(difference: Estimate | None) -> str:
+def minus(first: dict[int, list[dict]], second: dict[int, list[dict]]) -> study.Estimate | None:
+    """Accuracy of the first minus that of the second."""
+    return study.paired(final_accuracies(first), final_accuracies(second))
+
+
+def marked(difference: study.Estimate | None) -> str:
     """A cell of the table: bold if the interval excludes 0."""
     if difference is None:
         return ""
@@ -330,8 +261,8 @@ def table_lines(folder: Path, task: str) -> Iterator[str]:
             seeds = runs.get((correction, k))
             if seeds is None:
                 continue
-            from_fresh = paired(seeds, runs.get((correction, 0), {})) if k else None
-            from_none = paired(seeds, runs.get(("none", k), {})) if correction != "none" else None
+            from_fresh = minus(seeds, runs.get((correction, 0), {})) if k else None
+            from_none = minus(seeds, runs.get(("none", k), {})) if correction != "none" else None
             left_out = ""
             if correction in LEFT_OUT:
                 column, unit = LEFT_OUT[correction]
@@ -433,9 +364,7 @@ def check_args(args: Args, folder: Path) -> None:
         raise errors.BadInput(f"--ks {min(args.ks)}: use 0 or more")
     if args.steps and folder == FOLDER:
         raise errors.BadInput(f"--steps {args.steps}: such runs are not those of the study; name another --folder")
-    cores = len(os.sched_getaffinity(0))
-    if not 0 < args.jobs <= cores:
-        raise errors.BadInput(f"--jobs {args.jobs}: each has a core of its own; use 1 to {cores}")
+    study.check_jobs(args.jobs)
     if torch.cuda.is_available():
         raise errors.BadInput("a GPU's engine sleeps after each batch, so none can be sampled ahead; hide the GPU")
 
@@ -444,28 +373,10 @@ def main(args: Args) -> None:
     folder = (ROOT / args.folder).resolve()
     check_args(args, folder)
     cells = [] if args.rebuild else missing(args, folder)
-    cores: queue.Queue[int] = queue.Queue()
-    for core in sorted(os.sched_getaffinity(0))[: args.jobs]:
-        cores.put(core)
-
-    def numbered_run(work: tuple[int, Cell]) -> bool:
-        """True if the run is done. Another run may be under way, so a failure waits for the end."""
-        number, cell = work
-        try:
-            ended = run(cell, folder, args.steps)
-            done = True
-        except (RuntimeError, errors.BadInput) as error:
-            ended = f"error: {error}"
-            done = False
-        print(f"{number} of {len(cells)}: {cell.correction}, k = {cell.k}, seed {cell.seed}: {ended}", flush=True)
-        return done
-
-    # A process that a thread starts inherits the thread's core.
-    with ThreadPool(args.jobs, lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
-        done = pool.map(numbered_run, enumerate(cells, 1), chunksize=1)
+    failed = study.run_all(cells, lambda cell: run(cell, folder, args.steps), args.jobs)
     rebuild(folder)
-    if not all(done):
-        sys.exit(f"error: {done.count(False)} of {len(cells)} runs failed; the same command repeats them")
+    if failed:
+        sys.exit(f"error: {failed} of {len(cells)} runs failed; the same command repeats them")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def finished(folder, correction: str, k: int, accuracies: dict[int, float], kl: 
             {"step": 2, "mismatch/kl": 2 * kl, "masked/icepop": 0.5, "masked/sequence": 1.0, "eval/accuracy": accuracy},
         ]
         file = staleness.Cell("arithmetic", correction, k, seed).file(folder)
-        staleness.write_run(file, rows, {"ended_by": ended_by})
+        staleness.study.write_run(file, rows, {"ended_by": ended_by}, staleness.COLUMNS)
 
 
 class Process:
@@ -186,7 +186,7 @@ def test_a_run_is_kept_if_it_is_whole_or_collapsed(monkeypatch, tmp_path, exit_c
     staleness.run(cell, tmp_path, 0)
     (rows,) = staleness.read_runs(tmp_path, "arithmetic")["icepop", 4].values()
     assert [row["step"] for row in rows] == list(range(last_step + 1))
-    assert staleness.final_accuracy(rows) == last_step / 4
+    assert staleness.study.final_accuracy(rows) == last_step / 4
     about = json.loads(cell.file(tmp_path).with_suffix(".json").read_text())
     assert about["ended_by"] == ended_by and about["flags"] == cell.flags()
     assert Process.file == staleness.variants.source("icepop"), "it ran the variant"
@@ -211,9 +211,9 @@ def cells(study) -> dict[tuple[str, str], list[str]]:
 def test_an_accuracy_has_students_interval_over_the_seeds(study):
     """The mean of 80, 90 and 94 is 88, the standard deviation 7.211. 4.303 x 7.211 / sqrt(3) = 17.91, up to 100."""
     assert cells(study)["0", "none"][1] == "88.0 [70.1, 100.0]"
-    five = staleness.over_seeds([0.1, 0.2, 0.3, 0.4, 0.5])
+    five = staleness.study.over_seeds([0.1, 0.2, 0.3, 0.4, 0.5])
     assert five.high - five.mean == pytest.approx(2.776 * math.sqrt(0.025) / math.sqrt(5), rel=1e-3)
-    assert str(staleness.over_seeds([0.5])) == "50.0", "one seed has no interval"
+    assert str(staleness.study.over_seeds([0.5])) == "50.0", "one seed has no interval"
 
 
 def test_differences_are_of_equal_seeds_and_bold_where_the_interval_excludes_zero(study):

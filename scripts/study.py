@@ -1,0 +1,147 @@
+"""What studies share: many runs that differ in one thing and in their seeds, and the statistics over the seeds.
+
+scripts/staleness.py and scripts/claims.py are studies. A run has one thread and one core, and repeats bit for bit.
+
+The unit of all intervals is the seed. They are Student's, of the mean over the seeds and of the mean difference of the
+same seeds. The functions of common/run/estimates.py that say how certain an accuracy is have problems as their unit.
+All runs of a study answer the same held-out problems, so these intervals say nothing about other problems.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import queue
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from common import errors
+from common.preflight.run_directory import read_metrics
+from common.run import estimates
+
+COLLAPSES = ("non-finite", "all-truncated", "no-signal")  # errors that are a result of a run, and not of this machine
+# Quantiles of Student's t for which the expansion in common/run/estimates.py is too small.
+FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182}
+
+
+@dataclasses.dataclass
+class Estimate:
+    """A mean over seeds, and its 95 % interval, which is NaN with fewer than two seeds."""
+
+    mean: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        """In percent or points, such as 91.2 [89.0, 93.4]."""
+        return self.text(scale=100)
+
+    def text(self, scale: float = 1.0, digits: int = 1) -> str:
+        """All three numbers, multiplied by `scale`."""
+        if math.isnan(self.low):
+            return f"{scale * self.mean:z.{digits}f}"
+        return f"{scale * self.mean:z.{digits}f} [{scale * self.low:z.{digits}f}, {scale * self.high:z.{digits}f}]"
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """Student's interval of the mean."""
+    mean = statistics.mean(values)
+    degrees = len(values) - 1
+    if degrees < 1:
+        return Estimate(mean)
+    half = FEW_SEEDS.get(degrees, estimates.student(degrees)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def paired(first: dict[int, float], second: dict[int, float]) -> Estimate | None:
+    """First minus second, over the seeds that both have. None: they have none in common."""
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    return over_seeds([first[seed] - second[seed] for seed in seeds])
+
+
+def final_accuracy(rows: list[dict]) -> float:
+    """Greedy accuracy of the last evaluation."""
+    return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
+
+
+def collapse(exit_code: int, printed: str) -> str | None:
+    """The code of the guard that ended a run: a policy that collapses is a result, too. None if it ran to its end.
+
+    Raises RuntimeError for any other error.
+    """
+    if exit_code == 0:
+        return None
+    guard = re.search(rf"error\[({'|'.join(COLLAPSES)})\]", printed)
+    if exit_code != 3 or guard is None:
+        raise RuntimeError(f"exit code {exit_code}:\n{printed[-2000:]}")
+    return guard[1]
+
+
+def result(run_dir: Path, exit_code: int, printed: str) -> tuple[list[dict], dict]:
+    """The rows of a run's metrics, and what a study keeps of its run.json: where it ran, and which guard ended it.
+
+    Raises RuntimeError for a run that neither came to its end nor collapsed.
+    """
+    ended_by = collapse(exit_code, printed)
+    rows = read_metrics(run_dir)
+    about = json.loads((run_dir / "run.json").read_text())
+    if not ended_by and rows[-1]["step"] != about["args"]["steps"]:
+        raise RuntimeError(f"it was stopped after step {rows[-1]['step']}")
+    kept = {name: about[name] for name in ("commit", "uncommitted_changes", "versions", "hardware")}
+    return rows, kept | {"ended_by": ended_by}
+
+
+def write_run(file: Path, rows: list[dict], about: dict, columns: Sequence[str]) -> None:
+    """Write the JSON and the CSV of a run. The CSV comes last, whole or not at all: it says that the run is done."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+    unfinished = file.with_suffix(".unfinished")
+    with open(unfinished, "w", newline="") as out:
+        writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{value:.6g}" for name, value in row.items()})
+    unfinished.replace(file)
+
+
+def check_jobs(jobs: int) -> None:
+    """Raises BadInput if not every job can have a core of its own."""
+    cores = len(os.sched_getaffinity(0))
+    if not 0 < jobs <= cores:
+        raise errors.BadInput(f"--jobs {jobs}: each has a core of its own; use 1 to {cores}")
+
+
+def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
+    """Call run(cell) for each cell, `jobs` at a time, each on a core of its own. Print what it returns.
+
+    Returns how many runs have failed. Another run may be under way, so a failure ends nothing.
+    """
+    cores: queue.Queue[int] = queue.Queue()
+    for core in sorted(os.sched_getaffinity(0))[:jobs]:
+        cores.put(core)
+
+    def numbered_run(work: tuple[int, Any]) -> bool:
+        number, cell = work
+        try:
+            ended = run(cell)
+            failed = False
+        except (RuntimeError, errors.BadInput) as error:
+            ended = f"error: {error}"
+            failed = True
+        print(f"{number} of {len(cells)}: {cell}: {ended}", flush=True)
+        return failed
+
+    # A process that a thread starts inherits the thread's core.
+    with ThreadPool(jobs, lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
+        return sum(pool.map(numbered_run, enumerate(cells, 1), chunksize=1))
