@@ -1,0 +1,364 @@
+"""Claims of papers, tried on equal terms. docs/claims.md has a row for each: who says it, the arms, the verdict.
+
+    python scripts/claims.py                                  # lists the claims and their verdicts
+    python scripts/claims.py leave-one-out                    # repeats a row from scratch, into runs/claims
+    python scripts/claims.py std length --seeds 0 1           # two rows, two seeds
+    python scripts/claims.py all --folder baselines/claims    # what made the committed runs; skips those with a CSV
+    python scripts/claims.py --rebuild                        # the page's table from the committed runs alone
+
+A claim compares an arm with a control. Both are runs of an algorithm's file, or of a variant of it (docs/variants.md),
+with the same task, flags and seeds, except for what ARMS says. The verdict is a rule, and was written down before the
+runs (`verdict`). FOLDER/TASK/ARM/seedS.csv has the steps of a run. The JSON next to it says where it ran, and how its
+last checkpoint does on the held-out problems: greedy, sampled (mean@8) and pass@8.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+sys.path.append(str(Path(__file__).parent))
+import study
+import variants
+
+import baselines
+from common import errors
+from common.data import arithmetic
+from common.preflight import folders
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "baselines/claims"
+PAGE = ROOT / "docs/claims.md"
+BEGIN, END = "<!-- claims -->", "<!-- /claims -->"  # the table between them is generated
+ONE_PROBLEM = "runs/one-problem.jsonl"
+# All runs of a task have these flags. An algorithm's own defaults for the embedded job would differ between files.
+TASKS = {
+    "arithmetic": "--steps 52 --prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 "
+    "--eval-every 5",
+    "maze": baselines.RECIPES["maze"],
+}
+COLUMNS = (
+    "step",
+    "eval/accuracy",
+    "reward/mean",
+    "response/length_mean",
+    "response/truncated_frac",
+    "train/entropy",
+    "train/clip_frac",
+    "train/grad_norm",
+    "loss/kl",
+    "critic/explained_variance",
+    "time/step",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    algorithm: str = "grpo"  # algos/ALGORITHM.py
+    variant: str = ""  # of docs/variants.md; its page names the file that it changes
+    flags: str = ""  # beyond those of TASKS
+
+    def text(self) -> str:
+        """As a table shows it: the file or the variant, and the flags."""
+        name = self.variant or f"{self.algorithm}.py"
+        return f"`{name}`" + (f" `{self.flags}`" if self.flags else "")
+
+
+ARMS = {
+    "grpo": Arm(),
+    "rloo": Arm("rloo"),
+    "group-mean": Arm("rloo", "group-mean"),
+    "no-std": Arm(variant="no-std"),
+    "dr_grpo": Arm("dr_grpo"),
+    "token-mean": Arm(variant="token-mean"),
+    "max_rl": Arm("max_rl"),
+    "negative-only": Arm(variant="negative-only"),
+    "delight-gate": Arm(variant="delight-gate"),
+    "zero-variance-filter": Arm(variant="zero-variance-filter"),
+    "entropy-bonus": Arm(variant="entropy-bonus", flags="--entropy-coef 0.01"),
+    "clip-higher": Arm(flags="--clip-high 0.28"),
+    "kl": Arm(flags="--kl-coef 0.04"),
+    "four-epochs": Arm(flags="--epochs 4"),
+    "gspo-four-epochs": Arm("gspo", flags="--epochs 4"),
+    "lora-1": Arm(flags="--lora-rank 1 --learning-rate 2e-3"),
+    "pairs": Arm(flags="--group-size 2 --prompts-per-step 256"),
+    "ppo-one-response": Arm("ppo", flags="--group-size 1 --prompts-per-step 512"),
+    "reinforce-one-response": Arm("reinforce_pp", flags="--group-size 1 --prompts-per-step 512"),
+    "random-reward": Arm(flags="--reward gsm8k=0 baselines/random_reward.py:score"),
+    "one-problem": Arm(flags=f"--dataset {ONE_PROBLEM} --eval-dataset arithmetic"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The CSV and the JSON of one run."""
+
+    rows: list[dict]
+    about: dict
+
+    def last(self, column: str, share: float) -> float:
+        """Mean of a column over the last part of the steps."""
+        values = [row[column] for row in self.rows if column in row]
+        return statistics.mean(values[-max(1, round(share * len(values))) :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number that a run is judged by."""
+
+    label: str
+    of: Callable[[Run], float]
+    scale: float = 100  # of the table: 100 shows a share as percent
+    digits: int = 1
+
+    def mean(self, values: dict[int, float]) -> str:
+        """The mean over the seeds, or nothing without a run."""
+        return f"{self.scale * statistics.mean(values.values()):.{self.digits}f}" if values else ""
+
+
+MEASURES = {
+    "sampled": Measure("mean@8, %", lambda run: run.about["evaluation"]["sampled"]),
+    "pass@8": Measure("pass@8, %", lambda run: run.about["evaluation"]["pass@8"]),
+    "greedy gain": Measure("greedy, % minus start", lambda run: run.about["evaluation"]["greedy"] - start(run)),
+    "entropy": Measure("entropy, nats", lambda run: run.last("train/entropy", 0.5), scale=1, digits=3),
+    "length": Measure("tokens", lambda run: run.last("response/length_mean", 0.2), scale=1, digits=2),
+}
+
+
+def start(run: Run) -> float:
+    """Greedy accuracy before the first step."""
+    return run.rows[0]["eval/accuracy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One row of the page. The paper's words and ours are in docs/claims.md."""
+
+    source: str
+    arm: str
+    control: str  # "" where the measure is itself a difference
+    measure: str
+    expected: Literal["more", "less", "equal"]  # the arm's measure, minus the control's, as the paper has it
+    margin: float  # the smallest difference that would matter, in the measure's own unit
+    task: str = "arithmetic"
+
+
+CLAIMS = {
+    "leave-one-out": Claim("Dr. GRPO, 2503.20783, app. A", "rloo", "group-mean", "sampled", "equal", 0.02),
+    "std": Claim("Dr. GRPO, 2503.20783, 3.1", "no-std", "grpo", "sampled", "more", 0.02),
+    "length": Claim("Dr. GRPO, 2503.20783, 3.1", "dr_grpo", "no-std", "length", "less", 0.5),
+    "token-mean": Claim("DAPO, 2503.14476, 3.3", "token-mean", "grpo", "sampled", "more", 0.02),
+    "clip-higher": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "entropy", "more", 0.01),
+    "zero-variance": Claim("ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", 0.02),
+    "sequence-ratio": Claim("GSPO, 2507.18071, 4", "gspo-four-epochs", "four-epochs", "sampled", "more", 0.02),
+    "lora": Claim("LoRA Without Regret, 2025", "lora-1", "grpo", "sampled", "equal", 0.02),
+    "pairs": Claim("It Takes Two, 2510.00977", "pairs", "grpo", "sampled", "equal", 0.02),
+    "critic": Claim("VAPO, 2504.05118", "ppo-one-response", "reinforce-one-response", "sampled", "more", 0.02),
+    "delight": Claim("Delightful PG, 2603.14608", "delight-gate", "grpo", "sampled", "more", 0.02),
+    "random-reward": Claim("Spurious Rewards, 2506.10947", "random-reward", "", "greedy gain", "more", 0.02),
+    "one-problem": Claim("1-shot RLVR, 2504.20571", "one-problem", "", "greedy gain", "more", 0.02),
+    "max-rl": Claim("MaxRL, 2602.02710", "max_rl", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "negatives": Claim("NSR, 2506.01347", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="maze"),
+    "kl": Claim("ProRL, 2505.24864", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
+}
+
+
+@dataclasses.dataclass
+class Args:
+    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat, or "all".
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    jobs: int = 1  # Runs at a time, each on a core of its own.
+    folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
+    rebuild: bool = False  # Write the page's table from the committed runs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the study."""
+
+    task: str
+    arm: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.arm}, seed {self.seed}"
+
+    def file(self, folder: Path) -> Path:
+        return folder / self.task / self.arm / f"seed{self.seed}.csv"
+
+    def flags(self) -> str:
+        return " ".join(f"{TASKS[self.task]} {ARMS[self.arm].flags} --seed {self.seed}".split())
+
+
+def run(cell: Cell, folder: Path) -> str:
+    """Train and evaluate a cell, write its CSV and JSON, and say how it ended."""
+    arm = ARMS[cell.arm]
+    with tempfile.TemporaryDirectory() as scratch:
+        file = ROOT / f"algos/{arm.algorithm}.py"
+        if arm.variant:
+            file = Path(scratch) / f"{arm.algorithm}_variant.py"
+            file.write_text(variants.source(arm.variant))
+        run_dir = Path(scratch) / "run"
+        ended = subprocess.run(
+            [sys.executable, str(file), *cell.flags().split(), "--run-dir", str(run_dir)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        rows, about = study.result(run_dir, ended.returncode, ended.stdout)
+        trained = folders.complete(run_dir)[-1] / "model"
+        if "--lora-rank" in arm.flags:
+            merged = Path(scratch) / "merged"
+            subprocess.run([sys.executable, "scripts/merge_lora.py", str(trained), str(merged)], check=True, cwd=ROOT)
+            trained = merged
+        about |= {"flags": cell.flags(), "variant": arm.variant, "seed": cell.seed}
+        about["evaluation"] = baselines.evaluate(cell.task, trained)
+    study.write_run(cell.file(folder), rows, about, COLUMNS)
+    minutes = sum(row.get("time/step", 0.0) for row in rows) / 60
+    return f"{about['evaluation']['sampled']:.1%} in {minutes:.1f} minutes"
+
+
+def write_one_problem() -> None:
+    """Write ONE_PROBLEM: the first training problem with a carry, 64 times, as a step takes that many prompts."""
+    for row in arithmetic.problems("train"):
+        units = sum(int(number) % 10 for number in row["question"].rstrip("=").split("+"))
+        if units > 9:
+            break
+    line = json.dumps({"question": row["question"], "answer": row["answer"]}) + "\n"
+    file = ROOT / ONE_PROBLEM
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(64 * line)
+
+
+def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
+    """seed -> run, of those that are done."""
+    runs = {}
+    for file in sorted((folder / task / arm).glob("seed*.csv")):
+        about = json.loads(file.with_suffix(".json").read_text())
+        runs[about["seed"]] = Run(baselines.read_curve(file), about)
+    return runs
+
+
+def measured(folder: Path, claim: Claim, arm: str) -> dict[int, float]:
+    """seed -> the measure of a claim, for one of its arms."""
+    measure = MEASURES[claim.measure]
+    return {seed: measure.of(run) for seed, run in read_runs(folder, claim.task, arm).items()}
+
+
+def difference(folder: Path, claim: Claim) -> study.Estimate | None:
+    """Arm minus control, over the seeds that both have. None without such seeds."""
+    arm = measured(folder, claim, claim.arm)
+    if not claim.control:
+        return study.paired(arm, dict.fromkeys(arm, 0.0))
+    return study.paired(arm, measured(folder, claim, claim.control))
+
+
+def verdict(claim: Claim, found: study.Estimate | None) -> str:
+    """The rule that was fixed before the runs.
+
+    "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
+    smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
+    margin on both sides, otherwise refuted here if it excludes 0. All others, and single seeds, are unresolved.
+    """
+    if found is None:
+        return "not run"
+    low, high, margin = found.low, found.high, claim.margin
+    if claim.expected == "less":
+        low, high = -high, -low
+    if claim.expected == "equal":
+        confirmed = -margin < low and high < margin
+        refuted = found.excludes_zero
+    else:
+        confirmed = low > 0
+        refuted = high < margin
+    if confirmed:
+        return "confirmed"
+    return "refuted here" if refuted else "unresolved"
+
+
+def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS)) -> str:
+    return "\n".join(table_lines(folder, names))
+
+
+def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
+    yield "| claim | source | arm | control | task | seeds | measure | arm | control | difference | verdict |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for name in names:
+        claim = CLAIMS[name]
+        measure = MEASURES[claim.measure]
+        found = difference(folder, claim)
+        arm = measured(folder, claim, claim.arm)
+        control = measured(folder, claim, claim.control) if claim.control else {}
+        fields = (
+            f"[{name}](#{name})",
+            claim.source,
+            ARMS[claim.arm].text(),
+            ARMS[claim.control].text() if claim.control else "its start",
+            claim.task,
+            str(len(arm.keys() & control.keys()) if control else len(arm)),
+            measure.label,
+            measure.mean(arm),
+            measure.mean(control),
+            "" if found is None else found.text(measure.scale, measure.digits),
+            f"**{verdict(claim, found)}**",
+        )
+        yield f"| {' | '.join(fields)} |"
+
+
+def rebuild() -> None:
+    """Write the table of the committed runs into the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(COMMITTED)}\n{END}{rest.split(END)[1]}")
+
+
+def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:
+    """The claims that are asked for. Raises BadInput for a name that does not exist."""
+    for name in rows:
+        if name not in (*CLAIMS, "all"):
+            raise errors.BadInput(f'"{name}" is not a claim; use all, or {", ".join(CLAIMS)}')
+    return tuple(CLAIMS) if "all" in rows else rows
+
+
+def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
+    """The runs of some claims, each once. A seed of all arms comes before the next, so half a study says something."""
+    found: dict[Cell, None] = {}
+    for seed in seeds:
+        for name in rows:
+            claim = CLAIMS[name]
+            for arm in filter(None, (claim.arm, claim.control)):
+                found[Cell(claim.task, arm, seed)] = None
+    return list(found)
+
+
+def main(args: Args) -> None:
+    rows = check_rows(args.rows)
+    study.check_jobs(args.jobs)
+    if args.rebuild:
+        rebuild()
+    if not rows:
+        print(table(COMMITTED))
+        return
+    folder = ROOT / args.folder
+    write_one_problem()
+    missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
+    failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)
+    print(table(folder, rows))
+    if failed:
+        sys.exit(f"error: {failed} of {len(missing)} runs failed; the same command repeats them")
+
+
+if __name__ == "__main__":
+    errors.launch(main, tyro.cli(Args, description=__doc__))
