@@ -1,0 +1,226 @@
+"""scripts/claims.py: its verdicts follow the rule, and its page says what the committed runs do."""
+
+import json
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+from helpers import load
+
+from common.errors import BadInput
+
+claims = load("scripts/claims.py")
+study = claims.study
+
+
+def estimate(low: float, high: float):
+    return study.Estimate((low + high) / 2, low, high)
+
+
+def claim(expected: str, **changes):
+    return claims.Claim("a paper", "rloo", "grpo", "sampled", expected, margin=0.02, **changes)
+
+
+@pytest.mark.parametrize(
+    "expected, low, high, verdict",
+    [
+        ("more", 0.001, 0.05, "confirmed"),
+        ("more", 0.001, 0.015, "confirmed"),  # smaller than the margin, but certain
+        ("more", -0.05, 0.019, "refuted here"),
+        ("more", -0.05, 0.021, "unresolved"),
+        ("less", -0.05, -0.001, "confirmed"),
+        ("less", -0.019, 0.05, "refuted here"),
+        ("less", -0.021, 0.05, "unresolved"),
+        ("equal", -0.019, 0.019, "confirmed"),
+        ("equal", 0.001, 0.019, "confirmed"),  # certain, but smaller than the margin
+        ("equal", 0.001, 0.021, "refuted here"),
+        ("equal", -0.05, -0.03, "refuted here"),
+        ("equal", -0.021, 0.001, "unresolved"),
+    ],
+)
+def test_a_verdict_follows_from_the_interval_and_the_margin(expected, low, high, verdict):
+    assert claims.verdict(claim(expected), estimate(low, high)) == verdict
+
+
+@pytest.mark.parametrize("expected", ["more", "less", "equal"])
+def test_a_single_seed_decides_nothing(expected):
+    assert claims.verdict(claim(expected), study.over_seeds([0.5])) == "unresolved"
+    assert claims.verdict(claim(expected), None) == "not run"
+
+
+def finished(folder, arm: str, sampled: dict[int, float], task: str = "arithmetic", **columns: list[float]) -> None:
+    """The files of runs with these shares of right samples, and for the columns a number for each step from 0."""
+    for seed, share in sampled.items():
+        steps = range(len(columns["accuracy"]) if columns else 2)
+        names = {"accuracy": "eval/accuracy", "entropy": "train/entropy", "length": "response/length_mean"}
+        rows = [{"step": step} | {names[name]: values[step] for name, values in columns.items()} for step in steps]
+        about = {"seed": seed, "evaluation": {"sampled": share, "pass@8": share + 0.1, "greedy": share - 0.1}}
+        study.write_run(claims.Cell(task, arm, seed).file(folder), rows, about, claims.COLUMNS)
+
+
+def line(folder, name: str) -> list[str]:
+    return claims.table(folder, (name,)).splitlines()[2].strip("| ").split(" | ")
+
+
+def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
+    """Seeds 0, 1 and 2 differ by 1, 2 and 3 points: 2 +- 4.303 / sqrt(3). Seed 3 has no control."""
+    finished(tmp_path, "no-std", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1})
+    finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70})
+    assert line(tmp_path, "std")[5] == "3"
+    assert line(tmp_path, "std")[-2:] == ["2.0 [-0.5, 4.5]", "**unresolved**"]
+    finished(tmp_path, "grpo", {0: 0.80, 1: 0.91, 2: 0.72})
+    assert line(tmp_path, "std")[-2:] == ["1.0 [1.0, 1.0]", "**confirmed**"]
+
+
+def test_a_row_without_runs_says_so(tmp_path):
+    assert line(tmp_path, "std")[-5:] == ["mean@8, %", "", "", "", "**not run**"]
+
+
+def test_a_gain_is_greedy_accuracy_over_that_of_the_first_row(tmp_path):
+    """After training 70 and 80 % are right at temperature 0 (0.8 and 0.9 of the samples). Before, it was 50 %."""
+    finished(tmp_path, "random-reward", {0: 0.8, 1: 0.9}, accuracy=[0.5, 0.1])
+    assert line(tmp_path, "random-reward")[-2].startswith("25.0 [")
+    assert line(tmp_path, "random-reward")[5] == "2"
+
+
+def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
+    """The first row, of step 0, has neither."""
+    ten = list(range(10))
+    finished(tmp_path, "grpo", {0: 0.5}, accuracy=ten, entropy=ten, length=ten)
+    (run,) = claims.read_runs(tmp_path, "arithmetic", "grpo").values()
+    assert claims.MEASURES["entropy"].of(run) == 7  # 5 to 9
+    assert claims.MEASURES["length"].of(run) == 8.5  # 8 and 9
+
+
+def test_pass_at_8_has_a_measure_of_its_own(tmp_path):
+    finished(tmp_path, "max_rl", {0: 0.6}, task="maze")
+    finished(tmp_path, "grpo", {0: 0.4}, task="maze")
+    assert line(tmp_path, "max-rl")[-4:-1] == ["70.0", "50.0", "20.0"]
+
+
+def test_each_run_is_made_once_and_a_seed_of_all_comes_before_the_next():
+    cells = claims.cells(("std", "clip-higher", "random-reward"), (0, 1))
+    assert [(cell.seed, cell.arm) for cell in cells] == [
+        (seed, arm) for seed in (0, 1) for arm in ("no-std", "grpo", "clip-higher", "random-reward")
+    ]
+
+
+@pytest.mark.parametrize("rows, message", [(("std", "kal"), '"kal" is not a claim; use all, or leave-one-out')])
+def test_a_name_that_does_not_exist_is_refused(rows, message):
+    with pytest.raises(BadInput, match=re.escape(message)):
+        claims.check_rows(rows)
+    assert claims.check_rows(("all",)) == tuple(claims.CLAIMS)
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """run() starts no process: this stands in for its algorithm's file and for the evaluation."""
+    state = SimpleNamespace(exit_code=0, printed="", last_step=3, file="", flags=[], evaluated="")
+
+    def start(words, **named):
+        if "merge_lora" in words[1]:
+            state.merged = words[2]
+            return subprocess.CompletedProcess(words, 0)
+        state.file = claims.Path(words[1]).read_text()
+        state.flags = words[2:-2]
+        run_dir = claims.Path(words[-1])
+        (run_dir / "checkpoints/step_000003/model").mkdir(parents=True)
+        (run_dir / "checkpoints/step_000003/state.json").write_text("{}")
+        about = {"commit": "c", "uncommitted_changes": False, "versions": {}, "hardware": {}, "args": {"steps": 3}}
+        (run_dir / "run.json").write_text(json.dumps(about))
+        rows = [{"step": step, "eval/accuracy": step / 4} for step in range(state.last_step + 1)]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return subprocess.CompletedProcess(words, state.exit_code, state.printed)
+
+    def evaluate(task, model):
+        state.evaluated = str(model)
+        return {"sampled": 0.5}
+
+    monkeypatch.setattr(claims.subprocess, "run", start)
+    monkeypatch.setattr(claims.baselines, "evaluate", evaluate)
+    monkeypatch.setattr(claims.folders, "complete", lambda run_dir: [run_dir / "checkpoints/step_000003"])
+    return state
+
+
+def test_a_run_trains_its_file_and_evaluates_the_last_checkpoint(ended, tmp_path):
+    cell = claims.Cell("arithmetic", "clip-higher", 2)
+    claims.run(cell, tmp_path)
+    assert ended.file == (ROOT / "algos/grpo.py").read_text()
+    assert " ".join(ended.flags) == f"{claims.TASKS['arithmetic']} --clip-high 0.28 --seed 2"
+    assert ended.evaluated.endswith("step_000003/model")
+    (run,) = claims.read_runs(tmp_path, "arithmetic", "clip-higher").values()
+    assert [row["eval/accuracy"] for row in run.rows] == [0, 0.25, 0.5, 0.75]
+    assert run.about["evaluation"] == {"sampled": 0.5} and run.about["flags"] == cell.flags()
+
+
+def test_a_variant_is_the_file_with_its_lines(ended, tmp_path):
+    claims.run(claims.Cell("arithmetic", "delight-gate", 0), tmp_path)
+    assert ended.file == claims.variants.source("delight-gate")
+
+
+def test_adapters_are_merged_before_they_are_evaluated(ended, tmp_path):
+    claims.run(claims.Cell("arithmetic", "lora-1", 0), tmp_path)
+    assert ended.merged.endswith("step_000003/model") and ended.evaluated.endswith("/merged")
+
+
+def test_a_run_that_was_stopped_is_not_kept(ended, tmp_path):
+    ended.last_step = 2
+    with pytest.raises(RuntimeError, match="step 2"):
+        claims.run(claims.Cell("arithmetic", "grpo", 0), tmp_path)
+    assert not claims.read_runs(tmp_path, "arithmetic", "grpo")
+
+
+def test_a_failure_of_one_run_leaves_the_others_and_is_counted(capsys):
+    def run(cell):
+        if cell == "second":
+            raise RuntimeError("exit code 1")
+        return "fine"
+
+    assert study.run_all(["first", "second", "third"], run, jobs=1) == 1
+    printed = capsys.readouterr().out
+    assert "2 of 3: second: error: exit code 1" in printed and "3 of 3: third: fine" in printed
+
+
+def test_the_one_problem_has_a_carry_and_fills_a_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    claims.write_one_problem()
+    lines = (tmp_path / claims.ONE_PROBLEM).read_text().splitlines()
+    (row,) = {line: json.loads(line) for line in lines}.values()
+    first, second = map(int, row["question"].rstrip("=").split("+"))
+    assert len(lines) == 64 and first % 10 + second % 10 > 9 and row["answer"] == str(first + second)
+    assert row["question"] in {each["question"] for each in claims.arithmetic.problems("train")}
+
+
+def test_an_arm_differs_from_its_control_in_one_thing():
+    """The flags beyond the task's, the file and the variant. Only `length` and `delight` compare with a variant."""
+    for name, each in claims.CLAIMS.items():
+        if not each.control:
+            continue
+        arm, control = claims.ARMS[each.arm], claims.ARMS[each.control]
+        assert arm != control, name
+        if arm.algorithm == control.algorithm and arm.variant == control.variant:
+            assert arm.flags.startswith(control.flags), name
+        else:
+            assert arm.flags == control.flags or each.arm == "entropy-bonus", name
+
+
+def test_every_claim_has_a_section_on_the_page():
+    titles = re.findall(r"^## (.+)$", claims.PAGE.read_text(), re.MULTILINE)
+    assert titles == list(claims.CLAIMS)
+
+
+def test_the_committed_table_is_what_the_runs_give():
+    page = claims.PAGE.read_text()
+    assert page.split(claims.BEGIN)[1].split(claims.END)[0] == f"\n{claims.table(claims.COMMITTED)}\n"
+
+
+def test_the_committed_runs_are_of_committed_code_and_of_these_flags():
+    for file in claims.COMMITTED.glob("*/*/*.json"):
+        task, arm = file.parts[-3:-1]
+        about = json.loads(file.read_text())
+        cell = claims.Cell(task, arm, about["seed"])
+        assert cell.file(claims.COMMITTED).with_suffix(".json") == file and about["flags"] == cell.flags()
+        assert about["variant"] == claims.ARMS[arm].variant
+        assert about["commit"] and not about["uncommitted_changes"], file
