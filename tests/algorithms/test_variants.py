@@ -186,7 +186,7 @@ SCORES = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.7, 0.7, 0.7, 0.7, -3.0, 0.0, 3.0, 
 
 @pytest.mark.parametrize("eta", [1.0, 0.4])
 def test_the_gradient_of_tpo_is_that_of_the_cross_entropy_to_its_target(eta):
-    """The paper's loss, by autograd: the mean over groups of -sum q log p, where q is proportional to p_old exp(u / eta).
+    """The paper's loss by autograd: the mean over groups of -sum q log p, with q proportional to p_old exp(u / eta).
 
     u are z-scores with the standard deviation over G. Ours is added up over micro-batches that cut through the groups.
     """
