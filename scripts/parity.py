@@ -45,6 +45,7 @@ G = 4  # responses to each prompt
 LOW = 0.2  # the ratio is clipped at 1 - LOW
 HIGH = 0.28  # the ratio is clipped at 1 + HIGH
 BETA = 0.04  # weight of the KL term
+ENTROPY_COEF = 0.3  # weight of the entropy bonus
 LONGEST = 16  # the length by which Dr. GRPO divides
 Tensors = dict[str, torch.Tensor]
 
@@ -229,8 +230,29 @@ def our_variants() -> Tensors:
 
         return with_gradient("logprobs", function)
 
+    def loss_with_entropy(logits: torch.Tensor) -> torch.Tensor:
+        """GRPO's loss with the entropy bonus. The response has token 0 everywhere."""
+        log_p = logits.log_softmax(-1)
+        return variants.load("entropy-bonus").policy_loss(
+            log_p[..., 0],
+            b.old,
+            None,
+            z,
+            b.mask,
+            -(log_p.exp() * log_p).sum(-1),
+            clip_low=LOW,
+            clip_high=HIGH,
+            kl_coef=0.0,
+            entropy_coef=ENTROPY_COEF,
+            denominator=12,
+        )
+
     all_graded = torch.ones(12, dtype=torch.bool)
     return {
+        "variant entropy-bonus loss": with_gradient("logits", loss_with_entropy),
+        "variant no-std advantages": variants.load("no-std").compute_advantages(b.scores, G),
+        "variant token-mean loss": loss(variants.load("token-mean"), denominator=tokens),
+        "variant group-mean advantages": variants.load("group-mean").compute_advantages(b.scores, G),
         "variant lite-ppo advantages": variants.load("lite-ppo").compute_advantages(b.scores, all_graded, G, eps=1e-4),
         "variant opo advantages": variants.load("opo").compute_advantages(b.scores, b.mask.sum(1), G),
         "variant gmpo loss": loss(variants.load("gmpo")),
@@ -251,6 +273,7 @@ def verl_lines() -> Tensors:
 
     core = import_with_stand_ins("verl.trainer.ppo.core_algos")
     corrections = import_with_stand_ins("verl.trainer.ppo.rollout_corr_helper")
+    functional = import_with_stand_ins("verl.utils.torch_functional")
     core.ActorConfig = Settings  # gspo's loss asks for the class of its config
     b = batch()
     mask = b.mask.double()
@@ -303,6 +326,16 @@ def verl_lines() -> Tensors:
 
         return with_gradient("logprobs", function)
 
+    def loss_with_entropy(logits: torch.Tensor) -> torch.Tensor:
+        """The entropy bonus as in ppo_loss of verl/workers/utils/losses.py, which asks for a config of a whole run."""
+        mode = "seq-mean-token-mean"
+        config = Settings(
+            clip_ratio=LOW, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=1e9, global_batch_info={}
+        )
+        logprobs = logits.log_softmax(-1)[..., 0]
+        value, *_ = core.compute_policy_loss_vanilla(b.old, logprobs, z, mask, mode, config)
+        return value - ENTROPY_COEF * core.agg_loss(functional.entropy_from_logits(logits), mask, mode)
+
     def value_loss(values: torch.Tensor) -> torch.Tensor:
         return core.compute_value_loss(values, returns, b.old_values, mask, 0.2)[0]
 
@@ -334,6 +367,16 @@ def verl_lines() -> Tensors:
             core.compute_reinforce_plus_plus_baseline_outcome_advantage(on_last_token(b.scores, mask), mask, index)[0]
         ),
         "variant opo advantages|opo": outcome(core.compute_opo_outcome_advantage),
+        "variant entropy-bonus loss|vanilla, entropy_coeff": with_gradient("logits", loss_with_entropy),
+        "variant no-std advantages|grpo, norm_adv_by_std_in_grpo=False": outcome(
+            core.compute_grpo_outcome_advantage,
+            norm_adv_by_std_in_grpo=False,
+        ),
+        "variant group-mean advantages|grpo, norm_adv_by_std_in_grpo=False": outcome(
+            core.compute_grpo_outcome_advantage,
+            norm_adv_by_std_in_grpo=False,
+        ),
+        "variant token-mean loss|vanilla, token-mean, c = 1e9": loss("token-mean", 1e9),
         "variant gmpo loss|geo_mean": loss("token-mean", 3.0, policy_loss=core.compute_policy_loss_geo_mean),
         "variant sapo loss|sapo": loss("seq-mean-token-mean", 3.0, policy_loss=core.compute_policy_loss_sapo),
         "variant dppo loss|dppo_tv": loss("token-mean", 20.0, policy_loss=core.compute_policy_loss_dppo_tv),

@@ -24,15 +24,15 @@ from common.trainer.parts import body_of
 
 
 def token_logprobs(
-    self, micro: MicroBatch, temperature: float, with_entropy: bool
+    self, micro: MicroBatch, temperature: float, with_entropy: bool, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, of the R response tokens of a micro-batch."""
     hidden = hidden_states(self, micro)
     if not self.knows_logits:
-        return own_logprobs(self, hidden, micro.targets, temperature, with_entropy)
+        return own_logprobs(self, hidden, micro.targets, temperature, with_entropy, entropy_gradient)
     hidden, head = factors(self, hidden)
     shape = logit_shape(self.config, temperature)
-    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, shape, with_entropy)
+    logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, shape, with_entropy, entropy_gradient)
     return logprobs, entropy if with_entropy else None
 
 
@@ -105,7 +105,12 @@ def logit_shape(config, temperature: float) -> LogitShape:
 
 
 def own_logprobs(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    model: nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (R,) float32, from the logits that the model's own forward makes of hidden (R, d).
 
@@ -122,7 +127,9 @@ def own_logprobs(
         entropy = torch.zeros_like(log_p[:, 0])
         if with_entropy:
             entropy = -(log_p.exp() * log_p).sum(-1)
-        return log_p.gather(1, targets[:, None])[:, 0], entropy.detach()
+        if not entropy_gradient:
+            entropy = entropy.detach()
+        return log_p.gather(1, targets[:, None])[:, 0], entropy
 
     size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
     pieces = [

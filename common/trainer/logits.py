@@ -29,7 +29,7 @@ class LogitShape(NamedTuple):
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs of the targets and entropies, (R,) float32 each. Entropies carry no gradient.
+    """Log-probs of the targets and entropies, (R,) float32 each. Entropies carry a gradient only with entropy_gradient.
 
     hidden (R, d), head (V, d), targets (R,) int64. Logits exist for a chunk of rows at a time and are computed again in
     the backward. They are float32 whatever the dtype of the weights, as in the engine: rounded to bfloat16, a logit of
@@ -38,30 +38,38 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, shape: LogitShape, with_entropy: bool):
+    def forward(ctx, hidden, head, targets, shape: LogitShape, with_entropy: bool, entropy_gradient: bool = False):
         logprobs = hidden.new_zeros(len(targets), dtype=torch.float32)  # (R,)
         entropy = torch.zeros_like(logprobs)
         log_z = torch.zeros_like(logprobs)
         for rows, z in logits_in_chunks(hidden, head):
             statistics = fused(row_statistics, z, targets[rows], shape, with_entropy)
             log_z[rows], logprobs[rows], entropy[rows] = statistics
-        ctx.save_for_backward(hidden, head, targets, log_z)
+        ctx.save_for_backward(hidden, head, targets, log_z, entropy if entropy_gradient else None)
         ctx.shape = shape
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
-        hidden, head, targets, log_z = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy):
+        hidden, head, targets, log_z, entropy = ctx.saved_tensors
         grad = grad / ctx.shape.temperature  # (R,)
+        if entropy is not None:
+            grad_entropy = grad_entropy / ctx.shape.temperature  # (R,)
 
         # One chunk after another: neither the logits nor their gradients exist as a whole.
         def gradients():
             for rows, z in logits_in_chunks(hidden, head):
-                yield rows, fused(logit_gradient, z, targets[rows], log_z[rows], grad[rows], ctx.shape)
+                of_logprobs = targets[rows], log_z[rows], grad[rows]
+                if entropy is None:
+                    yield rows, fused(logit_gradient, z, *of_logprobs, ctx.shape)
+                else:
+                    of_entropies = entropy[rows], grad_entropy[rows]
+                    yield rows, fused(logit_gradient_with_entropy, z, *of_logprobs, *of_entropies, ctx.shape)
 
         grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
-        return grad_hidden, grad_head, None, None, None
+        return grad_hidden, grad_head, None, None, None, None
 
 
 def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -119,6 +127,18 @@ def logit_gradient(z, targets, log_z, grad, shape: LogitShape) -> torch.Tensor:
     slope = None if shape.cap is None else 1 - (z / shape.cap) ** 2  # (r, V)
     softmax = z.sub_(log_z[:, None]).exp_()
     grad_z = softmax.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
+    return grad_z if slope is None else grad_z.mul_(slope)
+
+
+def logit_gradient_with_entropy(z, targets, log_z, grad, entropy, grad_entropy, shape: LogitShape) -> torch.Tensor:
+    """(r, V): the same, plus grad_entropy (r,) times d entropy / d logits, that is -softmax (log softmax + entropy)."""
+    z = scaled(z, shape)
+    slope = None if shape.cap is None else 1 - (z / shape.cap) ** 2  # (r, V)
+    log_softmax = z.sub_(log_z[:, None])
+    softmax = log_softmax.exp()
+    # Both terms have a factor of softmax: -softmax (grad + grad_entropy (log softmax + entropy)).
+    factor = log_softmax.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
+    grad_z = softmax.mul_(factor.neg_()).scatter_add_(1, targets[:, None], grad[:, None])
     return grad_z if slope is None else grad_z.mul_(slope)
 
 

@@ -284,15 +284,21 @@ def reduce_gradients_after(micro: MicroBatch, model: nn.Module) -> None:
 
 
 def response_logprobs(
-    policy: nn.Module, micro: MicroBatch, temperature: float, with_entropy: bool = True
+    policy: nn.Module,
+    micro: MicroBatch,
+    temperature: float,
+    with_entropy: bool = True,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
 
-    temperature: the temperature of sampling. Collective: every rank calls it equally often.
+    temperature: the temperature of sampling.
+    entropy_gradient: entropies have a gradient, too. It costs the backward one more pass over each chunk of logits.
+    Collective: every rank calls it equally often.
     """
     if torch.is_grad_enabled():
         reduce_gradients_after(micro, policy)
-    logprobs, entropy = policy.token_logprobs(micro, temperature, with_entropy)
+    logprobs, entropy = policy.token_logprobs(micro, temperature, with_entropy, entropy_gradient)
     return place(logprobs, micro), place(entropy, micro) if with_entropy else None
 
 

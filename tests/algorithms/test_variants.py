@@ -1,0 +1,244 @@
+"""Variants of docs/variants.md: every gradient of a run by hand, and the formulas of papers whose code we can't call.
+
+The runs are recorded and computed again as in test_main.py: one sequence at a time, with transformers' own forward.
+"""
+
+import math
+
+import by_hand
+import pytest
+import torch
+from by_hand import Case, Loss, Net, Row
+from helpers import load
+from recorder import Step, watch
+from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, judged, same
+
+from common import rewards
+from common.rewards import mixture
+from common.rewards.mixture import Rewards
+from common.run import directory
+
+variants = load("scripts/variants.py")
+
+
+def graded(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.graded]
+
+
+def mean_of_response(row: Row) -> float:
+    return 1 / len(row.response)
+
+
+def whole_response(row: Row) -> float:
+    return 1.0
+
+
+def z_scores(case: Case) -> list[float]:
+    return case.of_group(by_hand.z_scores, by_hand.scores(case))
+
+
+def entropy_bonus(case: Case) -> Loss:
+    """GRPO's loss minus the mean over responses of the mean entropy of their tokens."""
+    policy_loss = by_hand.by_response(case, z_scores(case), mean_of_response)
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        total = policy_loss(rows, net)
+        for row in graded(rows):
+            log_p = (net.at_responses(row) / case.args.temperature).log_softmax(-1)
+            entropies = -(log_p.exp() * log_p).sum(-1)
+            total = total - case.args.entropy_coef * entropies.mean() / len(graded(rows))
+        return total
+
+    return loss
+
+
+def tpo(case: Case) -> Loss:
+    """The mean over groups of -sum q log p (eq. 1-3), and GRPO's KL term. Importance weights scale only gradients."""
+    args = case.args
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        left = graded(rows)
+        groups = [left[first : first + args.group_size] for first in range(0, len(left), args.group_size)]
+        total = torch.zeros(())
+        for group in groups:
+            scores = [row.score for row in group]
+            average = by_hand.mean(scores)
+            std = math.sqrt(by_hand.mean([(score - average) ** 2 for score in scores]))
+            u = torch.tensor([(score - average) / std if std else 0.0 for score in scores])
+            old = torch.tensor([sum(row.old) for row in group])
+            q = (old.log_softmax(0) + u / args.eta).softmax(0)
+            sums = []
+            for row in group:
+                logprobs = net.logprobs(row, args.temperature)
+                change = by_hand.importance(case, row) * (logprobs - logprobs.detach())
+                sums.append(logprobs.detach().sum() + change.sum())
+                if args.kl_coef:
+                    total = total + by_hand.kl_term(case, row, logprobs).mean() / args.group_size
+            total = total - (q * torch.stack(sums).log_softmax(0)).sum()
+        return total / max(1, len(groups))
+
+    return loss
+
+
+def zero_variance_filter(case: Case) -> Loss:
+    policy_loss = by_hand.by_response(case, z_scores(case), mean_of_response)
+    counted = set()
+    for group in case.groups:
+        if len({row.score for row in group}) > 1:
+            counted |= set(map(id, group))
+    return lambda rows, net: policy_loss([row for row in rows if id(row) in counted], net)
+
+
+def no_std(case: Case) -> Loss:
+    return by_hand.by_response(case, case.of_group(by_hand.centred, by_hand.scores(case)), mean_of_response)
+
+
+def token_mean(case: Case) -> Loss:
+    sum_by_responses = by_hand.by_response(case, z_scores(case), whole_response)
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        tokens = sum(len(row.response) for row in graded(rows))
+        return sum_by_responses(rows, net) * len(graded(rows)) / max(1, tokens)
+
+    return loss
+
+
+def group_mean(case: Case) -> Loss:
+    scores = [sum(by_hand.with_kl(case, row)) if row.graded else 0.0 for row in case.rows]
+    return by_hand.by_token(case, by_hand.on_each_token(case, case.of_group(by_hand.centred, scores)))
+
+
+def negative_only(case: Case) -> Loss:
+    return by_hand.by_response(case, [min(z, 0.0) for z in z_scores(case)], mean_of_response)
+
+
+LOSSES = {
+    "entropy-bonus": entropy_bonus,
+    "tpo": tpo,
+    "zero-variance-filter": zero_variance_filter,
+    "no-std": no_std,
+    "token-mean": token_mean,
+    "group-mean": group_mean,
+    "negative-only": negative_only,
+}
+UPDATES_WITHOUT_ADVANTAGE = ("entropy-bonus", "tpo")  # a group of equal rewards has a gradient, too
+OWN = {"entropy-bonus": {"entropy_coef": 0.2}, "tpo": {"eta": 0.6}}
+NEGLIGIBLE = 1e-6  # a gradient of this norm is rounding
+
+
+@pytest.mark.parametrize("flags", [EVERYTHING, PLAIN], ids=["all options", "no options"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, name, flags):
+    """In several micro-batches, which may share a group, and several mini-batches; some groups are not graded."""
+    file = tmp_path / "mine.py"
+    file.write_text(variants.source(name))
+    algorithm = directory.import_algorithm(file)
+    flags = flags | OWN.get(name, {})
+    known = {field: value for field, value in flags.items() if field in algorithm.Args.__dataclass_fields__}
+    args = algorithm.Args(**algorithm.EMBEDDED | known | {"model": MODEL}, run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
+    monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
+    monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged}, {"judged": 1.0}))
+    recording = watch(monkeypatch, world, noise=0.3)
+    algorithm.main(args)
+    assert len(recording.steps) == args.steps
+    for step in recording.steps:
+        case = case_of(recording, step, args, name)
+        # A KL term is a reason for an update, except in groups that are filtered out.
+        always = name in UPDATES_WITHOUT_ADVANTAGE or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
+        check_updates(case, step, LOSSES[name](case), always)
+
+
+def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
+    """Each update of a step has the gradient of this loss. always: graded rows are enough for an update."""
+    args = case.args
+    size = len(case.rows) // args.mini_batches
+    updates = list(step.updates)
+    for mini_batch in list(range(args.mini_batches)) * args.epochs:
+        rows = case.rows[mini_batch * size : (mini_batch + 1) * size]
+        before = updates[0].before if updates else step.after[0]
+        expected, norm, _ = gradient(loss, rows, Net(MODEL, before), args.max_grad_norm)
+        if not graded(rows) or (norm == 0 and not always):
+            continue  # no optimizer step: Adam's momentum would move the weights
+        where = f"step {case.step}, mini-batch {mini_batch}"
+        assert updates, where
+        if norm > NEGLIGIBLE:
+            assert same(updates[0].gradient, expected), where
+        else:
+            assert all(tensor.norm() <= NEGLIGIBLE for tensor in updates[0].gradient.values()), where
+        updates = updates[1:]
+    assert not updates, "an update too many"
+
+
+def small_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """12 responses of 3 to 9 tokens to 3 prompts: log-probs before and after an update, and the mask. float64."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 10, (12,), generator=generator)
+    mask = torch.arange(9)[None] < lengths[:, None]
+    old = -torch.rand(12, 9, generator=generator, dtype=torch.float64)
+    change = 0.2 * torch.randn(12, 9, generator=generator, dtype=torch.float64)
+    return old.masked_fill(~mask, torch.nan), (old + change).masked_fill(~mask, torch.nan), mask
+
+
+# Unequal rewards; equal ones; equal but for rounding in float32, and with a reward that is exactly the group's mean.
+SCORES = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.7, 0.7, 0.7, 0.7, -3.0, 0.0, 3.0, 0.0])
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.4])
+def test_the_gradient_of_tpo_is_that_of_the_cross_entropy_to_its_target(eta):
+    """The paper's loss by autograd: the mean over groups of -sum q log p, with q proportional to p_old exp(u / eta).
+
+    u are z-scores with the standard deviation over G. Ours is added up over micro-batches that cut through the groups.
+    """
+    module = variants.load("tpo")
+    old, new, mask = small_batch()
+    groups = SCORES.double().view(3, 4)
+    std = groups.std(1, correction=0, keepdim=True)
+    u = torch.where(std > 1e-6, (groups - groups.mean(1, keepdim=True)) / std.clamp(min=1e-6), 0.0)
+
+    def sums(logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row[kept].sum() for row, kept in zip(logprobs, mask)]).view(3, 4)
+
+    leaf = new.clone().requires_grad_()
+    target = (sums(old).log_softmax(-1) + u / eta).softmax(-1)
+    (-(target * sums(leaf).log_softmax(-1)).sum(-1)).mean().backward()
+
+    advantages = module.compute_advantages(SCORES.double(), 4)
+    weights = module.target_weights(new, old, advantages, mask, group_size=4, eta=eta)
+    ours = new.clone().requires_grad_()
+    for rows in ([0, 5, 7], [11], [1, 2, 3, 4, 6, 8], [9, 10]):
+        loss = module.policy_loss(ours[rows], None, weights[rows], mask[rows], kl_coef=0.0, denominator=12)
+        assert loss.isfinite(), "NaN outside the mask changes nothing"
+        loss.backward()
+    assert (ours.grad - leaf.grad)[mask].abs().max() <= 1e-6 * leaf.grad[mask].abs().max()
+    assert not ours.grad[~mask].any()
+
+
+def test_tpo_stands_still_where_the_policy_has_reached_its_target():
+    """q is fixed before the first update. Without a difference in rewards it is the old policy."""
+    module = variants.load("tpo")
+    old, new, mask = small_batch()
+    settings = {"group_size": 4, "eta": 1.0}
+    equal = torch.zeros(12, dtype=torch.float64)
+    assert module.target_weights(old, old, equal, mask, **settings).abs().max() < 1e-12
+    assert module.target_weights(new, old, equal, mask, **settings).abs().max() > 1e-3
+
+    # A policy whose sums of log-probs moved by u, up to a constant, is the target.
+    u = module.compute_advantages(SCORES.double(), 4)
+    reached = old.clone()
+    reached[:, 0] += u + 0.3
+    assert module.target_weights(reached, old, u, mask, **settings).abs().max() < 1e-12
+
+
+def test_only_negative_advantages_are_left():
+    """Rewards of 1, 0, 0, 1 have z-scores of +-0.866, with the standard deviation of verl and TRL."""
+    module = variants.load("negative-only")
+    advantages = module.compute_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]), 4)
+    expected = [0.0, -(0.75**0.5), -(0.75**0.5), 0.0] + [0.0] * 4
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_response_of_advantage_0_counts_if_others_in_its_group_have_a_gradient():
+    module = variants.load("zero-variance-filter")
+    assert module.compute_advantages(SCORES, 4)[9] == 0
+    assert module.has_signal(SCORES, 4).tolist() == [True] * 4 + [False] * 4 + [True] * 4
