@@ -109,7 +109,7 @@ def group_mean(case: Case) -> Loss:
 
 
 def negative_only(case: Case) -> Loss:
-    return by_hand.by_response(case, [min(z, 0.0) for z in z_scores(case)], mean_of_response)
+    return by_hand.by_response(case, [-1.0 if score < 1 else 0.0 for score in by_hand.scores(case)], mean_of_response)
 
 
 LOSSES = {
@@ -230,12 +230,11 @@ def test_tpo_stands_still_where_the_policy_has_reached_its_target():
     assert module.target_weights(reached, old, u, mask, **settings).abs().max() < 1e-12
 
 
-def test_only_negative_advantages_are_left():
-    """Rewards of 1, 0, 0, 1 have z-scores of +-0.866, with the standard deviation of verl and TRL."""
+def test_a_wrong_response_trains_whatever_its_group_scores():
+    """Also in a group without a right one, where GRPO has no gradient."""
     module = variants.load("negative-only")
-    advantages = module.compute_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]), 4)
-    expected = [0.0, -(0.75**0.5), -(0.75**0.5), 0.0] + [0.0] * 4
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0, 1.0])
+    assert module.compute_advantages(rewards).tolist() == [0, -1, -1, 0, -1, -1, 0, 0]
 
 
 def test_a_response_of_advantage_0_counts_if_others_in_its_group_have_a_gradient():
