@@ -3,7 +3,8 @@
     python scripts/claims.py                                  # lists the claims and their verdicts
     python scripts/claims.py leave-one-out                    # repeats a row from scratch, into runs/claims
     python scripts/claims.py std length --seeds 0 1           # two rows, two seeds
-    python scripts/claims.py all --folder baselines/claims    # what made the committed runs; skips those with a CSV
+    python scripts/claims.py embedded --folder baselines/claims     # what made the committed runs; skips those there
+    python scripts/claims.py sums --folder baselines/claims         # the same for SmolLM2, an hour a run and 10 GB
     python scripts/claims.py --rebuild                        # the page's table from the committed runs alone
 
 A claim compares an arm with a control. Both are runs of an algorithm's file, or of a variant of it (docs/variants.md),
@@ -44,7 +45,11 @@ TASKS = {
     "arithmetic": "--steps 52 --prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 "
     "--eval-every 5",
     "maze": baselines.RECIPES["maze"],
+    "sums": baselines.RECIPES["sums"],  # SmolLM2-135M-Instruct; an hour of one core
 }
+SEEDS = {"arithmetic": 5, "maze": 5, "sums": 3}
+# Arms of `sums` that are baselines already. scripts/baselines.py makes their committed runs, in baselines/sums.
+BASELINE_ARMS = ("grpo", "max_rl")
 COLUMNS = (
     "step",
     "eval/accuracy",
@@ -95,6 +100,9 @@ ARMS = {
     "ppo-one-response": Arm("ppo", flags="--group-size 1 --prompts-per-step 512"),
     "reinforce-one-response": Arm("reinforce_pp", flags="--group-size 1 --prompts-per-step 512"),
     "random-reward": Arm(flags="--reward gsm8k=0 baselines/random_reward.py:score"),
+    "temperature": Arm(flags="--temperature 1.2"),
+    "groups-of-16": Arm(flags="--group-size 16 --prompts-per-step 16"),
+    "half-rate": Arm(flags="--learning-rate 1e-5"),
     "one-problem": Arm(flags=f"--dataset {ONE_PROBLEM} --eval-dataset arithmetic"),
 }
 
@@ -171,13 +179,23 @@ CLAIMS = {
     "negatives": Claim("NSR, 2506.01347", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
     "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="maze"),
     "kl": Claim("ProRL, 2505.24864", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "max-rl-sums": Claim("MaxRL, 2602.02710", "max_rl", "grpo", "pass@8", "more", 0.02, task="sums"),
+    "delight-sums": Claim("Delightful PG, 2603.14608", "delight-gate", "grpo", "sampled", "more", 0.02, task="sums"),
+    "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="sums"),
+    "clip-higher-sums": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "sampled", "more", 0.02, task="sums"),
+    "temperature-sums": Claim("ProRL, 2505.24864", "temperature", "grpo", "sampled", "more", 0.02, task="sums"),
+    "groups-sums": Claim("ours", "groups-of-16", "grpo", "sampled", "more", 0.02, task="sums"),
+    "rate-sums": Claim("ours", "half-rate", "grpo", "sampled", "more", 0.02, task="sums"),
+    "filter-sums": Claim(
+        "ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", 0.02, task="sums"
+    ),
 }
 
 
 @dataclasses.dataclass
 class Args:
-    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat, or "all".
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat; "embedded" and "sums" are all of such tasks.
+    seeds: tuple[int, ...] = ()  # Default: 0 to 4, and 0 to 2 for sums.
     jobs: int = 1  # Runs at a time, each on a core of its own.
     folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
     rebuild: bool = False  # Write the page's table from the committed runs.
@@ -194,7 +212,13 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.task}, {self.arm}, seed {self.seed}"
 
+    @property
+    def is_baseline(self) -> bool:
+        return self.task == "sums" and self.arm in BASELINE_ARMS
+
     def file(self, folder: Path) -> Path:
+        if folder == COMMITTED and self.is_baseline:
+            folder = baselines.BASELINES
         return folder / self.task / self.arm / f"seed{self.seed}.csv"
 
     def flags(self) -> str:
@@ -202,7 +226,10 @@ class Cell:
 
 
 def run(cell: Cell, folder: Path) -> str:
-    """Train and evaluate a cell, write its CSV and JSON, and say how it ended."""
+    """Train and evaluate a cell, write its CSV and JSON, and say how it ended. Raises RuntimeError if it fails."""
+    if folder == COMMITTED and cell.is_baseline:
+        made_by = f"scripts/baselines.py with --task {cell.task} --run {cell.arm} --seeds {cell.seed}"
+        raise RuntimeError(f"it is a baseline, which is made by {made_by}")
     arm = ARMS[cell.arm]
     with tempfile.TemporaryDirectory() as scratch:
         file = ROOT / f"algos/{arm.algorithm}.py"
@@ -246,7 +273,7 @@ def write_one_problem() -> None:
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
     """seed -> run, of those that are done."""
     runs = {}
-    for file in sorted((folder / task / arm).glob("seed*.csv")):
+    for file in sorted(Cell(task, arm, 0).file(folder).parent.glob("seed*.csv")):
         about = json.loads(file.with_suffix(".json").read_text())
         runs[about["seed"]] = Run(baselines.read_curve(file), about)
     return runs
@@ -326,18 +353,26 @@ def rebuild() -> None:
 
 def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:
     """The claims that are asked for. Raises BadInput for a name that does not exist."""
-    for name in rows:
-        if name not in (*CLAIMS, "all"):
-            raise errors.BadInput(f'"{name}" is not a claim; use all, or {", ".join(CLAIMS)}')
-    return tuple(CLAIMS) if "all" in rows else rows
+    groups = {
+        "embedded": [name for name, claim in CLAIMS.items() if claim.task != "sums"],
+        "sums": [name for name, claim in CLAIMS.items() if claim.task == "sums"],
+    }
+    names = []
+    for row in rows:
+        if row not in CLAIMS and row not in groups:
+            raise errors.BadInput(f'"{row}" is not a claim; use embedded, sums, or {", ".join(CLAIMS)}')
+        names += groups.get(row, [row])
+    return tuple(names)
 
 
 def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
     """The runs of some claims, each once. A seed of all arms comes before the next, so half a study says something."""
     found: dict[Cell, None] = {}
-    for seed in seeds:
+    for seed in seeds or range(max(SEEDS.values())):
         for name in rows:
             claim = CLAIMS[name]
+            if not seeds and seed >= SEEDS[claim.task]:
+                continue
             for arm in filter(None, (claim.arm, claim.control)):
                 found[Cell(claim.task, arm, seed)] = None
     return list(found)

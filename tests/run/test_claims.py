@@ -107,11 +107,19 @@ def test_each_run_is_made_once_and_a_seed_of_all_comes_before_the_next():
     ]
 
 
-@pytest.mark.parametrize("rows, message", [(("std", "kal"), '"kal" is not a claim; use all, or leave-one-out')])
-def test_a_name_that_does_not_exist_is_refused(rows, message):
-    with pytest.raises(BadInput, match=re.escape(message)):
-        claims.check_rows(rows)
-    assert claims.check_rows(("all",)) == tuple(claims.CLAIMS)
+def test_sums_has_three_seeds_and_the_embedded_tasks_have_five_unless_seeds_are_named():
+    cells = claims.cells(("std", "delight-sums"), ())
+    assert [cell.seed for cell in cells if cell.arm == "no-std"] == [0, 1, 2, 3, 4]
+    assert [cell.seed for cell in cells if cell.task == "sums" and cell.arm == "grpo"] == [0, 1, 2]
+    assert {cell.seed for cell in claims.cells(("std", "delight-sums"), (7,))} == {7}
+
+
+def test_rows_are_claims_or_all_of_a_kind_of_task():
+    assert claims.check_rows(("std", "lora")) == ("std", "lora")
+    embedded, sums = claims.check_rows(("embedded",)), claims.check_rows(("sums",))
+    assert embedded + sums == tuple(claims.CLAIMS) and "kl" in embedded and "rate-sums" in sums
+    with pytest.raises(BadInput, match='"kal" is not a claim; use embedded, sums, or leave-one-out, std'):
+        claims.check_rows(("std", "kal"))
 
 
 @pytest.fixture
@@ -170,6 +178,16 @@ def test_a_run_that_was_stopped_is_not_kept(ended, tmp_path):
     with pytest.raises(RuntimeError, match="step 2"):
         claims.run(claims.Cell("arithmetic", "grpo", 0), tmp_path)
     assert not claims.read_runs(tmp_path, "arithmetic", "grpo")
+
+
+def test_a_baseline_of_sums_is_read_where_it_is_and_made_by_its_own_script(ended, tmp_path):
+    committed = claims.Cell("sums", "grpo", 0).file(claims.COMMITTED)
+    assert committed == ROOT / "baselines/sums/grpo/seed0.csv" and committed.is_file()
+    assert 0 in claims.read_runs(claims.COMMITTED, "sums", "grpo")
+    with pytest.raises(RuntimeError, match="baselines.py with --task sums --run grpo --seeds 7"):
+        claims.run(claims.Cell("sums", "grpo", 7), claims.COMMITTED)
+    claims.run(claims.Cell("sums", "grpo", 7), tmp_path)
+    assert list(claims.read_runs(tmp_path, "sums", "grpo")) == [7], "from scratch, it is a run as any other"
 
 
 def test_a_failure_of_one_run_leaves_the_others_and_is_counted(capsys):
