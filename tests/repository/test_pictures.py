@@ -3,10 +3,10 @@
 import json
 import statistics
 
-import numpy
 import pytest
 from helpers import load
 from matplotlib.collections import PolyCollection
+from numpy.testing import assert_allclose
 
 baselines = load("scripts/baselines.py")
 EVERY = 100  # responses between two evaluations of `write`
@@ -59,8 +59,8 @@ def test_a_panel_has_the_mean_of_its_run_the_band_of_its_seeds_and_grpo_behind_i
         [0.2, 0.5, 0.7],
         [0.2, 0.4, 0.7],
     )  # the second seed's further evaluation has nothing to be averaged with
-    assert numpy.allclose(lines(shown["dapo"]), [list(zip(x, grpo)), list(zip(x, dapo))])
-    assert numpy.allclose(lines(shown["grpo"]), [list(zip(x, grpo))])
+    assert_allclose(lines(shown["dapo"]), [list(zip(x, grpo)), list(zip(x, dapo))])
+    assert_allclose(lines(shown["grpo"]), [list(zip(x, grpo))])  # of the same shape, too
     behind, own = bands(shown["dapo"])
     assert {(0, 0.2), (EVERY, 0.4), (EVERY, 0.6), (2 * EVERY, 0.6), (2 * EVERY, 0.8)} <= behind
     assert {(0, 0.1), (0, 0.3), (2 * EVERY, 0.5), (2 * EVERY, 0.9)} <= own
@@ -77,7 +77,7 @@ def test_the_last_mean_stands_at_the_end_of_the_line(drawn, tmp_path):
     baselines.draw("task")
     for name, number, end in (("rloo", "70", (2 * EVERY, 0.7)), ("remax", "25", (3 * EVERY, 0.25))):
         (text,) = panels(drawn[0])[name].texts
-        assert number in text.get_text() and numpy.allclose(text.xy, end)
+        assert number in text.get_text() and text.xy == pytest.approx(end)
 
 
 def test_a_task_without_grpo_has_nothing_behind_its_runs(drawn, tmp_path):
