@@ -25,11 +25,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 
-import matplotlib
+import pictures
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.data import arithmetic, tasks
@@ -161,6 +162,8 @@ RULES = {
     "the product of those of 2, 3 and 5 that divide both": lambda a, b: math.gcd(math.gcd(a, b), 30),
 }
 FRONT = {"sums": ("grpo", "grpo-random", "rejection", "sft")}  # runs that the README's table has; without an entry, all
+ACCURACY = ("eval/accuracy", "Greedy accuracy, held out.")  # what a picture shows: a column, and what it is
+PICTURED = {"reverse": ("eval/reward", "Share of characters that match, greedy, held out.")}  # no answer is ever right
 SAMPLES = 8  # responses to each held-out problem of these tasks
 
 
@@ -414,33 +417,88 @@ def shares_of_rules() -> dict[str, float]:
     return {name: statistics.mean(right(rule)) for name, rule in RULES.items()}
 
 
+@dataclasses.dataclass
+class Curve:
+    """What a picture shows of a run. Each list has an item for each evaluation that all seeds have."""
+
+    responses: list[float]
+    mean: list[float]  # of the seeds
+    worst: list[float]
+    best: list[float]
+
+
+def curve(task: str, run: str, seeds: list[list[dict]]) -> Curve:
+    column, _ = PICTURED.get(task, ACCURACY)
+    known = [
+        [(x, row[column]) for x, row in zip(sampled(task, run, seed, rows), rows) if column in row]
+        for seed, rows in enumerate(seeds)
+    ]
+    evaluations = [list(zip(*points)) for points in zip(*known)]
+    return Curve(
+        responses=[statistics.mean(x) for x, _ in evaluations],
+        mean=[statistics.mean(values) for _, values in evaluations],
+        worst=[min(values) for _, values in evaluations],
+        best=[max(values) for _, values in evaluations],
+    )
+
+
+@pictures.styled
 def draw(task: str) -> None:
-    """Draw TASK/curves.svg: accuracy and reward over the responses. Lines are means, bands go from worst to best."""
-    figure, shown = Figure(figsize=(11, 4), layout="constrained"), {}  # shown: run -> its line
-    for axis, key, title in zip(
-        figure.subplots(1, 2), ("eval/accuracy", "reward/mean"), ("greedy accuracy, held out", "reward, sampled")
-    ):
-        lines = product(("-", "--", ":"), [f"C{i}" for i in range(10)])  # Both together are a run's own.
-        for run, seeds in curves(task).items():
-            dashes, color = next(lines)
-            known = [
-                [(x, row[key]) for x, row in zip(sampled(task, run, seed, rows), rows) if key in row]
-                for seed, rows in enumerate(seeds)
-            ]
-            length = min(map(len, known))
-            if length < 3:  # A control without a curve stands in the table alone.
-                continue
-            values = list(zip(*[[value for _, value in pairs[:length]] for pairs in known]))
-            responses = [
-                statistics.mean(points) for points in zip(*[[x for x, _ in pairs[:length]] for pairs in known])
-            ]
-            means = [statistics.mean(v) for v in values]
-            (shown[run],) = axis.plot(responses, means, color=color, linestyle=dashes)
-            axis.fill_between(responses, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
-        axis.set(title=title, xlabel="responses sampled", ylim=(0, 1))
-    figure.legend([shown[run] for run in sorted(shown)], sorted(shown), loc="outside right upper")
-    with matplotlib.rc_context({"svg.hashsalt": "0"}):
-        figure.savefig(BASELINES / task / "curves.svg", metadata={"Date": None})
+    """Draw TASK/curves.svg: a panel for each run, with `grpo` in grey behind it."""
+    shown = {run: curve(task, run, seeds) for run, seeds in curves(task).items()}
+    # A control without a curve stands in the table alone.
+    shown = {run: each for run, each in shown.items() if len(each.mean) >= 3}
+    if not shown:
+        return
+    names = sorted(shown, key=lambda run: (run != "grpo", run))
+    _, caption = PICTURED.get(task, ACCURACY)
+    if any(each.worst != each.best for each in shown.values()):
+        caption += " Bands: worst to best seed."
+    if "grpo" in shown and len(shown) > 1:
+        caption += " Grey: grpo."
+    axes = pictures.panels(names, caption, "responses sampled")
+    for axis, name in zip(axes, names):
+        if "grpo" in shown and name != "grpo":
+            line(axis, shown["grpo"], pictures.BEHIND, pictures.BEHIND, zorder=1)
+        line(axis, shown[name], pictures.BLUE, pictures.PALE)
+        last = shown[name].mean[-1]
+        pictures.label_end(axis, shown[name].responses[-1], last, f"{100 * last:.0f} %")
+    pictures.percent_axis(axes[0], max(max(each.best) for each in shown.values()))
+    pictures.count_axis(axes[0], max(each.responses[-1] for each in shown.values()))
+    pictures.save(axes[0].figure, BASELINES / task / "curves.svg")
+
+
+def line(axis: Axes, shown: Curve, color: str, band: str, zorder: int = 2) -> None:
+    """The mean of the seeds, and from the worst to the best of them."""
+    axis.fill_between(shown.responses, shown.worst, shown.best, color=band, linewidth=0, zorder=zorder)
+    axis.plot(shown.responses, shown.mean, color=color, linewidth=1.8, zorder=zorder, clip_on=False)
+
+
+@pictures.styled
+def draw_front() -> None:
+    """Draw the README's first picture, sums/front.svg: what GRPO learns from a grader, and what from coin flips."""
+    figure = Figure(figsize=(pictures.WIDTH, 3.6), layout="constrained")
+    axis = figure.subplots()
+    known = curves("sums")
+    random = curve("sums", "grpo-random", known["grpo-random"])
+    grpo = curve("sums", "grpo", known["grpo"])
+    start, end, untaught = (f"{100 * share:.0f} %" for share in (grpo.mean[0], grpo.mean[-1], random.mean[-1]))
+    line(axis, random, pictures.GREY, pictures.BEHIND)
+    line(axis, grpo, pictures.BLUE, pictures.PALE)
+    pictures.label_end(axis, random.responses[-1], random.mean[-1], f"random rewards: {untaught}", pictures.GREY)
+    pictures.label_end(axis, grpo.responses[-1], grpo.mean[-1], f"GRPO\n{end}")
+    figure.suptitle(
+        f"A pretrained model learns sums on two CPU cores:\n{start} to {end}. Random rewards teach it nothing.",
+        x=0.01,
+        ha="left",
+        size=13,
+        weight="bold",
+    )
+    below = f"responses sampled (SmolLM2-135M, held-out problems; seeds of GRPO: {len(known['grpo'])})"
+    axis.set_xlabel(below, size=10, color=pictures.GREY, loc="left")
+    pictures.percent_axis(axis, max(grpo.best))
+    pictures.count_axis(axis, grpo.responses[-1])
+    pictures.save(figure, BASELINES / "sums/front.svg")
 
 
 def main(args: Args) -> None:
@@ -463,6 +521,8 @@ def main(args: Args) -> None:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:
             draw(task)
+            if task == "sums":
+                draw_front()
             for page in pages(task):
                 before, rest = page.read_text().split(BEGIN.format(task))
                 page.write_text(before + block(task, page) + rest.split(END.format(task))[1])

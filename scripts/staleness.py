@@ -30,12 +30,11 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parent))
+import pictures
 import study
 import variants
 
@@ -287,44 +286,42 @@ def ended_early(folder: Path, task: str, correction: str, k: int, seeds: dict) -
     return f" ({count} ended early)" if count else ""
 
 
+@pictures.styled
 def draw(folder: Path, task: str) -> None:
-    """Draw TASK/accuracy.svg: accuracy against staleness, with intervals. Points stand side by side where k is one."""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axis = figure.subplots()
+    """Draw TASK/accuracy.svg: a panel for each correction, with a dot for each run and the mean of `none` behind it."""
     runs = read_runs(folder, task)
     ks = sorted({k for _, k in runs})
-    for number, correction in enumerate(CORRECTIONS):
-        known = [(place, runs[correction, k]) for place, k in enumerate(ks) if (correction, k) in runs]
-        if not known:
-            continue
-        accuracies = [mean_accuracy(seeds) for _, seeds in known]
-        axis.errorbar(
-            [place + 0.08 * (number - 2) for place, _ in known],
-            [estimate.mean for estimate in accuracies],
-            yerr=[
-                # A single seed has no interval, and NaN draws none.
-                [estimate.mean - estimate.low for estimate in accuracies],
-                [estimate.high - estimate.mean for estimate in accuracies],
-            ],
-            color=f"C{number}",
-            marker="o",
-            markersize=4,
-            linewidth=1,
-            capsize=3,
-            label=correction,
-        )
-    axis.set_xticks(range(len(ks)), [str(k) for k in ks])
-    axis.set(xlabel="staleness k, in steps", ylabel="greedy accuracy, held out")
-    figure.legend(loc="outside right upper")
-    with matplotlib.rc_context({"svg.hashsalt": "0"}):
-        figure.savefig(folder / task / "accuracy.svg", metadata={"Date": None})
+    points: dict[str, list[tuple[int, list[float]]]] = {}  # correction -> (place of k, final accuracies)
+    for place, k in enumerate(ks):
+        for correction in CORRECTIONS:
+            if (correction, k) in runs:
+                finals = list(final_accuracies(runs[correction, k]).values())
+                points.setdefault(correction, []).append((place, finals))
+    means = {name: [(place, statistics.mean(finals)) for place, finals in known] for name, known in points.items()}
+    names = [correction for correction in CORRECTIONS if correction in points]
+    caption = "Greedy accuracy, held out. Dots: runs. Lines: means."
+    if "none" in names and len(names) > 1:
+        caption += " Grey: no correction."
+    axes = pictures.panels(names, caption, "staleness k, in steps")
+    for axis, name in zip(axes, names):
+        if "none" in means and name != "none":
+            axis.plot(*zip(*means["none"]), color=pictures.BEHIND, linewidth=4)
+        for place, finals in points[name]:
+            axis.plot([place] * len(finals), finals, "o", color=pictures.PALE, markersize=4, clip_on=False)
+        axis.plot(*zip(*means[name]), color=pictures.BLUE, linewidth=1.8)
+        place, mean = means[name][-1]
+        pictures.label_end(axis, place, mean, f"{100 * mean:.0f} %")
+    axes[0].set_xlim(-0.3, len(ks) - 0.7)
+    axes[0].set_xticks(range(len(ks)), [str(k) for k in ks])
+    pictures.percent_axis(axes[0], 1)
+    pictures.save(axes[0].figure, folder / task / "accuracy.svg")
 
 
 def block(folder: Path, task: str) -> str:
     """What stands between the marks of the README: the table, and below it the figure."""
     lines = [BEGIN.format(task)]
     if text := table(folder, task):
-        lines += [text, "", f"![accuracy against staleness]({task}/accuracy.svg)"]
+        lines += [text, "", f"![accuracy against staleness, a panel for each correction]({task}/accuracy.svg)"]
     return "\n".join([*lines, END.format(task)])
 
 

@@ -101,12 +101,13 @@ def test_the_baselines_tables_and_curves_are_what_the_csvs_give(task, monkeypatc
     baselines = load("scripts/baselines.py")
     for page in baselines.pages(task):
         assert baselines.block(task, page) in page.read_text()
-    committed = (ROOT / "baselines" / task / "curves.svg").read_text()
-    shutil.copytree(ROOT / "baselines" / task, tmp_path / task)
+    shutil.copytree(ROOT / "baselines" / task, tmp_path / task, ignore=shutil.ignore_patterns("*.svg"))
     monkeypatch.setattr(baselines, "BASELINES", tmp_path)
     baselines.draw(task)
-    points = lambda svg: re.findall(r'd="(M [^"]*)"', svg)
-    assert points((tmp_path / task / "curves.svg").read_text()) == points(committed)
+    if task == "sums":
+        baselines.draw_front()
+    committed = {path.name: path.read_text() for path in (ROOT / "baselines" / task).glob("*.svg")}
+    assert {path.name: path.read_text() for path in (tmp_path / task).glob("*.svg")} == committed
 
 
 @pytest.mark.parametrize("task", sorted(path.parent.name for path in ROOT.glob("baselines/*/curves.svg")))

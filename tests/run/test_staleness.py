@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,6 +257,36 @@ def test_rebuilding_writes_the_table_between_the_marks_and_the_same_figure_each_
     assert staleness.table(study, "arithmetic") in text
     staleness.rebuild(study)
     assert page.read_text() == text and (study / "arithmetic/accuracy.svg").read_bytes() == figure
+
+
+def test_a_corrections_panel_has_a_dot_for_each_run_and_no_correction_behind_their_mean(study, monkeypatch):
+    figures = []
+    monkeypatch.setattr(staleness.pictures, "save", lambda figure, path: figures.append(figure))
+    staleness.draw(study, "arithmetic")
+    panels = {axis.get_title(loc="left"): axis for axis in figures[0].axes}
+    runs = staleness.read_runs(study, "arithmetic")
+    assert list(panels) == ["none", "icepop"] and {k for _, k in runs} == {0, 4}
+    finals = {  # place of k -> accuracies
+        name: [[staleness.study.final_accuracy(rows) for rows in runs[name, k].values()] for k in (0, 4)]
+        for name in panels
+    }
+    means = {name: [sum(each) / len(each) for each in finals[name]] for name in panels}
+    for name, axis in panels.items():
+        dots = [tuple(line.get_ydata()) for line in axis.lines if line.get_linestyle() == "None"]
+        assert dots == [tuple(each) for each in finals[name]]
+        lines = [line for line in axis.lines if line.get_linestyle() == "-"]
+        expected = [means["none"]] * (name != "none") + [means[name]]  # from the one behind to the one in front
+        assert [pytest.approx(line.get_ydata()) for line in lines] == expected
+        (text,) = axis.texts
+        assert text.xy == pytest.approx((1, means[name][-1]))
+        assert f"{100 * means[name][-1]:.0f} %" == text.get_text()
+
+
+@pytest.mark.parametrize("task", staleness.TASKS)
+def test_the_committed_figure_is_what_the_csvs_give(task, tmp_path):
+    shutil.copytree(staleness.FOLDER / task, tmp_path / task, ignore=shutil.ignore_patterns("*.svg"))
+    staleness.draw(tmp_path, task)
+    assert (tmp_path / task / "accuracy.svg").read_bytes() == (staleness.FOLDER / task / "accuracy.svg").read_bytes()
 
 
 @pytest.mark.parametrize("task", staleness.TASKS)
