@@ -4,21 +4,31 @@ The runs are recorded and computed again as in test_main.py: one sequence at a t
 """
 
 import math
+from dataclasses import replace
 
 import by_hand
 import pytest
+import test_main
 import torch
 from by_hand import Case, Loss, Net, Row
 from helpers import load
 from recorder import Step, watch
-from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, judged, same
+from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, same
+from test_main import judged as in_test_main
 
 from common import rewards
 from common.rewards import mixture
+from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.run import directory
 
 variants = load("scripts/variants.py")
+
+
+def judged(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """Scores of test_main.py, with 0.5 instead of 0.25: some responses then have exactly their group's mean."""
+    results = in_test_main(items, lengths, truncated)
+    return [replace(result, score=0.5) if result.score == 0.25 else result for result in results]
 
 
 def graded(rows: list[Row]) -> list[Row]:
@@ -138,15 +148,29 @@ def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, 
     args = algorithm.Args(**algorithm.EMBEDDED | known | {"model": MODEL}, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
     monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
+    monkeypatch.setattr(test_main, "judged", judged)
     monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged}, {"judged": 1.0}))
     recording = watch(monkeypatch, world, noise=0.3)
     algorithm.main(args)
     assert len(recording.steps) == args.steps
+    of_mean = 0
     for step in recording.steps:
         case = case_of(recording, step, args, name)
+        of_mean += count_of_mean(case)
         # A KL term is a reason for an update, except in groups that are filtered out.
         always = name in UPDATES_WITHOUT_ADVANTAGE or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
         check_updates(case, step, LOSSES[name](case), always)
+    assert of_mean or name != "zero-variance-filter", "no response tells apart an advantage of 0 and equal rewards"
+
+
+def count_of_mean(case: Case) -> int:
+    """Number of responses with an advantage of 0 in groups of unequal scores."""
+    count = 0
+    for group in case.groups:
+        scores = [row.score for row in group]
+        if len(set(scores)) > 1:
+            count += scores.count(by_hand.mean(scores))
+    return count
 
 
 def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
@@ -238,7 +262,10 @@ def test_only_negative_advantages_are_left():
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_response_of_advantage_0_counts_if_others_in_its_group_have_a_gradient():
+def test_a_group_counts_if_its_rewards_differ():
+    """Also if a response has the mean of its group. In float32 the mean of sixteen times 0.7 is not 0.7."""
     module = variants.load("zero-variance-filter")
     assert module.compute_advantages(SCORES, 4)[9] == 0
     assert module.has_signal(SCORES, 4).tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    assert module.has_signal(torch.tensor([0.0, -1.0, 1.0]), 3).all()
+    assert not module.has_signal(torch.full((16,), 0.7), 16).any()
