@@ -16,7 +16,7 @@ from recorder import Step, watch
 from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, same
 from test_main import judged as in_test_main
 
-from common import rewards
+from common import errors, rewards
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
@@ -122,6 +122,34 @@ def negative_only(case: Case) -> Loss:
     return by_hand.by_response(case, [min(z, 0.0) for z in z_scores(case)], mean_of_response)
 
 
+def coin_kl(p: float, q: float) -> float:
+    """KL of two coins."""
+    p, q = (min(max(probability, 1e-6), 1 - 1e-6) for probability in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def flash_reinforce(case: Case) -> Loss:
+    args = case.args
+    average = by_hand.mean([row.score for row in graded(case.rows)])
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in graded(rows):
+            logprobs = net.logprobs(row, args.temperature)
+            now = logprobs.tolist()
+            kls = [coin_kl(math.exp(engine), math.exp(policy)) for engine, policy in zip(row.sampled_with, now)]
+            stays = by_hand.mean(kls) <= args.delta
+            case.clipped.add("stays" if stays else "leaves")
+            if stays:
+                ratios = torch.tensor([math.exp(policy - engine) for engine, policy in zip(row.sampled_with, now)])
+                total = total - (row.score - average) * (ratios * logprobs).mean()
+            if args.kl_coef:
+                total = total + by_hand.kl_term(case, row, logprobs).mean()
+        return total / max(1, len(graded(rows)))
+
+    return loss
+
+
 LOSSES = {
     "entropy-bonus": entropy_bonus,
     "tpo": tpo,
@@ -130,9 +158,14 @@ LOSSES = {
     "token-mean": token_mean,
     "group-mean": group_mean,
     "negative-only": negative_only,
+    "flash-reinforce": flash_reinforce,
 }
-UPDATES_WITHOUT_ADVANTAGE = ("entropy-bonus", "tpo")  # a group of equal rewards has a gradient, too
-OWN = {"entropy-bonus": {"entropy_coef": 0.2}, "tpo": {"eta": 0.6}}
+UPDATES_WITHOUT_SIGNAL = ("entropy-bonus", "tpo", "flash-reinforce")  # graded rows are enough for an update
+OWN = {
+    "entropy-bonus": {"entropy_coef": 0.2},
+    "tpo": {"eta": 0.6},
+    "flash-reinforce": {"delta": 0.29, "mini_batches": 1, "epochs": 1},
+}
 NEGLIGIBLE = 1e-6  # a gradient of this norm is rounding
 
 
@@ -154,13 +187,16 @@ def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, 
     algorithm.main(args)
     assert len(recording.steps) == args.steps
     of_mean = 0
+    sides = set()
     for step in recording.steps:
         case = case_of(recording, step, args, name)
         of_mean += count_of_mean(case)
         # A KL term is a reason for an update, except in groups that are filtered out.
-        always = name in UPDATES_WITHOUT_ADVANTAGE or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
+        always = name in UPDATES_WITHOUT_SIGNAL or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
         check_updates(case, step, LOSSES[name](case), always)
+        sides |= case.clipped
     assert of_mean or name != "zero-variance-filter", "no response tells apart an advantage of 0 and equal rewards"
+    assert {"stays", "leaves"} <= sides or name != "flash-reinforce"
 
 
 def count_of_mean(case: Case) -> int:
@@ -269,3 +305,73 @@ def test_a_group_counts_if_its_rewards_differ():
     assert module.has_signal(SCORES, 4).tolist() == [True] * 4 + [False] * 4 + [True] * 4
     assert module.has_signal(torch.tensor([0.0, -1.0, 1.0]), 3).all()
     assert not module.has_signal(torch.full((16,), 0.7), 16).any()
+
+
+@pytest.mark.parametrize("delta, left", [(3e-3, 6), (float("inf"), 12)])
+def test_the_gradient_of_flash_reinforce_is_that_of_its_formula(delta, left):
+    """Minus the mean over all responses of A / T times the sum of (ratio, detached) log p, without those that left.
+
+    The first six responses hardly drift. Ours is added up over micro-batches.
+    """
+    module = variants.load("flash-reinforce")
+    engine, policy, mask = small_batch()
+    policy[:6] = engine[:6] + 0.01 * (policy - engine)[:6]
+    advantages = SCORES.double() - SCORES.double().mean()
+
+    leaf = policy.clone().requires_grad_()
+    total, stayed = 0.0, 0
+    for row in range(12):
+        now, before = leaf[row][mask[row]], engine[row][mask[row]]
+        kls = [coin_kl(math.exp(p), math.exp(q)) for p, q in zip(before.tolist(), now.tolist())]
+        if by_hand.mean(kls) <= delta:
+            stayed += 1
+            total = total - advantages[row] * ((now - before).exp().detach() * now).mean()
+    (total / 12).backward()
+    assert stayed == left
+
+    graded = torch.ones(12, dtype=torch.bool)
+    ours = policy.clone().requires_grad_()
+    assert module.compute_advantages(SCORES.double(), graded).tolist() == pytest.approx(advantages.tolist(), rel=1e-12)
+    for rows in ([0, 5, 7], [11], [1, 2, 3, 4, 6, 8], [9, 10]):
+        settings = {"delta": delta, "kl_coef": 0.0, "denominator": 12}
+        loss = module.policy_loss(ours[rows], engine[rows], None, advantages[rows], mask[rows], **settings)
+        assert loss.isfinite(), "NaN outside the mask changes nothing"
+        loss.backward()
+    scale = leaf.grad[mask].abs().max()
+    assert (ours.grad - leaf.grad.nan_to_num())[mask].abs().max() <= 1e-6 * scale and not ours.grad[~mask].any()
+
+
+def test_equal_rewards_of_a_batch_have_no_advantage():
+    """In float32 the mean of 48 times 0.7 is not 0.7, and Adam would make a step of the difference."""
+    module = variants.load("flash-reinforce")
+    rewards = torch.full((50,), 0.7)
+    graded = torch.arange(50) < 48
+    assert not module.compute_advantages(rewards, graded).any()
+    rewards[3] = 0.0
+    advantages = module.compute_advantages(rewards, graded)
+    assert (advantages[graded] != 0).all() and not advantages[~graded].any()
+
+
+def test_flash_reinforce_refuses_a_second_update_of_a_batch():
+    module = variants.load("flash-reinforce")
+    module.check_args(module.Args(group_size=1))
+    for flags in ({"mini_batches": 2}, {"epochs": 2}):
+        with pytest.raises(errors.BadInput, match="one update"):
+            module.check_args(module.Args(**flags))
+
+
+def test_the_delight_gate_has_the_gradient_of_its_papers():
+    """At a ratio of 1: -sigmoid(A surprisal) A, with a detached gate. GRPO divides it by the length of the response."""
+    module = variants.load("delight-gate")
+    _, policy, mask = small_batch()
+    advantages = SCORES.double() - 0.4
+    leaf = policy.clone().requires_grad_()
+    gate = torch.sigmoid(advantages[:, None] * -policy)
+    terms = torch.where(mask, gate * advantages[:, None] * torch.where(mask, leaf, 0.0), 0.0)
+    (-terms.sum(1) / mask.sum(1)).mean().backward()
+
+    ours = policy.clone().requires_grad_()
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "denominator": 12}
+    for rows in ([0, 5, 7], [11], [1, 2, 3, 4, 6, 8], [9, 10]):
+        module.policy_loss(ours[rows], policy[rows], None, advantages[rows], mask[rows], **settings).backward()
+    assert (ours.grad - leaf.grad)[mask].abs().max() <= 1e-6 * leaf.grad[mask].abs().max()
