@@ -3,8 +3,11 @@
 The runs are recorded and computed again as in test_main.py: one sequence at a time, with transformers' own forward.
 """
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 
 import by_hand
 import pytest
@@ -13,10 +16,22 @@ import torch
 from by_hand import Case, Loss, Net, Row
 from helpers import load
 from recorder import Step, watch
-from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, same
+from test_main import (
+    EVERYTHING,
+    MODEL,
+    OFFLINE,
+    PLAIN,
+    case_of,
+    check_offline,
+    gradient,
+    row_of,
+    same,
+    written,
+)
 from test_main import judged as in_test_main
 
 from common import errors, rewards
+from common.data import arithmetic
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
@@ -169,13 +184,18 @@ OWN = {
 NEGLIGIBLE = 1e-6  # a gradient of this norm is rounding
 
 
+def variant(name: str, folder: Path) -> ModuleType:
+    """A variant, in a file as a user would have it."""
+    file = folder / "mine.py"
+    file.write_text(variants.source(name))
+    return directory.import_algorithm(file)
+
+
 @pytest.mark.parametrize("flags", [EVERYTHING, PLAIN], ids=["all options", "no options"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, name, flags):
     """In several micro-batches, which may share a group, and several mini-batches; some groups are not graded."""
-    file = tmp_path / "mine.py"
-    file.write_text(variants.source(name))
-    algorithm = directory.import_algorithm(file)
+    algorithm = variant(name, tmp_path)
     flags = flags | OWN.get(name, {})
     known = {field: value for field, value in flags.items() if field in algorithm.Args.__dataclass_fields__}
     args = algorithm.Args(**algorithm.EMBEDDED | known | {"model": MODEL}, run_dir=str(tmp_path / "run"))
@@ -228,6 +248,67 @@ def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
             assert all(tensor.norm() <= NEGLIGIBLE for tensor in updates[0].gradient.values()), where
         updates = updates[1:]
     assert not updates, "an update too many"
+
+
+def ipo(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    margin = (chosen.sum - chosen.start) / chosen.length - (rejected.sum - rejected.start) / rejected.length
+    return (margin - 1 / (2 * args.beta)) ** 2
+
+
+def simpo(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    margin = args.beta * (chosen.sum / chosen.length - rejected.sum / rejected.length) - args.gamma
+    right, swapped = 1 - args.label_smoothing, args.label_smoothing
+    return -right * margin.sigmoid().log() - swapped * (-margin).sigmoid().log()
+
+
+def apo_zero(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    raised = args.beta * (chosen.sum - chosen.start)
+    lowered = args.beta * (rejected.sum - rejected.start)
+    return 1 - raised.sigmoid() + lowered.sigmoid()
+
+
+@dataclass
+class Response:
+    """Of a pair."""
+
+    sum: torch.Tensor  # of its log-probs
+    start: float  # the same under the reference
+    length: int
+
+
+@pytest.mark.parametrize(
+    "name, pair_loss, flags",
+    [
+        ("ipo", ipo, {"beta": 0.4}),
+        ("simpo", simpo, {"beta": 1.7, "gamma": 0.6, "label_smoothing": 0.1}),
+        ("apo-zero", apo_zero, {"beta": 0.3}),
+    ],
+)
+def test_every_update_on_pairs_is_the_formula(world, monkeypatch, tmp_path, name, pair_loss, flags):
+    """The mean over the pairs, in several micro-batches. The reference is the model before its first update."""
+    pairs = [json.loads(line) for line in arithmetic.PAIRS.read_text().splitlines()[:16]]  # more than a run takes
+    own = {"model": MODEL, "dataset": written(tmp_path, pairs), "max_prompt_tokens": 64, "max_response_tokens": 48}
+    algorithm = variant(name, tmp_path)
+    folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
+    args = algorithm.Args(**OFFLINE | own | flags | {"max_grad_norm": 0.02} | folders)
+    recording = watch(monkeypatch, world)
+    algorithm.main(args)
+    reference = Net(MODEL)
+
+    def response(net: Net, row: Row) -> Response:
+        with torch.no_grad():
+            start = reference.logprobs(row, 1.0).sum().item()
+        return Response(net.logprobs(row, 1.0).sum(), start, len(row.response))
+
+    def loss_of(step: Step):
+        def loss(_, net: Net) -> torch.Tensor:
+            responses = [response(net, row_of(step, number)) for number in range(len(step.batch))]
+            losses = [pair_loss(args, *responses[first : first + 2]) for first in range(0, len(responses), 2)]
+            return sum(losses) / len(losses)
+
+        return loss
+
+    check_offline(recording, args, tmp_path, loss_of)
 
 
 def small_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -344,8 +425,8 @@ def test_the_gradient_of_flash_reinforce_is_that_of_its_formula(delta, left):
 def test_equal_rewards_of_a_batch_have_no_advantage():
     """In float32 the mean of 48 times 0.7 is not 0.7, and Adam would make a step of the difference."""
     module = variants.load("flash-reinforce")
-    rewards = torch.full((50,), 0.7)
     graded = torch.arange(50) < 48
+    rewards = torch.where(graded, 0.7, 0.0)
     assert not module.compute_advantages(rewards, graded).any()
     rewards[3] = 0.0
     advantages = module.compute_advantages(rewards, graded)
