@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import by_hand
 import pytest
@@ -248,6 +248,108 @@ def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
             assert all(tensor.norm() <= NEGLIGIBLE for tensor in updates[0].gradient.values()), where
         updates = updates[1:]
     assert not updates, "an update too many"
+
+
+def judged_alone(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """Scores of 0, 0.5 and 1 that depend on the texts alone, as responses to one prompt may be graded one by one."""
+    results = []
+    for item in items:
+        number = sum(map(ord, item.response))
+        result = Result((0.0, 0.5, 1.0)[number % 3], 0.0)
+        if sum(map(ord, item.prompt)) % 5 == 0 and number % 2:
+            result = Result(None, None, None, {"error": "down"})
+        results.append(result)
+    return results
+
+
+@dataclass
+class Tracked:
+    """What SPO knows of a prompt, by hand."""
+
+    successes: float = 0.5
+    failures: float = 0.5
+    last: Row | None = None
+    logprobs: list[float] | None = None  # of the last response, by the policy after the updates of its step
+
+    def after(self, net: Net, row: Row, temperature: float) -> "tuple[Tracked, float]":
+        """With one more response, after the updates of its step; and how far the policy has moved since the last."""
+        drift = 0.0
+        with torch.no_grad():
+            if self.last:
+                now = net.logprobs(self.last, temperature).tolist()
+                drift = by_hand.mean([abs(a - b) for a, b in zip(now, self.logprobs)])
+            logprobs = net.logprobs(row, temperature).tolist()
+        rho = max(0.875, min(0.96, 2 ** (-drift / 0.06)))
+        return Tracked(rho * self.successes + row.score, rho * self.failures + (1 - row.score), row, logprobs), drift
+
+
+def test_spo_tracks_the_value_of_each_prompt(world, monkeypatch, tmp_path):
+    """Eight prompts, of which six are in each step: a value has counts of earlier steps. Some are not graded."""
+    flags = {"dataset": written(tmp_path, arithmetic.problems("train")[:8]), "prompts_per_step": 6, "group_size": 1}
+    flags |= {"steps": 5, "learning_rate": 5e-5, "max_grad_norm": 0.3}
+    algorithm = variant("spo", tmp_path)
+    known = {field: value for field, value in EVERYTHING.items() if field in algorithm.Args.__dataclass_fields__}
+    args = algorithm.Args(**algorithm.EMBEDDED | known | flags | {"model": MODEL}, run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
+    monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
+    monkeypatch.setattr(test_main, "judged", judged_alone)
+    monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged_alone}, {"judged": 1.0}))
+    recording = watch(monkeypatch, world, noise=0.3)
+    algorithm.main(args)
+
+    prompts: dict[tuple[int, ...], Tracked] = {}
+    seen, ungraded, moved = 0, 0, []
+    for step in recording.steps:
+        case = case_of(recording, step, args, "spo")
+        of_rows = [prompts.setdefault(tuple(row.prompt), Tracked()) for row in case.rows]
+        differences = [row.score - t.successes / (t.successes + t.failures) for row, t in zip(case.rows, of_rows)]
+        left = [difference for row, difference in zip(case.rows, differences) if row.graded]
+        average = by_hand.mean(left)
+        std = math.sqrt(sum((a - average) ** 2 for a in left) / (len(left) - 1))
+        advantages = [(a - average) / (std + 1e-8) for a in differences]
+        check_updates(case, step, by_hand.by_response(case, advantages, mean_of_response), always=True)
+        seen += sum(tracked.last is not None for tracked in of_rows)
+        ungraded += sum(not row.graded for row in case.rows)
+        net = Net(MODEL, step.after[0])
+        # If a prompt is in a step twice, at the end of an epoch, its second response counts.
+        for row, tracked in zip(case.rows, of_rows):
+            if row.graded:
+                prompts[tuple(row.prompt)], drift = tracked.after(net, row, args.temperature)
+                moved.append(drift)
+    assert seen >= 8 and ungraded and any(0.0035 < drift < 0.0116 for drift in moved), "a rho between its bounds"
+
+
+def test_a_value_forgets_the_more_the_further_the_policy_has_moved():
+    """With a drift of 0.01, rho is 2^(-1/6) = 0.891. It is at most 0.96 and at least 0.875."""
+    module = variants.load("spo")
+    for drift, rho in ((0.0, 0.96), (0.01, 2 ** (-1 / 6)), (1.0, 0.875)):
+        value = module.Value(successes=3.0, failures=1.0)
+        assert value.mean == 0.75
+        value.add(score=0.25, drift=drift)
+        assert (value.successes, value.failures) == pytest.approx((3 * rho + 0.25, rho + 0.75))
+
+
+def test_spo_whitens_the_graded_scores_minus_values():
+    module = variants.load("spo")
+    scores = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    values = torch.tensor([0.5, 0.5, 0.9, 0.5])
+    graded = torch.tensor([True, True, True, False])
+    found = module.compute_advantages(scores, values, graded)
+    differences = [0.5, -0.5, 0.1]
+    average = 0.1 / 3
+    std = math.sqrt(sum((a - average) ** 2 for a in differences) / 2)
+    assert found.tolist() == pytest.approx([(a - average) / std for a in differences] + [0.0], rel=1e-5)
+    assert not module.compute_advantages(torch.full((50,), 0.7), torch.full((50,), 0.5), torch.ones(50).bool()).any()
+
+
+def test_spo_refuses_to_resume_and_groups(monkeypatch):
+    module = variants.load("spo")
+    with pytest.raises(errors.BadInput, match="--group-size"):
+        module.check_args(module.Args(group_size=2))
+    monkeypatch.setattr(module, "prepare", lambda *given: SimpleNamespace(resume="runs/mine/checkpoints/step_000010"))
+    monkeypatch.setattr(module.job, "nothing_to_do", lambda settings: False)
+    with pytest.raises(errors.BadInput, match="--resume .*values"):
+        module.main(module.Args())
 
 
 def ipo(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
