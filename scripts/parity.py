@@ -7,7 +7,7 @@ ours() and our_variants() map a line of the table to our result. verl_lines() an
 calls it" to theirs; tests/parity.json holds those. Every line must be equal to 1e-6, except those in DIFFERENT.
 
 The peers' packages come from wheels, without their dependencies. The script calls verl's trainer/ppo/core_algos.py, and
-methods of TRL's GRPOTrainer, RLOOTrainer and DPOTrainer on a stand-in that hands them the batch's log-probs. They also
+methods of TRL's GRPOTrainer, RLOOTrainer, DPOTrainer and CPOTrainer on a stand-in that hands them the batch. They also
 import packages that are never called here (ray, tensordict ...); stand-ins replace those. Neither peer has PRIME.
 """
 
@@ -23,6 +23,7 @@ import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -46,6 +47,7 @@ LOW = 0.2  # the ratio is clipped at 1 - LOW
 HIGH = 0.28  # the ratio is clipped at 1 + HIGH
 BETA = 0.04  # weight of the KL term
 ENTROPY_COEF = 0.3  # weight of the entropy bonus
+SIMPO_MARGIN = 0.7  # SimPO's gamma
 LONGEST = 16  # the length by which Dr. GRPO divides
 Tensors = dict[str, torch.Tensor]
 
@@ -247,8 +249,25 @@ def our_variants() -> Tensors:
             denominator=12,
         )
 
+    ref_sums = (b.ref * b.mask).sum(1).view(-1, 2)
+    ipo, simpo, apo_zero = (variants.load(name) for name in ("ipo", "simpo", "apo-zero"))
+
+    def ipo_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        return ipo.ipo_loss(ipo.mean_log_ratios(logprobs, ref_sums, b.mask), 0.1).mean()
+
+    def simpo_loss(logits: torch.Tensor) -> torch.Tensor:
+        """The response has token 0 everywhere."""
+        logprobs = logits.log_softmax(-1)[..., 0]
+        return simpo.simpo_loss(simpo.implicit_rewards(logprobs, b.mask, 2.0), SIMPO_MARGIN, 0.1).mean()
+
+    def apo_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        return apo_zero.apo_loss(apo_zero.implicit_rewards(logprobs, ref_sums, b.mask, 0.1)).mean()
+
     all_graded = torch.ones(12, dtype=torch.bool)
     return {
+        "variant ipo loss": with_gradient("logprobs", ipo_loss),
+        "variant simpo loss": with_gradient("logits", simpo_loss),
+        "variant apo-zero loss": with_gradient("logprobs", apo_loss),
         "variant entropy-bonus loss": with_gradient("logits", loss_with_entropy),
         "variant no-std advantages": variants.load("no-std").compute_advantages(b.scores, G),
         "variant token-mean loss": loss(variants.load("token-mean"), denominator=tokens),
@@ -463,6 +482,7 @@ def trl_lines() -> Tensors:
     """The TRL lines by the trainers' own methods."""
     from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
+    cpo = import_with_stand_ins("trl.experimental.cpo.cpo_trainer")
     gold = import_with_stand_ins("trl.experimental.gold.gold_trainer")
     b = batch()
     mask = b.mask.double()
@@ -524,13 +544,12 @@ def trl_lines() -> Tensors:
 
         return with_gradient("logprobs", function)
 
-    def preference_loss(logprobs: torch.Tensor) -> torch.Tensor:
+    def chosen_first(rows: torch.Tensor) -> torch.Tensor:
+        """In the order that DPOTrainer wants: all chosen responses, then all rejected ones."""
+        return torch.cat([rows[0::2], rows[1::2]])
+
+    def preference_loss(logprobs: torch.Tensor, loss_type: str = "sigmoid") -> torch.Tensor:
         """DPOTrainer's loss of the six pairs of neighbours, with a prompt of one token."""
-
-        def chosen_first(rows: torch.Tensor) -> torch.Tensor:
-            """In the order that DPOTrainer wants: all chosen responses, then all rejected ones."""
-            return torch.cat([rows[0::2], rows[1::2]])
-
         chosen, rejected = chosen_first((b.ref * mask).sum(1)).chunk(2)
         completion = torch.cat([torch.zeros(12, 1), chosen_first(mask)], 1).long()
         inputs = {
@@ -550,7 +569,24 @@ def trl_lines() -> Tensors:
         def forward(**_) -> MagicMock:
             return outputs
 
-        return DPOTrainer._compute_loss(dpo_trainer(), forward, inputs, False)
+        return DPOTrainer._compute_loss(dpo_trainer(loss_type), forward, inputs, False)
+
+    def without_reference(logits: torch.Tensor) -> torch.Tensor:
+        """CPOTrainer's loss of the same pairs. The response has token 0 everywhere."""
+        trainer = SimpleNamespace(
+            alpha=0.0,
+            beta=2.0,
+            loss_type="simpo",
+            simpo_gamma=SIMPO_MARGIN,
+            label_smoothing=0.1,
+            accelerator=SimpleNamespace(device="cpu"),
+        )
+        whole = torch.cat([logits, torch.zeros(12, 1, 7)], 1)  # the last token predicts nothing
+        labels = torch.where(b.mask, 0, -100)
+        labels = torch.cat([torch.full((12, 1), -100), labels], 1)  # a prompt of one token
+        means = cpo.CPOTrainer.get_batch_logps(whole, labels, average_log_prob=True)
+        losses, *_ = cpo.CPOTrainer.cpo_loss(trainer, *chosen_first(means).chunk(2))
+        return losses.mean()
 
     def divergence(logits: torch.Tensor) -> torch.Tensor:
         labels = torch.where(b.mask, 0, -100)  # -100: not a response token
@@ -586,6 +622,12 @@ def trl_lines() -> Tensors:
         "dapo loss, no dual clip|dapo": loss(grpo_loss, loss_type="dapo"),
         "rloo loss|RLOOTrainer": loss(RLOOTrainer._compute_loss),
         "dpo loss|DPOTrainer, sigmoid": with_gradient("logprobs", preference_loss),
+        "variant ipo loss|DPOTrainer, ipo": with_gradient("logprobs", partial(preference_loss, loss_type="ipo")),
+        "variant apo-zero loss|DPOTrainer, apo_zero": with_gradient(
+            "logprobs",
+            partial(preference_loss, loss_type="apo_zero"),
+        ),
+        "variant simpo loss|CPOTrainer, simpo": with_gradient("logits", without_reference),
         "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient("logits", divergence),
     }
 
@@ -622,7 +664,7 @@ def grpo_trainer(logprobs: torch.Tensor, settings: dict) -> SimpleNamespace:
     return SimpleNamespace(**attributes | settings)
 
 
-def dpo_trainer() -> SimpleNamespace:
+def dpo_trainer(loss_type: str) -> SimpleNamespace:
     """A stand-in for DPOTrainer, with beta 0.1 and the reference's log-probs in its inputs."""
     return SimpleNamespace(
         model=MagicMock(training=True),
@@ -632,7 +674,7 @@ def dpo_trainer() -> SimpleNamespace:
         beta=0.1,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=["sigmoid"],
+        loss_types=[loss_type],
         loss_weights=[1.0],
         use_weighting=False,
         _metrics=recorded_metrics(),

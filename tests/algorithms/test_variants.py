@@ -3,22 +3,47 @@
 The runs are recorded and computed again as in test_main.py: one sequence at a time, with transformers' own forward.
 """
 
+import json
 import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import by_hand
 import pytest
+import test_main
 import torch
 from by_hand import Case, Loss, Net, Row
 from helpers import load
 from recorder import Step, watch
-from test_main import EVERYTHING, MODEL, PLAIN, case_of, gradient, judged, same
+from test_main import (
+    EVERYTHING,
+    MODEL,
+    OFFLINE,
+    PLAIN,
+    case_of,
+    check_offline,
+    gradient,
+    row_of,
+    same,
+    written,
+)
+from test_main import judged as in_test_main
 
-from common import rewards
+from common import errors, rewards
+from common.data import arithmetic
 from common.rewards import mixture
+from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.run import directory
 
 variants = load("scripts/variants.py")
+
+
+def judged(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """Scores of test_main.py, with 0.5 instead of 0.25: some responses then have exactly their group's mean."""
+    results = in_test_main(items, lengths, truncated)
+    return [replace(result, score=0.5) if result.score == 0.25 else result for result in results]
 
 
 def graded(rows: list[Row]) -> list[Row]:
@@ -112,6 +137,34 @@ def negative_only(case: Case) -> Loss:
     return by_hand.by_response(case, [-1.0 if score < 1 else 0.0 for score in by_hand.scores(case)], mean_of_response)
 
 
+def coin_kl(p: float, q: float) -> float:
+    """KL of two coins."""
+    p, q = (min(max(probability, 1e-6), 1 - 1e-6) for probability in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def flash_reinforce(case: Case) -> Loss:
+    args = case.args
+    average = by_hand.mean([row.score for row in graded(case.rows)])
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in graded(rows):
+            logprobs = net.logprobs(row, args.temperature)
+            now = logprobs.tolist()
+            kls = [coin_kl(math.exp(engine), math.exp(policy)) for engine, policy in zip(row.sampled_with, now)]
+            stays = by_hand.mean(kls) <= args.delta
+            case.clipped.add("stays" if stays else "leaves")
+            if stays:
+                ratios = torch.tensor([math.exp(policy - engine) for engine, policy in zip(row.sampled_with, now)])
+                total = total - (row.score - average) * (ratios * logprobs).mean()
+            if args.kl_coef:
+                total = total + by_hand.kl_term(case, row, logprobs).mean()
+        return total / max(1, len(graded(rows)))
+
+    return loss
+
+
 LOSSES = {
     "entropy-bonus": entropy_bonus,
     "tpo": tpo,
@@ -120,33 +173,60 @@ LOSSES = {
     "token-mean": token_mean,
     "group-mean": group_mean,
     "negative-only": negative_only,
+    "flash-reinforce": flash_reinforce,
 }
-UPDATES_WITHOUT_ADVANTAGE = ("entropy-bonus", "tpo")  # a group of equal rewards has a gradient, too
-OWN = {"entropy-bonus": {"entropy_coef": 0.2}, "tpo": {"eta": 0.6}}
+UPDATES_WITHOUT_SIGNAL = ("entropy-bonus", "tpo", "flash-reinforce")  # graded rows are enough for an update
+OWN = {
+    "entropy-bonus": {"entropy_coef": 0.2},
+    "tpo": {"eta": 0.6},
+    "flash-reinforce": {"delta": 0.29, "mini_batches": 1, "epochs": 1},
+}
 NEGLIGIBLE = 1e-6  # a gradient of this norm is rounding
+
+
+def variant(name: str, folder: Path) -> ModuleType:
+    """A variant, in a file as a user would have it."""
+    file = folder / "mine.py"
+    file.write_text(variants.source(name))
+    return directory.import_algorithm(file)
 
 
 @pytest.mark.parametrize("flags", [EVERYTHING, PLAIN], ids=["all options", "no options"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_update_of_a_variant_is_its_formula(world, monkeypatch, tmp_path, name, flags):
     """In several micro-batches, which may share a group, and several mini-batches; some groups are not graded."""
-    file = tmp_path / "mine.py"
-    file.write_text(variants.source(name))
-    algorithm = directory.import_algorithm(file)
+    algorithm = variant(name, tmp_path)
     flags = flags | OWN.get(name, {})
     known = {field: value for field, value in flags.items() if field in algorithm.Args.__dataclass_fields__}
     args = algorithm.Args(**algorithm.EMBEDDED | known | {"model": MODEL}, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
     monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
+    monkeypatch.setattr(test_main, "judged", judged)
     monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged}, {"judged": 1.0}))
     recording = watch(monkeypatch, world, noise=0.3)
     algorithm.main(args)
     assert len(recording.steps) == args.steps
+    of_mean = 0
+    sides = set()
     for step in recording.steps:
         case = case_of(recording, step, args, name)
+        of_mean += count_of_mean(case)
         # A KL term is a reason for an update, except in groups that are filtered out.
-        always = name in UPDATES_WITHOUT_ADVANTAGE or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
+        always = name in UPDATES_WITHOUT_SIGNAL or (flags["kl_coef"] > 0 and name != "zero-variance-filter")
         check_updates(case, step, LOSSES[name](case), always)
+        sides |= case.clipped
+    assert of_mean or name != "zero-variance-filter", "no response tells apart an advantage of 0 and equal rewards"
+    assert {"stays", "leaves"} <= sides or name != "flash-reinforce"
+
+
+def count_of_mean(case: Case) -> int:
+    """Number of responses with an advantage of 0 in groups of unequal scores."""
+    count = 0
+    for group in case.groups:
+        scores = [row.score for row in group]
+        if len(set(scores)) > 1:
+            count += scores.count(by_hand.mean(scores))
+    return count
 
 
 def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
@@ -168,6 +248,169 @@ def check_updates(case: Case, step: Step, loss: Loss, always: bool) -> None:
             assert all(tensor.norm() <= NEGLIGIBLE for tensor in updates[0].gradient.values()), where
         updates = updates[1:]
     assert not updates, "an update too many"
+
+
+def judged_alone(items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
+    """Scores of 0, 0.5 and 1 that depend on the texts alone, as responses to one prompt may be graded one by one."""
+    results = []
+    for item in items:
+        number = sum(map(ord, item.response))
+        result = Result((0.0, 0.5, 1.0)[number % 3], 0.0)
+        if sum(map(ord, item.prompt)) % 5 == 0 and number % 2:
+            result = Result(None, None, None, {"error": "down"})
+        results.append(result)
+    return results
+
+
+@dataclass
+class Tracked:
+    """What SPO knows of a prompt, by hand."""
+
+    successes: float = 0.5
+    failures: float = 0.5
+    last: Row | None = None
+    logprobs: list[float] | None = None  # of the last response, by the policy after the updates of its step
+
+    def after(self, net: Net, row: Row, temperature: float) -> "tuple[Tracked, float]":
+        """With one more response, after the updates of its step; and how far the policy has moved since the last."""
+        drift = 0.0
+        with torch.no_grad():
+            if self.last:
+                now = net.logprobs(self.last, temperature).tolist()
+                drift = by_hand.mean([abs(a - b) for a, b in zip(now, self.logprobs)])
+            logprobs = net.logprobs(row, temperature).tolist()
+        rho = max(0.875, min(0.96, 2 ** (-drift / 0.06)))
+        return Tracked(rho * self.successes + row.score, rho * self.failures + (1 - row.score), row, logprobs), drift
+
+
+def test_spo_tracks_the_value_of_each_prompt(world, monkeypatch, tmp_path):
+    """Eight prompts, of which six are in each step: a value has counts of earlier steps. Some are not graded."""
+    flags = {"dataset": written(tmp_path, arithmetic.problems("train")[:8]), "prompts_per_step": 6, "group_size": 1}
+    flags |= {"steps": 5, "learning_rate": 5e-5, "max_grad_norm": 0.3}
+    algorithm = variant("spo", tmp_path)
+    known = {field: value for field, value in EVERYTHING.items() if field in algorithm.Args.__dataclass_fields__}
+    args = algorithm.Args(**algorithm.EMBEDDED | known | flags | {"model": MODEL}, run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(mixture, "SETUP_STEPS", 0)
+    monkeypatch.setattr(mixture, "MAX_UNGRADED_SHARE", 1.0)
+    monkeypatch.setattr(test_main, "judged", judged_alone)
+    monkeypatch.setattr(rewards, "load", lambda *given: Rewards({"judged": judged_alone}, {"judged": 1.0}))
+    recording = watch(monkeypatch, world, noise=0.3)
+    algorithm.main(args)
+
+    prompts: dict[tuple[int, ...], Tracked] = {}
+    seen, ungraded, moved = 0, 0, []
+    for step in recording.steps:
+        case = case_of(recording, step, args, "spo")
+        of_rows = [prompts.setdefault(tuple(row.prompt), Tracked()) for row in case.rows]
+        differences = [row.score - t.successes / (t.successes + t.failures) for row, t in zip(case.rows, of_rows)]
+        left = [difference for row, difference in zip(case.rows, differences) if row.graded]
+        average = by_hand.mean(left)
+        std = math.sqrt(sum((a - average) ** 2 for a in left) / (len(left) - 1))
+        advantages = [(a - average) / (std + 1e-8) for a in differences]
+        check_updates(case, step, by_hand.by_response(case, advantages, mean_of_response), always=True)
+        seen += sum(tracked.last is not None for tracked in of_rows)
+        ungraded += sum(not row.graded for row in case.rows)
+        net = Net(MODEL, step.after[0])
+        # If a prompt is in a step twice, at the end of an epoch, its second response counts.
+        for row, tracked in zip(case.rows, of_rows):
+            if row.graded:
+                prompts[tuple(row.prompt)], drift = tracked.after(net, row, args.temperature)
+                moved.append(drift)
+    assert seen >= 8 and ungraded and any(0.0035 < drift < 0.0116 for drift in moved), "a rho between its bounds"
+
+
+def test_a_value_forgets_the_more_the_further_the_policy_has_moved():
+    """With a drift of 0.01, rho is 2^(-1/6) = 0.891. It is at most 0.96 and at least 0.875."""
+    module = variants.load("spo")
+    for drift, rho in ((0.0, 0.96), (0.01, 2 ** (-1 / 6)), (1.0, 0.875)):
+        value = module.Value(successes=3.0, failures=1.0)
+        assert value.mean == 0.75
+        value.add(score=0.25, drift=drift)
+        assert (value.successes, value.failures) == pytest.approx((3 * rho + 0.25, rho + 0.75))
+
+
+def test_spo_whitens_the_graded_scores_minus_values():
+    module = variants.load("spo")
+    scores = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    values = torch.tensor([0.5, 0.5, 0.9, 0.5])
+    graded = torch.tensor([True, True, True, False])
+    found = module.compute_advantages(scores, values, graded)
+    differences = [0.5, -0.5, 0.1]
+    average = 0.1 / 3
+    std = math.sqrt(sum((a - average) ** 2 for a in differences) / 2)
+    assert found.tolist() == pytest.approx([(a - average) / std for a in differences] + [0.0], rel=1e-5)
+    assert not module.compute_advantages(torch.full((50,), 0.7), torch.full((50,), 0.5), torch.ones(50).bool()).any()
+
+
+def test_spo_refuses_to_resume_and_groups(monkeypatch):
+    module = variants.load("spo")
+    with pytest.raises(errors.BadInput, match="--group-size"):
+        module.check_args(module.Args(group_size=2))
+    monkeypatch.setattr(module, "prepare", lambda *given: SimpleNamespace(resume="runs/mine/checkpoints/step_000010"))
+    monkeypatch.setattr(module.job, "nothing_to_do", lambda settings: False)
+    with pytest.raises(errors.BadInput, match="--resume .*values"):
+        module.main(module.Args())
+
+
+def ipo(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    margin = (chosen.sum - chosen.start) / chosen.length - (rejected.sum - rejected.start) / rejected.length
+    return (margin - 1 / (2 * args.beta)) ** 2
+
+
+def simpo(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    margin = args.beta * (chosen.sum / chosen.length - rejected.sum / rejected.length) - args.gamma
+    right, swapped = 1 - args.label_smoothing, args.label_smoothing
+    return -right * margin.sigmoid().log() - swapped * (-margin).sigmoid().log()
+
+
+def apo_zero(args, chosen: "Response", rejected: "Response") -> torch.Tensor:
+    raised = args.beta * (chosen.sum - chosen.start)
+    lowered = args.beta * (rejected.sum - rejected.start)
+    return 1 - raised.sigmoid() + lowered.sigmoid()
+
+
+@dataclass
+class Response:
+    """Of a pair."""
+
+    sum: torch.Tensor  # of its log-probs
+    start: float  # the same under the reference
+    length: int
+
+
+@pytest.mark.parametrize(
+    "name, pair_loss, flags",
+    [
+        ("ipo", ipo, {"beta": 0.4}),
+        ("simpo", simpo, {"beta": 1.7, "gamma": 0.6, "label_smoothing": 0.1}),
+        ("apo-zero", apo_zero, {"beta": 0.3}),
+    ],
+)
+def test_every_update_on_pairs_is_the_formula(world, monkeypatch, tmp_path, name, pair_loss, flags):
+    """The mean over the pairs, in several micro-batches. The reference is the model before its first update."""
+    pairs = [json.loads(line) for line in arithmetic.PAIRS.read_text().splitlines()[:16]]  # more than a run takes
+    own = {"model": MODEL, "dataset": written(tmp_path, pairs), "max_prompt_tokens": 64, "max_response_tokens": 48}
+    algorithm = variant(name, tmp_path)
+    folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
+    args = algorithm.Args(**OFFLINE | own | flags | {"max_grad_norm": 0.02} | folders)
+    recording = watch(monkeypatch, world)
+    algorithm.main(args)
+    reference = Net(MODEL)
+
+    def response(net: Net, row: Row) -> Response:
+        with torch.no_grad():
+            start = reference.logprobs(row, 1.0).sum().item()
+        return Response(net.logprobs(row, 1.0).sum(), start, len(row.response))
+
+    def loss_of(step: Step):
+        def loss(_, net: Net) -> torch.Tensor:
+            responses = [response(net, row_of(step, number)) for number in range(len(step.batch))]
+            losses = [pair_loss(args, *responses[first : first + 2]) for first in range(0, len(responses), 2)]
+            return sum(losses) / len(losses)
+
+        return loss
+
+    check_offline(recording, args, tmp_path, loss_of)
 
 
 def small_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -237,7 +480,80 @@ def test_a_wrong_response_trains_whatever_its_group_scores():
     assert module.compute_advantages(rewards).tolist() == [0, -1, -1, 0, -1, -1, 0, 0]
 
 
-def test_a_response_of_advantage_0_counts_if_others_in_its_group_have_a_gradient():
+def test_a_group_counts_if_its_rewards_differ():
+    """Also if a response has the mean of its group. In float32 the mean of sixteen times 0.7 is not 0.7."""
     module = variants.load("zero-variance-filter")
     assert module.compute_advantages(SCORES, 4)[9] == 0
     assert module.has_signal(SCORES, 4).tolist() == [True] * 4 + [False] * 4 + [True] * 4
+    assert module.has_signal(torch.tensor([0.0, -1.0, 1.0]), 3).all()
+    assert not module.has_signal(torch.full((16,), 0.7), 16).any()
+
+
+@pytest.mark.parametrize("delta, left", [(3e-3, 6), (float("inf"), 12)])
+def test_the_gradient_of_flash_reinforce_is_that_of_its_formula(delta, left):
+    """Minus the mean over all responses of A / T times the sum of (ratio, detached) log p, without those that left.
+
+    The first six responses hardly drift. Ours is added up over micro-batches.
+    """
+    module = variants.load("flash-reinforce")
+    engine, policy, mask = small_batch()
+    policy[:6] = engine[:6] + 0.01 * (policy - engine)[:6]
+    advantages = SCORES.double() - SCORES.double().mean()
+
+    leaf = policy.clone().requires_grad_()
+    total, stayed = 0.0, 0
+    for row in range(12):
+        now, before = leaf[row][mask[row]], engine[row][mask[row]]
+        kls = [coin_kl(math.exp(p), math.exp(q)) for p, q in zip(before.tolist(), now.tolist())]
+        if by_hand.mean(kls) <= delta:
+            stayed += 1
+            total = total - advantages[row] * ((now - before).exp().detach() * now).mean()
+    (total / 12).backward()
+    assert stayed == left
+
+    graded = torch.ones(12, dtype=torch.bool)
+    ours = policy.clone().requires_grad_()
+    assert module.compute_advantages(SCORES.double(), graded).tolist() == pytest.approx(advantages.tolist(), rel=1e-12)
+    for rows in ([0, 5, 7], [11], [1, 2, 3, 4, 6, 8], [9, 10]):
+        settings = {"delta": delta, "kl_coef": 0.0, "denominator": 12}
+        loss = module.policy_loss(ours[rows], engine[rows], None, advantages[rows], mask[rows], **settings)
+        assert loss.isfinite(), "NaN outside the mask changes nothing"
+        loss.backward()
+    scale = leaf.grad[mask].abs().max()
+    assert (ours.grad - leaf.grad.nan_to_num())[mask].abs().max() <= 1e-6 * scale and not ours.grad[~mask].any()
+
+
+def test_equal_rewards_of_a_batch_have_no_advantage():
+    """In float32 the mean of 48 times 0.7 is not 0.7, and Adam would make a step of the difference."""
+    module = variants.load("flash-reinforce")
+    graded = torch.arange(50) < 48
+    rewards = torch.where(graded, 0.7, 0.0)
+    assert not module.compute_advantages(rewards, graded).any()
+    rewards[3] = 0.0
+    advantages = module.compute_advantages(rewards, graded)
+    assert (advantages[graded] != 0).all() and not advantages[~graded].any()
+
+
+def test_flash_reinforce_refuses_a_second_update_of_a_batch():
+    module = variants.load("flash-reinforce")
+    module.check_args(module.Args(group_size=1))
+    for flags in ({"mini_batches": 2}, {"epochs": 2}):
+        with pytest.raises(errors.BadInput, match="one update"):
+            module.check_args(module.Args(**flags))
+
+
+def test_the_delight_gate_has_the_gradient_of_its_papers():
+    """At a ratio of 1: -sigmoid(A surprisal) A, with a detached gate. GRPO divides it by the length of the response."""
+    module = variants.load("delight-gate")
+    _, policy, mask = small_batch()
+    advantages = SCORES.double() - 0.4
+    leaf = policy.clone().requires_grad_()
+    gate = torch.sigmoid(advantages[:, None] * -policy)
+    terms = torch.where(mask, gate * advantages[:, None] * torch.where(mask, leaf, 0.0), 0.0)
+    (-terms.sum(1) / mask.sum(1)).mean().backward()
+
+    ours = policy.clone().requires_grad_()
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "denominator": 12}
+    for rows in ([0, 5, 7], [11], [1, 2, 3, 4, 6, 8], [9, 10]):
+        module.policy_loss(ours[rows], policy[rows], None, advantages[rows], mask[rows], **settings).backward()
+    assert (ours.grad - leaf.grad)[mask].abs().max() <= 1e-6 * leaf.grad[mask].abs().max()
