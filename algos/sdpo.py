@@ -176,6 +176,8 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if args.model == "embedded":
+        raise errors.BadInput("--model embedded: it cannot read a hint; without --model this file takes one that can")
     if args.hint == "peer" and args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a response has no other to learn from; use >= 2")
     if "{hint}" not in args.hint_template or "{prompt}" not in args.hint_template:
