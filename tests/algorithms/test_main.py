@@ -79,7 +79,7 @@ OWN = {
         {"accuracy_range": (0.0, 1.0), "gen_prompts": 0},
     ],
     "opd": [{}, {"full_vocabulary": True}],
-    "sdpo": [{"full_vocabulary": False, "teacher_rate": 0.4}, {}],
+    "sdpo": [{"full_vocabulary": False, "teacher_rate": 0.4}, {"teacher_rate": 1.0}],
 }
 METRICS = {"policy": ("train", "policy"), "critic": ("critic", "value"), "prm": ("prm", "prm")}
 # Every side of these has to have had an effect in the first run, or the test would not see it misplaced.
