@@ -86,7 +86,6 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
 EMBEDDED = flags.EMBEDDED | {
     "steps": 60,
     "learning_rate": 3e-4,
-    "model": str(arithmetic.HINTS_START),  # can read a hint, which the warm start of the other files has never seen
     "hint_template": "{prompt}{hint}\n{prompt}",
 }
 
@@ -176,8 +175,6 @@ def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_lo
 
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
-    if args.model == "embedded":
-        raise errors.BadInput("--model embedded: it cannot read a hint; without --model this file takes one that can")
     if args.hint == "peer" and args.group_size < 2:
         raise errors.BadInput(f"--group-size {args.group_size}: a response has no other to learn from; use >= 2")
     if "{hint}" not in args.hint_template or "{prompt}" not in args.hint_template:
@@ -208,6 +205,9 @@ def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None
 
 
 def main(args: Args) -> None:
+    if args.model == "embedded":
+        # The warm start of the other files has never seen a hint.
+        args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
     check_args(args)
     # Checks flags, data and model before any model is loaded.
     settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "reference"])

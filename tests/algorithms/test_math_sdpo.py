@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from algos.sdpo import Args, check_args, compute_advantages, follow, hinted, right_peers, vocabulary_loss
 from common.errors import BadInput
 
-WITH_MODEL = {"model": "folder"}
-
 
 def test_a_hint_is_the_first_other_right_response_of_the_same_group():
     correct = torch.tensor([0.0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0])  # three groups of four
@@ -79,13 +77,12 @@ def test_the_teacher_moves_by_its_rate_and_the_policy_stays(world, rate, expecte
         ({"hint_template": "{hint}"}, "--hint-template"),
         ({"environment": "guess"}, "--environment"),
         ({"tis_cap": 2.0}, "--tis-cap"),
-        ({"model": "embedded"}, "--model embedded"),
     ],
 )
 def test_flags_that_the_formulas_cannot_work_with_are_refused(flags, named):
     with pytest.raises(BadInput, match=f"^{named}"):
-        check_args(Args(**WITH_MODEL | flags))
+        check_args(Args(**flags))
 
 
 def test_an_answer_can_teach_a_response_alone():
-    check_args(Args(**WITH_MODEL, hint="answer", group_size=1))
+    check_args(Args(hint="answer", group_size=1))

@@ -192,7 +192,6 @@ refused("reinforce_pp --group-size 1 --baseline group", "--group-size", "--basel
 refused("opd --teacher ''", "--teacher")
 refused("opd --teacher x --full-vocabulary --tis-cap 2", "--tis-cap", "--full-vocabulary")
 refused("opd --dataset rows.jsonl --teacher ./absent", "--teacher")
-refused("sdpo --model embedded", "--model embedded")
 refused("sdpo --group-size 1", "--group-size")
 refused("sdpo --hint-template {prompt}", "--hint-template", "{hint}")
 refused("sdpo --environment calculator", "--environment")
