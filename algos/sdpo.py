@@ -20,18 +20,20 @@ responses whose prompt with its hint does not fit into the model.
 
 The teacher's weights follow the policy's after each step: teacher = (1 - r) teacher + r policy, r = --teacher-rate.
 With 1 the teacher is the policy itself, as in eq. 1, and there is no second model. With 0 it is the policy before
-training. DEFAULTNOTE
+training. The default, 0.05, is that of the authors' code; on the embedded task the policy itself as teacher collapses.
 
 Differs from opd.py: the teacher's weights and its prompt; which responses have a teacher; the whole vocabulary by
 default.
 
-Differs from the paper: the exact divergence over the vocabulary in place of the student's top 20 or 100 tokens and a
-tail; reverse KL, as in eq. 1, where some of its experiments take the Jensen-Shannon divergence; several mini-batches a
-rollout where it makes one update; no importance weights with the whole vocabulary; no feedback of an environment.
+Differs from the paper: the exact divergence over the vocabulary, where the authors' code takes the student's top 20 or
+100 tokens and a tail; reverse KL, as in eq. 1, where that code takes the Jensen-Shannon divergence by default; several
+mini-batches a rollout where it makes one update; no importance weights with the whole vocabulary; no feedback of an
+environment; thinking stays in the hint.
 
 Run:    python algos/sdpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct --mini-batches 1
-Result: RESULT
+Result: embedded arithmetic, greedy, mean of three seeds: 96.2 % from 55.9 %, from a start of its own that can read a
+        hint (baselines/hints-start). On GPUs: not yet run.
 """
 
 import dataclasses
