@@ -240,8 +240,7 @@ def main(args: Args) -> None:
             settings.compute,
             offload=args.offload != "none",  # "others" and "all" offload every model but the policy
         )
-        # A checkpoint has the models that are trained, so this one is registered as such. Its optimizer never steps.
-        trained["teacher"] = (teacher.requires_grad_(), torch.optim.SGD(teacher.parameters()))
+        trained["teacher"] = (teacher, None)  # nothing trains it, but a checkpoint needs it
     engine = engines.start(
         args.rollout_backend,
         settings.model,
