@@ -7,7 +7,7 @@ response how likely it would be. The hint is another right response of the group
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
     L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
-or, with --no-full-vocabulary, the estimate of the same gradient from the sampled tokens (the paper's proposition 2.1):
+or, with --no-full-vocabulary, the estimate of the same gradient from the sampled tokens:
 
     A_t   = teacher_t - old_t               log-probs of the sampled token
     ratio = exp(logprobs - old_logprobs)
