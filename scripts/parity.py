@@ -34,7 +34,7 @@ import tyro
 sys.path.append(str(Path(__file__).parent))
 import variants
 
-from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo, sdpo
 from common.trainer.distillation import ChunkedKL
 from common.trainer.logits import LogitShape
 
@@ -57,6 +57,8 @@ DIFFERENT = {
     "grpo loss|vanilla, its defaults": "defaults there: token mean, dual clip at 3",
     "dr_grpo loss|vanilla, seq-mean-token-sum-norm": "no factor given: the padded width of the batch there",
     "grpo advantages|scale_rewards group": "eps 1e-6 here, 1e-4 there",
+    "sdpo loss over the vocabulary|full_logits": "a mean over the taught tokens here; there one over responses, where "
+    "those without a teacher count as 0",
     "rloo loss|RLOOTrainer": "token ratios and a token mean here, one ratio a sequence there",
 }
 
@@ -116,6 +118,11 @@ def with_gradient(field: str, function: Callable[[torch.Tensor], torch.Tensor]) 
     return torch.cat([loss.detach()[None].double(), leaf.grad.flatten().double()])
 
 
+def with_peer() -> torch.Tensor:
+    """(12,) bool: responses with another right one in their group, where right is a score above 0."""
+    return sdpo.right_peers(batch().scores > 0, G) >= 0
+
+
 def ours() -> Tensors:
     """Each line of the table, by our functions."""
     b = batch()
@@ -153,16 +160,34 @@ def ours() -> Tensors:
         ref_sums = (b.ref * b.mask).sum(1).view(-1, 2)
         return dpo.dpo_loss(dpo.implicit_rewards(logprobs, ref_sums, b.mask, 0.1), 0.0).mean()
 
-    def divergence(logits: torch.Tensor) -> torch.Tensor:
-        """OPD's loss at temperature 0.9. The heads are identities, so hidden states are logits."""
-        student = logits[b.mask].float()
-        teacher = b.teacher_logits[b.mask].float()
+    def divergence(logits: torch.Tensor, mask: torch.Tensor = b.mask) -> torch.Tensor:
+        """OPD's loss at temperature 0.9, and SDPO's where only some rows have a teacher. The heads are identities, so
+        hidden states are logits.
+        """
+        student = logits[mask].float()
+        teacher = b.teacher_logits[mask].float()
         head = torch.eye(7)
         targets = torch.zeros(len(student), dtype=torch.long)
         shape = LogitShape(0.9)
         divergences, *_ = ChunkedKL.apply(student, head, targets, shape, teacher, head, shape)
         every_token = torch.ones_like(divergences, dtype=torch.bool)
-        return opd.vocabulary_loss(divergences, every_token, denominator=tokens)
+        return opd.vocabulary_loss(divergences, every_token, denominator=float(mask.sum()))
+
+    def sampled(logits: torch.Tensor) -> torch.Tensor:
+        """SDPO's loss where token 0 was sampled everywhere, at temperature 0.9 in the first update of a step."""
+        taught = b.mask & with_peer()[:, None]
+        logprobs = (logits / 0.9).log_softmax(-1)[..., 0]
+        theirs = (b.teacher_logits / 0.9).log_softmax(-1)[..., 0]
+        old = logprobs.detach()
+        return sdpo.policy_loss(
+            logprobs,
+            old,
+            sdpo.compute_advantages(old, theirs, taught),
+            taught,
+            clip_low=LOW,
+            clip_high=HIGH,
+            denominator=float(taught.sum()),
+        )
 
     return {
         "grpo advantages": z,
@@ -191,6 +216,11 @@ def ours() -> Tensors:
         "rloo loss": loss(rloo, z, denominator=tokens),
         "dpo loss": with_gradient("logprobs", preference_loss),
         "opd loss over the vocabulary": with_gradient("logits", divergence),
+        "sdpo peers": sdpo.right_peers(b.scores > 0, G).double(),
+        "sdpo loss over the vocabulary": with_gradient(
+            "logits", lambda logits: divergence(logits, b.mask & with_peer()[:, None])
+        ),
+        "sdpo gradient of sampled tokens": with_gradient("logits", sampled)[1:],
         "ppo loss": loss(ppo, z[:, None].expand(12, 9), denominator=tokens),
         "ppo value loss": with_gradient("values", value_loss),
     }
@@ -484,8 +514,10 @@ def trl_lines() -> Tensors:
 
     cpo = import_with_stand_ins("trl.experimental.cpo.cpo_trainer")
     gold = import_with_stand_ins("trl.experimental.gold.gold_trainer")
+    sdpo_module = import_with_stand_ins("trl.experimental.sdpo.sdpo_trainer")
     b = batch()
     mask = b.mask.double()
+    taught = b.mask & with_peer()[:, None]
     z = grpo.compute_advantages(b.scores, G)
 
     def advantages(scale: str) -> torch.Tensor:
@@ -599,6 +631,28 @@ def trl_lines() -> Tensors:
             reduction="batchmean",
         )
 
+    def self_distillation(mode: str, mask: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """SDPOTrainer's loss of these tokens, at temperature 0.9; alpha 1 is the reverse KL."""
+
+        def function(logits: torch.Tensor) -> torch.Tensor:
+            trainer = sdpo_trainer(mode)
+            given = sdpo_module.DistillationLogits(
+                completion_ids=torch.zeros_like(mask, dtype=torch.long),
+                completion_mask=mask,
+                loss_mask=mask.double(),
+                student_logits=logits / 0.9,
+                teacher_logits=b.teacher_logits.view(logits.shape) / 0.9,
+            )
+            method = sdpo_module.SDPOTrainer._compute_self_distillation_loss
+            return method(trainer, SimpleNamespace(training=True), {}, given)
+
+        return function
+
+    def as_one_response(mode: str) -> torch.Tensor:
+        """The loss and gradient of all tokens in one response, whose mean is the mean over all tokens."""
+        loss_of = self_distillation(mode, taught.view(1, -1))
+        return with_gradient("logits", lambda logits: loss_of(logits.view(1, -1, 7)))
+
     grpo_loss = GRPOTrainer._compute_loss
     return {
         "grpo advantages|scale_rewards group": advantages("group"),
@@ -629,6 +683,10 @@ def trl_lines() -> Tensors:
         ),
         "variant simpo loss|CPOTrainer, simpo": with_gradient("logits", without_reference),
         "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient("logits", divergence),
+        "sdpo peers|use_successful_as_teacher": peers_of(sdpo_module, b.scores > 0),
+        "sdpo loss over the vocabulary|full_logits, all tokens in one response": as_one_response("full_logits"),
+        "sdpo loss over the vocabulary|full_logits": with_gradient("logits", self_distillation("full_logits", taught)),
+        "sdpo gradient of sampled tokens|sampled_token": as_one_response("sampled_token")[1:],
     }
 
 
@@ -662,6 +720,52 @@ def grpo_trainer(logprobs: torch.Tensor, settings: dict) -> SimpleNamespace:
         "_get_per_token_logps_and_entropies": logprobs_and_entropies,
     }
     return SimpleNamespace(**attributes | settings)
+
+
+def sdpo_trainer(mode: str) -> SimpleNamespace:
+    """A stand-in for SDPOTrainer with the reverse KL."""
+    return SimpleNamespace(
+        args=SimpleNamespace(distillation_mode=mode, distillation_alpha=1.0, distillation_is_clip=None),
+        accelerator=SimpleNamespace(gather=identity),
+        _log_self_distillation_metric=lambda *_: None,
+    )
+
+
+def peers_of(sdpo_module, right: torch.Tensor) -> torch.Tensor:
+    """The response that SDPOTrainer shows each response's teacher, -1 for none. A response's only token is its number,
+    and the teacher's prompt is nothing but the hint.
+    """
+    prompts: list[str] = []
+
+    def tokenize(texts: list[str]) -> list[list[int]]:
+        prompts.extend(texts)
+        return [[0]] * len(texts)
+
+    sdpo_module.gather_object = identity
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            success_reward_threshold=1.0,
+            dont_reprompt_on_self_success=True,
+            environment_feedback_only_without_solution=False,
+            use_successful_as_teacher=True,
+            include_environment_feedback=False,
+            remove_thinking_from_demonstration=False,
+            solution_template="{successful_previous_attempt}",
+            reprompt_template="{solution}",
+            max_reprompt_len=10,
+        ),
+        accelerator=SimpleNamespace(device="cpu", process_index=0, gather=identity, pad_across_processes=identity),
+        model=SimpleNamespace(training=True),
+        num_generations=G,
+        processing_class=SimpleNamespace(decode=lambda ids, **_: str(int(ids[0]))),
+        _tokenizer=SimpleNamespace(pad_token_id=-1),
+        _tokenize_prompts_untruncated=tokenize,
+    )
+    numbers = torch.arange(len(right))[:, None]
+    output = {"completion_ids": numbers, "completion_mask": torch.ones_like(numbers)}
+    builder = sdpo_module.SuccessfulRolloutTeacherContextBuilder(trainer)
+    builder.build(output, ["-1"] * len(right), right.double())
+    return torch.tensor([float(text) for text in prompts], dtype=torch.float64)
 
 
 def dpo_trainer(loss_type: str) -> SimpleNamespace:

@@ -124,8 +124,8 @@ class TrialRun(job.Run):
     def __init__(self, trial: Trial, settings: Settings, world: World, engine, trained):
         super().__init__(settings, world, engine, trained)
         self.trial = trial
-        trial.trained = trained
-        for model, _ in trained.values():
+        trial.trained = {name: both for name, both in trained.items() if both[1] is not None}
+        for model, _ in trial.trained.values():
             # A run keeps gradients apart until the last micro-batch. Here each backward must put them in place, so that
             # an optimizer step that comes too early finds some. compare() then counts one step too many.
             model.whole_gradients = False

@@ -26,6 +26,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
     "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
     "opd": ("rloo", "a teacher's log-probs as advantages, or its distributions in the loss; no reward"),
+    "sdpo": ("opd", "the policy after a hint as the teacher, its weights; which responses have a hint"),
     "dpo": ("sft", "pairs, the reference's log-probs, the loss; starts from the warm start"),
     "prime": ("rloo", "process reward model and its update; dynamic sampling; process and outcome; whitening"),
 }

@@ -25,6 +25,8 @@ IMAGES_START = ROOT / "baselines" / "images-start"
 ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"
 # For algos/opd.py: python algos/grpo.py --seed 1
 TEACHER = ROOT / "baselines" / "teacher"
+# For algos/sdpo.py: the warm start, taught to read a hint. baselines/hinted.py says how it was made.
+HINTS_START = ROOT / "baselines" / "hints-start"
 # Right and wrong responses of the warm start, for algos/dpo.py.
 PAIRS = ROOT / "baselines" / "pairs.jsonl"
 

@@ -44,7 +44,8 @@ from common.preflight.run_directory import date_of
 from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
 
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and what is trained beside it
+# "policy", and what changes beside it. Without an optimizer: a frozen model whose weights change in another way.
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 # Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
 # threads write, so a save takes about four times as much.
 FILE_BYTES = 2**28
@@ -299,7 +300,9 @@ class Saver:
     def check_space(self, step: int) -> None:
         """Raise RunFailed on all ranks if the disk has no room for a checkpoint. Collective: every rank calls it."""
         # Float32 masters and two moments of each of them, and the export, which with LoRA holds only the adapters.
-        needed = 12 * sum(count_parameters(model) for model, _ in self.trained.values())
+        needed = 0
+        for model, optimizer in self.trained.values():
+            needed += 4 * count_parameters(model, frozen=True) if optimizer is None else 12 * count_parameters(model)
         needed += self.dtype.itemsize * count_parameters(self.policy, frozen=adapters_of(self.policy) is None)
         free = math.inf
         if self.world.is_main:
@@ -394,21 +397,24 @@ def count_parameters(model: nn.Module, frozen: bool = False) -> int:
 
 def fresh_models(trained: Trained) -> list[str]:
     """Names of the models whose optimizer has not stepped yet, for example PPO's policy while the critic warms up."""
-    return [name for name, (_, optimizer) in trained.items() if not optimizer.state]
+    return [name for name, (_, optimizer) in trained.items() if optimizer is None or not optimizer.state]
 
 
 def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor]:
-    """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`.
+    """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`. Of a
+    model without an optimizer all parameters.
 
     The tensors are the models' and the optimizers' own, so to write into them is to restore a run. Collective: every
     rank calls it.
     """
     tensors = {}
-    options = StateDictOptions(ignore_frozen_params=True)
     for name, (model, optimizer) in trained.items():
+        options = StateDictOptions(ignore_frozen_params=optimizer is not None)
         weights = get_model_state_dict(model, options=options)
         for key, parameter in model.named_parameters():
-            if parameter.requires_grad:  # a tied weight is here once, and in `weights` under each of its names
+            if (
+                parameter.requires_grad or optimizer is None
+            ):  # a tied weight is here once, and in `weights` under each of its names
                 tensors[f"{name}.model.{key}"] = weights[key]
         if name in fresh:
             continue

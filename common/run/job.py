@@ -10,8 +10,9 @@
         run.end_step(step, batch, ...)               writes rollouts/, evaluates, writes and checks metrics, saves
     run.close()
 
-`trained` names the models that have an optimizer: {"policy": (policy, optimizer)}. If a step raises one of the errors
-of common/errors.py, which all ranks raise together, the run saves what it has and writes its report before it ends.
+`trained` names the models that a checkpoint has, with their optimizers: {"policy": (policy, optimizer)}. If a step
+raises one of the errors of common/errors.py, which all ranks raise together, the run saves what it has and writes its
+report before it ends.
 Any other exception, such as running out of memory on one rank, ends it without a checkpoint.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
@@ -239,7 +240,8 @@ class Run:
 
 
 def start(settings: Settings, world: World, engine, trained: checkpoint.Trained) -> Run:
-    """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other trained model.
+    """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other model that changes;
+    None for an optimizer says that none trains it.
 
     Collective: every rank calls it.
     """

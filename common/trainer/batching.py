@@ -254,6 +254,21 @@ def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
     return lay_out(contents_of(rollout, groups), rows, rollout.response_mask)
 
 
+def after_prompts_of(rollout: Rollout, micro: MicroBatch, compute: Compute) -> MicroBatch:
+    """A micro-batch's responses in the same order, after the prompts that they have in another rollout.
+
+    For a forward without gradient: it may be longer than the token budget. Not for slices of sequence parallelism.
+    """
+    shares = compute.shared_prompts and compute.packing != "off"
+    groups = []
+    for row in micro.rows.tolist():
+        if shares and groups and rollout.prompt_ids[groups[-1][0]] == rollout.prompt_ids[row]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return pack_groups(rollout, groups)
+
+
 def contents_of(rollout: Rollout, groups: list[list[int]]) -> list[PromptWithResponses]:
     """The prompt and the responses of each group."""
     return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]

@@ -33,11 +33,23 @@ def load_teacher(
     return teacher.requires_grad_(False).eval()
 
 
+def own_teacher(policy: nn.Module) -> nn.Module:
+    """The policy as a teacher of itself, which takes no memory. divergences() gives it prompts of its own."""
+    model.add_forward(policy, hidden_and_head)
+    model.add_forward(policy, token_divergences)
+    return policy
+
+
 def divergences(
-    policy: nn.Module, teacher: nn.Module, micro: MicroBatch, temperature: float
+    policy: nn.Module,
+    teacher: nn.Module,
+    micro: MicroBatch,
+    temperature: float,
+    for_teacher: MicroBatch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL, log-probs and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
 
+    for_teacher: the same responses in the same order, after the prompts that the teacher reads. None: the policy's.
     Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). Collective: every rank
     calls it equally often. Raises BadInput for a model whose logits are not products with its head.
     """
@@ -45,10 +57,12 @@ def divergences(
         if not loaded.knows_logits:
             raise BadInput(
                 f"--full-vocabulary: {flag} is a {loaded.config.model_type} model, whose logits are not products with "
-                "its head; leave out --full-vocabulary"
+                "its head; turn --full-vocabulary off"
             )
     with torch.no_grad():
-        teacher_hidden, teacher_head = teacher.hidden_and_head(micro)
+        teacher_hidden, teacher_head = teacher.hidden_and_head(for_teacher or micro)
+    # A head that is a parameter in training would make FSDP reduce the policy's gradients before they are complete.
+    teacher_head = teacher_head.detach()
     model.reduce_gradients_after(micro, policy)
     teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)

@@ -15,11 +15,23 @@ from recorder import Weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 # Each token has an advantage of its own, so they are (N, T) instead of (N,).
-BY_TOKEN = ("reinforce_pp", "remax", "ppo", "prime", "opd")
+BY_TOKEN = ("reinforce_pp", "remax", "ppo", "prime", "opd", "sdpo")
 # What policy_loss adds up: each response's mean, or its tokens. A loss of another kind is in neither. The test of its
 # mathematics then checks its values.
 MEANS_OF_RESPONSES = ("grpo", "gspo")
-SUMS_OF_TOKENS = ("dr_grpo", "max_rl", "cispo", "dapo", "rloo", "reinforce_pp", "remax", "ppo", "prime", "opd")
+SUMS_OF_TOKENS = (
+    "dr_grpo",
+    "max_rl",
+    "cispo",
+    "dapo",
+    "rloo",
+    "reinforce_pp",
+    "remax",
+    "ppo",
+    "prime",
+    "opd",
+    "sdpo",
+)
 
 
 class Net:
@@ -74,6 +86,7 @@ class Row:
     old: list[float] = field(default_factory=list)  # log-probs of the policy before the step
     ref: list[float] = field(default_factory=list)  # and of the reference
     old_values: list[float] = field(default_factory=list)
+    hinted: "Row | None" = None  # SDPO: the same response after the prompt that its teacher reads; None: no teacher
 
 
 @dataclass
@@ -86,7 +99,9 @@ class Case:
     prm: list[list[float]] = field(default_factory=list)  # PRIME: log-probs of its updated model
     prm_ref: list[list[float]] = field(default_factory=list)  # and of the reference, both at temperature 1
     prm_before: list[list[float]] = field(default_factory=list)  # and of its model before the step
-    teacher: Net | None = None  # OPD
+    teacher: Net | None = (
+        None  # OPD, and SDPO with weights of its own or without gradient steps since; None: the policy
+    )
     clipped: set[str] = field(default_factory=set)  # which sides of a clip have had an effect
     clipped_tokens: int = 0  # in all updates of the policy
     advantages: dict[int, list[float]] = field(
@@ -414,6 +429,38 @@ def opd(case: Case) -> dict[str, Loss]:
     return {"policy": loss}
 
 
+def sdpo(case: Case) -> dict[str, Loss]:
+    """OPD for the rows that have a hint. The teacher reads another prompt than the policy."""
+    temperature = case.args.temperature
+    case.advantages = {id(row): [0.0] * len(row.response) for row in case.rows}
+    if not case.args.full_vocabulary:
+        advantages = []
+        for row in case.rows:
+            if row.hinted is None:
+                advantages.append([0.0] * len(row.response))
+                continue
+            with torch.no_grad():
+                theirs = case.teacher.logprobs(row.hinted, temperature).tolist()
+            advantages.append([teacher - old for teacher, old in zip(theirs, row.old)])
+        of_tokens = by_token(case, advantages)
+        return {"policy": lambda rows, net: of_tokens([row for row in rows if row.hinted], net)}
+
+    def loss(rows: list[Row], net: Net) -> torch.Tensor:
+        taught = [row for row in rows if row.hinted]
+        total = torch.zeros(())
+        for row in taught:
+            with torch.no_grad():
+                log_q = (case.teacher or net).distribution(row.hinted, temperature)
+            log_p = net.distribution(row, temperature)
+            divergences = (log_p.exp() * (log_p - log_q)).sum(1)
+            case.kl += divergences.sum().item()
+            case.advantages[id(row)] = (-divergences).tolist()
+            total = total + divergences.sum()
+        return total / max(1, sum(len(row.response) for row in taught))
+
+    return {"policy": loss}
+
+
 # What a step reports besides losses and norms (docs/metrics.md)
 
 
@@ -438,6 +485,11 @@ def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict
             found["reward/kl"] = mean([sum(row.old) - sum(row.ref) for row in graded])
     if name == "opd":
         found["teacher/kl"] = case.kl / tokens if case.args.full_vocabulary else sampled_divergence(case, graded)
+    if name == "sdpo":
+        taught = [row for row in graded if row.hinted]
+        found["teacher/hinted"] = len(taught) / len(graded)
+        if taught:
+            found["teacher/kl"] = case.kl / tokens if case.args.full_vocabulary else sampled_divergence(case, taught)
     if name == "remax":
         greedy = [group[0] for group in case.groups if group[0].greedy_graded]
         found["reward/greedy_mean"] = mean([row.greedy_score for row in greedy])
@@ -453,7 +505,7 @@ def sampled_divergence(case: Case, rows: list[Row]) -> float:
     differences = []
     for row in rows:
         with torch.no_grad():
-            theirs = case.teacher.logprobs(row, case.args.temperature).tolist()
+            theirs = case.teacher.logprobs(row.hinted or row, case.args.temperature).tolist()
         differences += [old - teacher for old, teacher in zip(row.old, theirs)]
     return mean(differences)
 

@@ -79,6 +79,7 @@ OWN = {
         {"accuracy_range": (0.0, 1.0), "gen_prompts": 0},
     ],
     "opd": [{}, {"full_vocabulary": True}],
+    "sdpo": [{"full_vocabulary": False, "teacher_rate": 0.4}, {"teacher_rate": 1.0}],
 }
 METRICS = {"policy": ("train", "policy"), "critic": ("critic", "value"), "prm": ("prm", "prm")}
 # Every side of these has to have had an effect in the first run, or the test would not see it misplaced.
@@ -217,6 +218,8 @@ def case_of(recording: Recording, step: Step, args, name: str) -> Case:
     critic = Net(MODEL, step.before[1]) if name == "ppo" else None
     if name == "opd":
         case.teacher = Net(str(arithmetic.TEACHER))
+    if name == "sdpo":
+        give_hints(case, recording)
     with torch.no_grad():
         for row in case.rows:
             nothing = [0.0] * len(row.response)
@@ -233,6 +236,32 @@ def case_of(recording: Recording, step: Step, args, name: str) -> Case:
             before = Net(MODEL, step.before[1])
             case.prm_before = [before.logprobs(row, 1.0).tolist() for row in case.rows]
     return case
+
+
+def give_hints(case: Case, recording: Recording) -> None:
+    """SDPO: what the teacher of each row reads, and the weights that it has."""
+    args = case.args
+    tokenizer = arithmetic.tokenizer()
+    for group in case.groups:
+        for row in group:
+            question = tokenizer.decode(row.prompt)
+            right = [other for other in group if other is not row and other.correct]
+            hint = tokenizer.decode(right[0].response, skip_special_tokens=True) if right else None
+            if args.hint == "answer":
+                first, second = question.rstrip("=").split("+")
+                hint = str(int(first) + int(second))
+            if hint is not None and row.graded:
+                ids = tokenizer(f"{question}{hint}\n{question}")["input_ids"]
+                row.hinted = Row(ids, row.response, [], 0.0, 0.0, True)
+    earlier = recording.steps[: case.step]
+    if args.teacher_rate < 1:
+        weights = earlier[0].before[0]
+        for step in earlier[:-1]:
+            gone = {name: after - weights[name] for name, after in step.after[0].items()}
+            weights = {name: before + args.teacher_rate * gone[name] for name, before in weights.items()}
+        case.teacher = Net(MODEL, weights)
+    elif not args.full_vocabulary:
+        case.teacher = Net(MODEL, earlier[-1].before[0])
 
 
 def order_of_updates(case: Case, name: str) -> list[tuple[str, int]]:
@@ -342,6 +371,11 @@ def check_every_update(record, tmp_path, name: str, flags: dict) -> None:
     if flags["tis_cap"] and not getattr(args, "full_vocabulary", False):
         assert sides >= SIDES[name], "the flags of this test leave a part of the formula without effect"
         assert ungraded or hasattr(args, "gen_prompts"), "every response could be graded"
+
+
+def test_sdpo_learns_from_answers_and_from_a_teacher_of_its_own_weights(record, tmp_path):
+    own = {"hint": "answer", "teacher_rate": 0.4}
+    check_every_update(record, tmp_path, "sdpo", PLAIN | own)
 
 
 def test_the_first_update_of_a_step_clips_nothing(record, tmp_path):

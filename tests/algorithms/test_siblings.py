@@ -108,10 +108,11 @@ OWN_FLAGS = {
     "clip_low",
     "clip_high",
     "clip",
+    "full_vocabulary",
     "learning_rate",
     "offload",
 }
-SAME_LOSS = ("reinforce_pp", "remax", "ppo", "prime", "opd")
+SAME_LOSS = ("reinforce_pp", "remax", "ppo", "prime", "opd", "sdpo")
 
 
 def pieces(name: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -162,7 +162,7 @@ def compares_a_group(algorithm: str) -> bool:
 for name in ALGORITHM_FILES:
     refused(f"{name} --seed -1", "--seed")
 for name in ALGORITHMS:
-    needed = "--teacher x" if name == "opd" else ""
+    needed = {"opd": "--teacher x", "sdpo": "--no-full-vocabulary"}.get(name, "")
     split = "--rollout-placement split --rollout-devices 0 --max-inflight-batches 2"
     refused(f"{name} {needed} {split}", "--max-inflight-batches", "--tis-cap")
     if compares_a_group(name):
@@ -192,6 +192,16 @@ refused("reinforce_pp --group-size 1 --baseline group", "--group-size", "--basel
 refused("opd --teacher ''", "--teacher")
 refused("opd --teacher x --full-vocabulary --tis-cap 2", "--tis-cap", "--full-vocabulary")
 refused("opd --dataset rows.jsonl --teacher ./absent", "--teacher")
+refused("sdpo --group-size 1", "--group-size")
+refused("sdpo --hint-template {prompt}", "--hint-template", "{hint}")
+refused("sdpo --environment calculator", "--environment")
+refused("sdpo --lora-rank 4", "--lora-rank", "--teacher-rate")
+refused("sdpo --tis-cap 2", "--tis-cap", "--full-vocabulary")
+refused("sdpo --sequence-parallel 2", "--sequence-parallel", "--no-full-vocabulary")
+refused("sdpo --teacher-rate 1.5", "--teacher-rate")
+refused("sdpo --dataset rows.jsonl --max-response-tokens 250", "--max-response-tokens", "positions")
+WITHOUT_ANSWER = {"rows.jsonl": jsonl({"question": "1+1="})}
+refused("sdpo --dataset rows.jsonl --hint answer --reward format", "--hint answer", files=WITHOUT_ANSWER)
 refused("dapo --overlong-cache 49", "--overlong-cache", "--max-response-tokens")
 refused("dapo --clip-dual 1.1", "--clip-dual", "--clip-high")
 refused("dapo --dataset rows.jsonl --reward dapo=1", "--reward", "dapo")

@@ -20,7 +20,7 @@ from helpers import checkpoint_state
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo, sdpo
 from common import errors, placement, rewards
 from common.data import arithmetic
 from common.data import prompts as data
@@ -30,7 +30,7 @@ from common.preflight import folders, run_directory
 from common.run import checkpoint, directory, model_card, stopping, tracking
 from common.trainer import model
 
-ALGORITHMS = (grpo, dr_grpo, max_rl, gspo, cispo, rloo, reinforce_pp, remax, dapo, ppo, prime, opd)
+ALGORITHMS = (grpo, dr_grpo, max_rl, gspo, cispo, rloo, reinforce_pp, remax, dapo, ppo, prime, opd, sdpo)
 
 
 class Engine:

@@ -128,11 +128,13 @@ def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
 def test_a_batch_in_flight_needs_a_correction(name):
     algorithm = importlib.import_module(f"algos.{name}")
     behind = {**algorithm.EMBEDDED, "layout": Layout("split", (0,), max_inflight_batches=2)}
+    if name == "sdpo":
+        behind["full_vocabulary"] = False
     with pytest.raises(BadInput, match="--max-inflight-batches > 1: .* --tis-cap 2"):
         algorithm.check_args(algorithm.Args(**behind))
     algorithm.check_args(algorithm.Args(**behind, tis_cap=2.0))
-    if name == "opd":  # its loss over the vocabulary does not depend on who sampled
-        algorithm.check_args(algorithm.Args(**behind, full_vocabulary=True))
+    if name in ("opd", "sdpo"):  # their loss over the vocabulary does not depend on who sampled
+        algorithm.check_args(algorithm.Args(**behind | {"full_vocabulary": True}))
 
 
 @pytest.mark.parametrize("name", ["dapo", "prime"])

@@ -328,6 +328,8 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
         ("prime", {}, ["policy", "prm"]),
         ("opd", {}, ["policy"]),
         ("opd", {"full_vocabulary": True}, ["policy"]),
+        ("sdpo", {}, ["policy"]),
+        ("sdpo", {"full_vocabulary": False}, ["policy"]),
     ],
 )
 def test_the_loss_of_each_algorithm_holds(holds, name, flags, models):

@@ -238,7 +238,17 @@ def replays(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*ALGORITHMS, "opd-full", "fork", "ppo-guess", "remax-calculator", "grpo-squares", "2 ranks", "2 ranks on 1"],
+    [
+        *ALGORITHMS,
+        "opd-full",
+        "sdpo-sampled",
+        "fork",
+        "ppo-guess",
+        "remax-calculator",
+        "grpo-squares",
+        "2 ranks",
+        "2 ranks on 1",
+    ],
 )
 def test_a_replayed_step_is_the_step(replays, name):
     table = {row[0].split(",")[0]: row[1:] for row in replays[1][name]}

@@ -32,6 +32,11 @@ CUTS = {  # ranks -> fields of batching.Compute, and the number of micro-batches
 LORA = {"lora_rank": 4}
 
 
+def gradients_of(compute: dict) -> int:
+    """Number of gradients that the worker saves. Ranks that share a row cannot compute sdpo's over the vocabulary."""
+    return 17 if "sequence_parallel" in compute else 18
+
+
 @pytest.fixture(scope="module")
 def whole(models, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of one rank with all rows in one micro-batch."""
@@ -54,15 +59,15 @@ def test_gradient_does_not_depend_on_ranks_budget_sharing_or_layout(models, whol
     launch(GRADIENT, models["tied and grouped"], tmp_path / "cut", *layouts, ranks=ranks, engine=False)
     for (compute, count), cut in zip(CUTS[ranks], torch.load(tmp_path / "cut"), strict=True):
         assert cut.pop("micro-batches") == count, compute
-        differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 16 and max(differences.values()) <= 1e-6, (compute, differences)
+        differences = {name: relative_difference(whole[name], cut[name]) for name in cut}
+        assert len(cut) == gradients_of(compute) and max(differences.values()) <= 1e-6, (compute, differences)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["falcon_h1", "gpt2", "hyperclovax"])
 def test_gradients_of_rows_of_their_own_do_not_depend_on_ranks_or_budget(name, tmp_path):
-    """A hybrid, a family whose positions are learned, and one whose own forward makes the logits. Opd over the
-    vocabulary knows only products with the head. Falcon-H1 computes states and norms in float32, whatever its weights
+    """A hybrid, a family whose positions are learned, and one whose own forward makes the logits. Opd and sdpo over the
+    vocabulary know only products with the head. Falcon-H1 computes states and norms in float32, whatever its weights
     are.
     """
     if name == "hyperclovax":
@@ -81,7 +86,7 @@ def test_gradients_of_rows_of_their_own_do_not_depend_on_ranks_or_budget(name, t
         assert cut.pop("micro-batches") > 1
         differences = {key: relative_difference(whole[key], cut[key]) for key in whole}
         assert cut.keys() == whole.keys() and max(differences.values()) <= 1e-5, differences
-    assert len(whole) == (15 if name == "hyperclovax" else 16)
+    assert len(whole) == (16 if name == "hyperclovax" else 18)
     assert all(name.endswith(("lora_a", "lora_b")) for name in adapters["grpo"])
 
 
@@ -98,8 +103,8 @@ def test_gradients_of_adapters_do_not_depend_on_ranks_or_budget(models, tmp_path
     assert {name for name in whole["ppo critic"] if "lora" not in name} == {"score.weight", "score.bias"}
     for cut in torch.load(tmp_path / "2"):
         cut.pop("micro-batches")
-        differences = {name: relative_difference(whole[name], cut[name]) for name in whole}
-        assert len(cut) == 16 and max(differences.values()) <= 1e-6, differences
+        differences = {name: relative_difference(whole[name], cut[name]) for name in cut}
+        assert len(cut) in (17, 18) and max(differences.values()) <= 1e-6, differences
 
 
 def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: Path = SYNC, lora_rank: int = 0) -> list[float]:
@@ -164,7 +169,9 @@ def test_each_main_learns_what_is_right_and_does_the_same_on_two_ranks(tmp_path)
     """
     launch(MAINS, arithmetic.WARM_START, tmp_path / "1", "signs")
     gains = json.loads((tmp_path / "1/signs.json").read_text())
-    for name in ALGORITHMS:
+    # SDPO's teacher has an opinion on each token, and finds the form of these wrong responses likelier than the policy
+    # does. Its sign is tested by hand (test_math_sdpo.py, test_main.py).
+    for name in set(ALGORITHMS) - {"sdpo"}:
         assert gains[name] > 0.003 and gains[f"{name}-flipped"] < -0.003, (name, gains)
     launch(MAINS, arithmetic.WARM_START, tmp_path / "2", ranks=2, engine=False)
     same = re.compile(

@@ -8,11 +8,12 @@ batching.Compute as JSON. With shared prompts, the prompt of a group of two resp
 import json
 import os
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo
+from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, max_rl, opd, ppo, prime, reinforce_pp, remax, rloo, sdpo
 from common import placement
 from common.rollout.rollout import collate
 from common.trainer import batching, distillation, model
@@ -61,9 +62,10 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
     scores, greedy, correct = (x[mine].to(world.device) for x in (scores, greedy, correct))
     tokens, sequences = world.sum(mask.sum()), world.sum(len(batch))
 
-    def gradients(trained, loss_of, together: int = 1) -> dict[str, torch.Tensor]:
-        """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks."""
-        micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, together)
+    def gradients(trained, loss_of, together: int = 1, rows=None) -> dict[str, torch.Tensor]:
+        """Gradients of loss_of(micro), a scalar, summed over all micro-batches and ranks. rows: None takes all."""
+        rows = torch.arange(len(batch)) if rows is None else rows
+        micro_batches = batching.pack(batch, rows, compute, world, together)
         assert [micro.last for micro in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
         for micro in micro_batches:
             loss_of(micro).backward()
@@ -146,6 +148,25 @@ def all_gradients(model_path: str, compute: batching.Compute, world: placement.W
         assert (found[~micro.response_mask] == 0).all()  # dummies count in no metric
         return opd.vocabulary_loss(found, micro.response_mask, denominator=tokens)
 
+    # Row 3 has no hint, and rows 4 and 5 have the same.
+    has_hint = torch.tensor([number != 3 for number in mine.tolist()], device=world.device)
+    hints = [torch.randint(3, 50, (1 + i % 4,), generator=generator).tolist() for i in range(8)]
+    hints[5] = hints[4]
+    hinted = replace(batch, prompt_ids=[hints[i] + prompts[i] for i in mine.tolist()])
+    hinted_rows = has_hint.nonzero().flatten()
+    taught = mask & has_hint[:, None]
+    hinted_tokens = world.sum(taught.sum())
+    theirs = model.frozen_logprobs(policy, hinted, batching.pack(hinted, hinted_rows, compute, world), 0.9)
+    advantages = sdpo.compute_advantages(old, theirs.to(old.dtype), taught)
+    out["sdpo"] = policy_gradients(sdpo, advantages, hinted_tokens)
+
+    def hinted_loss(micro):
+        other = batching.after_prompts_of(hinted, micro, compute)
+        found, *_ = distillation.divergences(policy, distillation.own_teacher(policy), micro, 0.9, other)
+        return sdpo.vocabulary_loss(found, micro.response_mask, denominator=hinted_tokens)
+
+    if policy.knows_logits and compute.sequence_parallel == 1:
+        out["sdpo over the vocabulary"] = gradients(policy, hinted_loss, rows=hinted_rows)
     if policy.knows_logits:
         out["opd over the vocabulary"] = gradients(policy, vocabulary_loss)
     out["micro-batches"] = len(batching.pack(batch, torch.arange(len(batch)), compute, world))

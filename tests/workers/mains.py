@@ -45,8 +45,9 @@ FLAGS = {
     "max_logprob_gap": 1e9,
     "rollouts_every": 1,
 }
-# OPD compares whole distributions here.
+# OPD and SDPO compare whole distributions here.
 OWN = {name: short_run(name) for name in ALGORITHMS} | {"opd": {"full_vocabulary": True}}
+OWN["sdpo"]["model"] = str(embedded.HINTS_START)  # a teacher that cannot read its hint teaches nothing
 
 
 started: list["StubEngine"] = []  # the engines of all runs
@@ -128,7 +129,7 @@ def main(model_path: str, runs: Path, kind: str = "") -> None:
     free = {"remax-free": {"kl_coef": 0.0, "mini_batches": 8}} if kind == "ungraded" else {}
     for name, flags in (OWN | free).items():
         algorithm = importlib.import_module(f"algos.{name.partition('-')[0]}")
-        given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": steps}
+        given = {**algorithm.EMBEDDED, **FLAGS, "model": model_path, **flags, "steps": steps}
         algorithm.main(algorithm.Args(**given, run_dir=str(runs / name)))
     finish(world)
 
@@ -143,10 +144,10 @@ def signs(model_path: str, runs: Path) -> None:
             out = compute_advantages(**given)
             return (-out[0], out[1]) if isinstance(out, tuple) else -out
 
-        given = {**algorithm.EMBEDDED, **FLAGS, **flags, "model": model_path, "steps": 2}
+        given = {**algorithm.EMBEDDED, **FLAGS, "model": model_path, **flags, "steps": 2}
         for folder, function in ((name, compute_advantages), (f"{name}-flipped", flipped)):
             algorithm.compute_advantages = function
-            if folder == "opd-flipped":  # otherwise the loss takes no advantage
+            if folder in ("opd-flipped", "sdpo-flipped"):  # otherwise the loss takes no advantage
                 given["full_vocabulary"] = False
             algorithm.main(algorithm.Args(**given, run_dir=str(runs / folder)))
             pushed = started[-1].pushed

@@ -41,6 +41,7 @@ OWN["dr_grpo"] |= {"schedule": "constant"}
 OWN["rloo"] |= {"reward": ("weights.json",)}
 OWN["ppo"] |= {"critic_warmup_steps": 3}
 OWN["opd"] |= {"full_vocabulary": True}
+OWN["sdpo"] |= {"teacher_rate": 0.5}
 EPISODES = {  # algorithm -> what it plays besides; ReMax plays an episode for its baseline, too
     "ppo": {"environment": "guess", "lam": 0.95},
     "remax": {"environment": "calculator", "kl_coef": 0.1},

@@ -41,6 +41,7 @@ FLAGS = {
 OWN = {name: short_run(name) for name in ALGORITHMS} | {
     "remax": {},  # without a KL term only some rows have a forward, and which depends on the baselines
     "opd-full": {"full_vocabulary": True},
+    "sdpo-sampled": {"full_vocabulary": False, "teacher_rate": 0.5},
     "fork": {},
     "ppo-guess": {"environment": "guess", "dataset": ("guess",), "max_response_tokens": 48, "lam": 0.95},
     "remax-calculator": {"environment": "calculator", "dataset": ("calculator",), "max_response_tokens": 48},

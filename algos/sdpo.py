@@ -1,0 +1,400 @@
+"""SDPO -- self-distillation policy optimization (RL via Self-Distillation, arXiv:2601.20802, eq. 1).
+
+The policy is its own teacher: it sees a hint that the student does not have, and says of each token of the student's
+response how likely it would be. The hint is another right response of the group, or the reference answer (--hint).
+
+    p_it  = policy(. | prompt_i, y_i,<t)                 the student's distribution, which has the gradient
+    q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
+    L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
+
+or, with --no-full-vocabulary, the estimate of the same gradient from the sampled tokens:
+
+    A_t   = teacher_t - old_t               log-probs of the sampled token
+    ratio = exp(logprobs - old_logprobs)
+    L     = sum_it h_i max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
+
+h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
+optimizer mini-batch, on all ranks, of the responses that have one. A response is never its own hint: a right one needs
+another right one. If a group has none, its responses have no teacher and no loss, and count in no denominator. So have
+responses whose prompt with its hint does not fit into the model.
+
+The teacher's weights follow the policy's after each step: teacher = (1 - r) teacher + r policy, r = --teacher-rate.
+With 1 the teacher is the policy itself, as in eq. 1, and there is no second model. With 0 it is the policy before
+training. The default, 0.05, is that of the authors' code; on the embedded task the policy itself as teacher collapses.
+
+Differs from opd.py: the teacher's weights and its prompt; which responses have a teacher; the whole vocabulary by
+default.
+
+Differs from the paper: the exact divergence over the vocabulary, where the authors' code takes the student's top 20 or
+100 tokens and a tail; reverse KL, as in eq. 1, where that code takes the Jensen-Shannon divergence by default; several
+mini-batches a rollout where it makes one update; no importance weights with the whole vocabulary; no feedback of an
+environment; thinking stays in the hint.
+
+Run:    python algos/sdpo.py                                            (embedded arithmetic, 2 minutes on two cores)
+        torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct --mini-batches 1
+Result: embedded arithmetic, greedy, mean of three seeds: 96.2 % from 55.9 %, from a start of its own that can read a
+        hint (baselines/hints-start). On GPUs: not yet run.
+"""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from common import errors, placement, weight_sync
+from common.data import arithmetic
+from common.data.prompts import Prompt
+from common.preflight import flags, ranges
+from common.preflight.prepare import prepare
+from common.rollout import engines
+from common.run import guards, hints, job
+from common.run.sampling import Batch, PromptSampler
+from common.trainer import batching, distillation, model
+
+
+@dataclasses.dataclass
+class Args(flags.Flags):  # Flags has those that all files share: --model, --dataset, --reward, --seed ...
+    # sampling
+    steps: PositiveInt = 200  # One step is one rollout and its updates.
+    prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
+    group_size: PositiveInt = 8  # G, the number of responses to each prompt.
+    max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    # algorithm
+    clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
+    clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
+    hint: Literal["peer", "answer"] = "peer"
+    """What the teacher sees: another right response of the group, or the reference answer of the row."""
+    hint_template: str = "{prompt}\n\nThis is a right solution:\n\n{hint}\n\nNow solve the problem yourself."
+    """What the user says to the teacher, with {prompt} and {hint}."""
+    teacher_rate: ranges.Fraction = 0.05
+    """Share by which the teacher's weights move to the policy's after each step. 1: the teacher is the policy."""
+    full_vocabulary: bool = True  # Compare the whole distribution at each token, not only the sampled token.
+    # optimization
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
+    learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
+    schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
+    warmup_steps: NonNegativeInt = 10  # Steps in which the learning rate rises linearly.
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
+    max_grad_norm: PositiveFloat = 1.0  # Gradients are clipped to this norm.
+
+
+# The defaults without --model: two-digit addition, learned on a CPU in minutes.
+EMBEDDED = flags.EMBEDDED | {
+    "steps": 60,
+    "learning_rate": 3e-4,
+    "hint_template": "{prompt}{hint}\n{prompt}",
+}
+
+
+def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(N,) -> (N,): for each response the first other one of its group that is right, -1 if there is none."""
+    peers = torch.full_like(correct, -1, dtype=torch.long)
+    for row in range(len(correct)):
+        first = row // group_size * group_size
+        for peer in range(first, first + group_size):
+            if correct[peer] and peer != row:
+                peers[row] = peer
+                break
+    return peers
+
+
+def hinted(text: str, hint: str, template: str) -> str:
+    """What the user says to the teacher. A {hint} that the prompt spells, or a {prompt} in the hint, stays as it is."""
+    parts = {"{prompt}": text, "{hint}": hint}
+    return re.sub(r"\{prompt\}|\{hint\}", lambda found: parts[found[0]], template)
+
+
+@torch.no_grad()
+def follow(teacher: torch.nn.Module, policy: torch.nn.Module, rate: float) -> None:
+    """teacher = (1 - rate) teacher + rate policy, on this rank's shards."""
+    for theirs, ours in zip(teacher.parameters(), policy.parameters()):
+        shard = theirs.to_local()
+        shard.lerp_(ours.to_local().to(shard.device), rate)
+
+
+def compute_advantages(old_logprobs, teacher_logprobs, response_mask) -> torch.Tensor:
+    """(N, T), (N, T) -> (N, T): how much likelier the teacher finds each sampled token, 0 outside the mask."""
+    return torch.where(response_mask.bool(), teacher_logprobs - old_logprobs, 0.0)
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    denominator: float,
+    token_weights: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Scalar: the sum of the given rows' token losses, divided by `denominator`.
+
+    All are (n, T). Log-probs outside the mask, NaN included, change nothing.
+    denominator: response tokens of the whole mini-batch on all ranks.
+    token_weights: (n, T), from rollout_weights().
+    """
+    log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
+    per_token = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    per_token = token_weights * per_token
+    return (per_token * response_mask).sum() / denominator
+
+
+def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
+    """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
+
+    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
+    updates. The weight multiplies the policy loss and carries no gradient.
+    """
+    log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
+    return log_weights.clamp(-20, 20).exp().clamp(max=cap)
+
+
+def vocabulary_loss(divergences, response_mask, *, denominator: float) -> torch.Tensor:
+    """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`.
+
+    A divergence depends on the tokens before it, and not on which one was sampled: it needs no weight for that.
+    """
+    return torch.where(response_mask.bool(), divergences, 0.0).sum() / denominator
+
+
+@torch.no_grad()
+def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
+    """How many response tokens have no policy-loss gradient because their ratio was clipped."""
+    response_mask = response_mask.bool()
+    ratio = torch.where(response_mask, logprobs - old_logprobs, 0.0).exp()
+    too_high = (advantages > 0) & (ratio > 1 + clip_high)
+    too_low = (advantages < 0) & (ratio < 1 - clip_low)
+    return ((too_high | too_low) & response_mask).sum()
+
+
+def check_args(args: Args) -> None:
+    """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if args.hint == "peer" and args.group_size < 2:
+        raise errors.BadInput(f"--group-size {args.group_size}: a response has no other to learn from; use >= 2")
+    if "{hint}" not in args.hint_template or "{prompt}" not in args.hint_template:
+        raise errors.BadInput("--hint-template: needs {prompt} and {hint}, where the prompt and the hint go")
+    if args.environment:
+        raise errors.BadInput("--environment: a conversation of several turns cannot be given a hint")
+    if args.teacher_rate < 1 and args.compute.lora_rank:
+        raise errors.BadInput("--lora-rank: needs --teacher-rate 1, because a teacher of its own has no adapters")
+    if args.full_vocabulary and args.compute.sequence_parallel > 1:
+        raise errors.BadInput(
+            "--sequence-parallel: add --no-full-vocabulary, because a hint moves the cuts between the ranks"
+        )
+    if args.full_vocabulary and args.tis_cap:
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
+    if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
+        raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
+
+
+def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None:
+    """Refuse hints that no row has, or that cannot fit. Raises BadInput."""
+    if args.hint == "peer":
+        hinter.check(prompts, [""] * len(prompts))  # how long a response is shows during the run
+        return
+    with_answer = [prompt for prompt in prompts if prompt.answer is not None]
+    if not with_answer:
+        raise errors.BadInput("--hint answer: no row of --dataset has a reference answer")
+    hinter.check(with_answer, [prompt.answer for prompt in with_answer])
+
+
+def main(args: Args) -> None:
+    if args.model == "embedded":
+        # The warm start of the other files has never seen a hint.
+        args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
+    check_args(args)
+    # Checks flags, data and model before any model is loaded.
+    settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "reference"])
+    hinter = hints.Hinter(settings, partial(hinted, template=args.hint_template))
+    check_hints(args, settings.prompts, hinter)
+    if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
+        return
+
+    # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+    trained = {"policy": (policy, optimizer)}
+    if args.teacher_rate == 1:
+        teacher = distillation.own_teacher(policy)
+    else:
+        teacher = distillation.load_teacher(
+            settings.model,
+            policy,
+            world,
+            settings.dtype,
+            settings.compute,
+            offload=args.offload != "none",  # "others" and "all" offload every model but the policy
+        )
+        trained["teacher"] = (teacher, None)  # nothing trains it, but a checkpoint needs it
+    engine = engines.start(
+        args.rollout_backend,
+        settings.model,
+        settings.stop_token_ids,
+        world,
+        settings.dtype,
+        max_model_len=settings.max_model_len,
+        sequences=settings.sequences,
+        layout=settings.layout,
+        rollout_tp=args.rollout_tp,
+    )
+    # `run` resumes, evaluates, saves and reports. `tracker` records metrics; run.end_step reduces them over the ranks.
+    run = job.start(settings, world, engine, trained)
+    tracker = run.tracker
+
+    def sample(step: int, sampler: PromptSampler) -> Batch:
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
+        grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
+        with sampler.time("rollout"):
+            rollout = engine.generate(
+                [prompt.ids for prompt in prompts],
+                args.group_size,
+                args.temperature,
+                args.max_response_tokens,
+                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                done=grading,
+                reply=grading.reply,  # the next turn of an environment (--environment)
+            )
+            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
+            engine.sleep()
+        return sampler.grade(prompts, rollout, grading)
+
+    for step, batch in run.steps(sample):
+        texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
+        if args.hint == "peer":
+            peers = right_peers(correct=batch.correct, group_size=args.group_size)  # (N,)
+            texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
+        # The same responses after the prompts that the teacher reads.
+        hinted_batch, has_hint = hinter.batch(batch, texts, tracker)  # has_hint: (N,)
+        has_gradient = has_hint  # (N,) every response with a hint learns from the teacher
+        taught = batch.response_mask & has_hint[:, None]  # (N, T)
+
+        # The rollout is packed once. The same micro-batches serve all log-probs and the training.
+        mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
+        micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
+
+        with tracker.time("logprobs"):
+            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
+            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
+            old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            advantages = torch.zeros_like(old_logprobs)  # (N, T)
+            if not args.full_vocabulary:
+                hinted_rows = has_hint.nonzero().flatten()
+                hinted_micro_batches = batching.pack(hinted_batch, hinted_rows, settings.compute, world)
+                teacher_logprobs = model.frozen_logprobs(
+                    teacher, hinted_batch, hinted_micro_batches, args.temperature
+                )  # (N, T)
+                advantages = compute_advantages(
+                    old_logprobs=old_logprobs,
+                    teacher_logprobs=teacher_logprobs,
+                    response_mask=taught,
+                )  # (N, T)
+                tracker.mean("teacher/kl", -advantages.sum(), taught.sum())
+
+        with tracker.time("update"):
+            decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
+
+            for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                if not mini_batch.micro_batches:
+                    continue
+
+                # Fixed before the first backward. It counts the rows of all ranks that have a hint. The others have no
+                # teacher.
+                denominator = world.sum(taught[mini_batch.rows].sum())  # response tokens
+
+                for micro in mini_batch.micro_batches:
+                    if args.full_vocabulary:
+                        # (n, T) each; only the divergences have a gradient.
+                        divergences, logprobs, entropy = distillation.divergences(
+                            policy,
+                            teacher,
+                            micro,
+                            args.temperature,
+                            batching.after_prompts_of(hinted_batch, micro, settings.compute),
+                        )
+                        loss = vocabulary_loss(
+                            divergences=divergences,
+                            response_mask=micro.response_mask,
+                            denominator=denominator,
+                        )
+                        clipped = 0
+                        # The report shows them as advantages: how far each token is from the teacher.
+                        advantages[micro.rows] = torch.where(
+                            micro.response_mask, -divergences.detach(), advantages[micro.rows]
+                        )
+                        tracker.mean("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
+                    else:
+                        # (n, T) each. Only the log-probs have a gradient.
+                        logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
+                        token_weights = 1.0
+                        if args.tis_cap:
+                            token_weights = rollout_weights(
+                                old_logprobs=old_logprobs[micro.rows],
+                                rollout_logprobs=batch.rollout_logprobs[micro.rows],
+                                response_mask=micro.response_mask,
+                                cap=args.tis_cap,
+                            )  # (n, T)
+                        loss = policy_loss(
+                            logprobs=logprobs,
+                            old_logprobs=old_logprobs[micro.rows],
+                            advantages=advantages[micro.rows],
+                            response_mask=micro.response_mask,
+                            clip_low=args.clip_low,
+                            clip_high=args.clip_high,
+                            denominator=denominator,
+                            token_weights=token_weights,
+                        )
+                        clipped = clipped_tokens(
+                            logprobs=logprobs,
+                            old_logprobs=old_logprobs[micro.rows],
+                            advantages=advantages[micro.rows],
+                            response_mask=micro.response_mask,
+                            clip_low=args.clip_low,
+                            clip_high=args.clip_high,
+                        )
+                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
+                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    loss.backward()
+
+                    # Means are over the tokens that had a forward.
+                    tokens = micro.response_mask.sum()
+                    tracker.loss("loss/policy", loss, micro)
+                    tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
+                    tracker.mean("train/clip_frac", clipped, tokens)
+
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
+                guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
+                tracker.mean("train/grad_norm", grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            model.reshard(teacher)
+            if teacher is not policy:
+                follow(teacher, policy, args.teacher_rate)
+
+        with tracker.time("sync"):
+            weight_sync.push(policy, engine)  # the engine wakes with the new weights
+        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=has_gradient)
+    run.close()
+
+
+if __name__ == "__main__":
+    flags.launch(main, Args, EMBEDDED, __doc__)
