@@ -41,7 +41,7 @@ PAGED_ATTENTION = "_C::cpu_attention_with_kv_cache"  # vLLM's
 FREE = {"aten::linalg_vector_norm", "_C::create_onednn_mm_handler", "_C::release_dnnl_matmul_handler"}
 # Operations of these names may hide a product.
 MAY_MULTIPLY = re.compile(
-    r"(^|_)\w*(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|conv|rnn|lstm|gru|fft|linalg|cdist|einsum|kron|bilinear"
+    r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|convolution|conv\d|rnn|lstm|gru|fft|linalg|cdist|einsum|kron"
 )
 NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "_C")
 

@@ -200,6 +200,7 @@ def start(words: list, folder: Path, log: Path, cores: int) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
     # torch.compile would hide products from the clock. Nothing is to come from the network.
     environment |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     with open(log, "w") as out:
         return subprocess.Popen(
             [sys.executable, *map(str, words)],
@@ -256,7 +257,7 @@ def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
 
 
 def digest_of(model: Path, start_model: Path | None = None) -> str:
-    """SHA-256 over names, shapes and values of a model's weights. Raises Refused if it is not of start_model's shape."""
+    """SHA-256 over names, shapes and values of a model's weights. Raises Refused if start_model has others."""
     tensors = read_weights(model)
     if start_model is not None:
         shapes = [{name: tensor.shape for name, tensor in read_weights(path).items()} for path in (model, start_model)]

@@ -22,12 +22,13 @@ IMPORTS = (
     *("common.preflight.prepare", "common.preflight.ranges", "common.rollout.engines", "common.run.guards"),
     *("common.run.job", "common.run.sampling", "common.trainer"),
 )
-# Names that lead out of the file, to modules that other modules have imported or to what is stored on this machine.
-NAMES = {
-    *("__import__", "eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"),
-    *("os", "sys", "gc", "inspect", "importlib", "builtins", "ctypes", "threading", "multiprocessing", "subprocess"),
-    *("numpy", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation", "from_pretrained"),
-    *("load_state_dict", "from_file", "hub", "jit", "cpp_extension", "ThreadPool", "Thread", "overrides", "library"),
+# Functions that lead out of the file.
+NAMES = {"eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"}
+# Attributes that do: modules that other modules have imported, threads, files, compiled code.
+ATTRIBUTES = {
+    *("os", "sys", "gc", "inspect", "importlib", "ctypes", "threading", "multiprocessing", "subprocess", "numpy"),
+    *("data", "tasks", "arithmetic", "sources", "rewards", "evaluation", "from_pretrained", "from_file", "hub"),
+    *("load_state_dict", "compile", "jit", "ThreadPool", "Thread", "overrides", "library"),
 }
 # The shared flags that an entry may set. The speedrun sets the others.
 OPEN_FLAGS = {"token-budget", "packing", "activation-checkpointing", "no-activation-checkpointing", "lora-rank"}
@@ -55,10 +56,11 @@ def check_file(file: Path) -> None:
                 raise Refused(f"{where}: imports {name.rstrip('.')}; an entry may import {', '.join(IMPORTS)}")
         if isinstance(node, ast.Import | ast.ImportFrom):
             imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        name = getattr(node, "attr", getattr(node, "id", ""))
-        private = isinstance(node, ast.Attribute) and name.startswith("_") and name != "__init__"
-        if name in NAMES or private:
-            raise Refused(f"{where}: an entry has no use for {name}")
+        if isinstance(node, ast.Name) and node.id in NAMES | {"__import__", "__builtins__"}:
+            raise Refused(f"{where}: an entry has no use for {node.id}")
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "__init__"
+        if private or (isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES):
+            raise Refused(f"{where}: an entry has no use for .{node.attr}")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             base = node.value

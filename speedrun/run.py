@@ -2,8 +2,8 @@
 
     python speedrun/run.py 0002-mine algos/mine.py --steps 60 --learning-rate 3e-5
 
-The words after the file are flags of the file. The folder gets train.py (a copy of the file), record.json, and a CSV for
-each seed. It is written at the end, also for a run that misses the target; verify.py says whether it counts.
+The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
+seed. It is written at the end, also for a run that misses the target: verify.py says whether it counts.
 """
 
 import csv

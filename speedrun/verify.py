@@ -1,6 +1,6 @@
 """Verify records of the speedrun. Anyone can: it needs the record's folder and a machine of its kind.
 
-    python speedrun/verify.py speedrun/records/0001-grpo            the checks below, the file's diff, then a full replay
+    python speedrun/verify.py speedrun/records/0001-grpo            checks, shows the file's diff, then replays it
     python speedrun/verify.py speedrun/records/0001-grpo --check    without a replay, in seconds
     python speedrun/verify.py                                       --check for all records, and is the table right?
     python speedrun/verify.py speedrun/records/0001-grpo --seeds 7  a seed of your own: would it count as well?
@@ -108,7 +108,7 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
             raise Refused(f"seed {seed}: {refused}") from None
         errors.say(
             f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%}) after "
-            f"{claims['flops']:,} FLOPs in {claims['seconds']} s, {claims['flops'] / claims['seconds'] / 1e9:.0f} GFLOP/s"
+            f"{claims['flops']:,} FLOPs in {claims['seconds']} s"
         )
         for name, now in claims.items():
             if recorded and name != referee.NOT_REPEATED and recorded[name] != now:
@@ -117,7 +117,10 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
 
 def table(job: Job, folder: Path = run.RECORDS) -> str:
     """A line for each record, the fewest FLOPs first. Those that miss the target stand at the end."""
-    lines = ["| record | PFLOPs | accuracy, each seed (95 % interval) | responses | minutes | counts |", "|---|" + "---|" * 5]
+    lines = [
+        "| record | PFLOPs | accuracy, each seed (95 % interval) | responses | minutes | counts |",
+        "|---|" + "---|" * 5,
+    ]
     records = [(path.parent, read(path.parent)) for path in sorted(folder.glob("*/record.json"))]
     records.sort(key=lambda each: (not counts(job, each[1]), each[1]["flops"]))
     for path, record in records:
@@ -150,7 +153,7 @@ def main(args: Args, job: Job = SPEEDRUN) -> None:
         except (Refused, KeyError) as refused:
             errors.say(f"{folder.name}: refused: {refused}")
             failed = True
-    if table(job) not in PAGE.read_text():
+    if not args.records and table(job) not in PAGE.read_text():
         errors.say("speedrun/README.md: the table is not up to date; python speedrun/verify.py --table")
         failed = True
     sys.exit(failed)

@@ -3,10 +3,7 @@
 import sys
 
 import torch
-from conftest import ROOT
-
-sys.path.append(str(ROOT / "speedrun"))
-from clock import Clock
+from helpers import load
 
 from common import placement
 from common.data import arithmetic
@@ -16,7 +13,7 @@ length, most = map(int, sys.argv[1:])
 world = placement.init(0)
 model = str(arithmetic.WARM_START)
 engine = engines.start("vllm", model, [1], world, torch.float32, max_model_len=64, sequences=4)
-with Clock() as clock:
+with load("speedrun/clock.py").Clock() as clock:
     rollout = engine.generate([list(range(3, 3 + length))], 1, 1.0, most, seed=0)
 print(f"flops {clock.flops} tokens {len(rollout.response_ids[0])}")
 placement.finish(world, engine)
