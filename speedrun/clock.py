@@ -6,8 +6,8 @@
 
 torch hands every operation to the clock before it runs, so nobody has to report anything. There is one formula: a
 product with m x n results that adds up k terms for each costs 2 m n k. Attention of q queries over k keys is two
-products per head, its backward five; a causal mask saves nothing. Nothing else costs anything. What is computed twice (a recomputed activation, padding) counts twice, and
-what is shared (a prompt in the prefix cache) counts once.
+products per head, its backward five; a causal mask saves nothing. Nothing else costs anything. What is computed twice
+(a recomputed activation, padding) counts twice, and what is shared (a prompt in the prefix cache) counts once.
 
 The clock stops the run at a product for which it has no formula. It would otherwise be a way around the clock.
 """
