@@ -17,11 +17,12 @@ TEXTS = [
     ROOT / "baselines/README.md",
     ROOT / "baselines/performance/README.md",
     ROOT / "baselines/staleness/README.md",
+    ROOT / "speedrun/README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
-PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/**/*.py")]
+PAGES = [*TEXTS, *ROOT.glob("algos/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("speedrun/*.py")]
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -31,7 +32,7 @@ def commands() -> list[tuple[str, list[str]]]:
         text = re.sub(r"\\\n\s*", "", page.read_text())
         text = re.sub(r"\n {10,}(?=--)", " ", text)
         for match in re.finditer(
-            r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts(?:/bench)?)/(?!X|mine\b)\w+\.py)([^\n`]*)", text
+            r"(?:python|torchrun [^\n`]*?) ((?:algos|scripts(?:/bench)?|speedrun)/(?!X|mine\b)\w+\.py)([^\n`]*)", text
         ):
             flags = re.split(r"  |#|\(|\.\.\.|[\"`:]", match[2])[0]
             found.append((match[1], shlex.split(flags)))

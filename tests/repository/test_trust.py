@@ -97,7 +97,7 @@ def test_beside_safetensors_a_pickle_is_not_read(models, world, tmp_path):
 
 
 def test_no_file_trusts_code_or_pickles():
-    files = [path for folder in ("common", "algos", "scripts") for path in (ROOT / folder).rglob("*.*")]
+    files = [path for folder in ("common", "algos", "scripts", "speedrun") for path in (ROOT / folder).rglob("*.*")]
     unsafe_calls = {"pickle.load", "pickle.loads", "joblib.load", "marshal.loads", "shelve.open"}
     unsafe_words = ("trust_remote_code", "trust-remote-code", "weights_only=False", "allow_pickle", "INSECURE_SERIAL")
     found = []

@@ -1,0 +1,92 @@
+"""The clock of the speedrun: it counts the FLOPs of every matrix product that a process computes, in any model.
+
+    with Clock() as clock:
+        ...                      forwards, backwards, vLLM's engine, whatever the code calls
+    clock.flops
+
+torch hands every operation to the clock before it runs, so nobody has to report anything. There is one formula: a
+product with m x n results that adds up k terms for each costs 2 m n k. Attention of q queries over k keys is two
+products per head, its backward five; a causal mask saves nothing. Nothing else costs anything. What is computed twice
+(a recomputed activation, padding) counts twice, and what is shared (a prompt in the prefix cache) counts once.
+
+The clock stops the run at a product for which it has no formula. It would otherwise be a way around the clock.
+"""
+
+import re
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Name of an operation -> the place of its left factor among the arguments.
+PRODUCTS = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+    "aten::mv": 0,
+    "aten::addmv": 1,
+    "aten::dot": 0,
+    "aten::linear": 0,
+    "aten::matmul": 0,
+    "_C::onednn_mm": 1,  # vLLM's on a CPU; its result is its first argument
+}
+# Name of an operation of fused attention -> (its products per head, the place of the queries; the keys follow).
+ATTENTION = {
+    "aten::scaled_dot_product_attention": (2, 0),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
+}
+PAGED_ATTENTION = "_C::cpu_attention_with_kv_cache"  # vLLM's
+FREE = {"aten::linalg_vector_norm", "_C::create_onednn_mm_handler", "_C::release_dnnl_matmul_handler"}
+# Operations of these names may hide a product.
+MAY_MULTIPLY = re.compile(
+    r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|convolution|conv\d|rnn|lstm|gru|fft|linalg|cdist|einsum|kron"
+)
+NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "_C")
+
+
+class NoFormula(Exception):
+    """The clock does not know what an operation costs."""
+
+
+class Clock(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+        self.costs: dict = {}  # operation -> its cost(arguments, result), or None if it is free
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "vllm":  # Python code of vLLM: what it calls is to be counted
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        if function not in self.costs:
+            self.costs[function] = cost_of(function.namespace, function._schema.name)
+        result = function(*args, **kwargs)
+        cost = self.costs[function]
+        if cost is not None:
+            self.flops += cost(args, result)
+        return result
+
+
+def cost_of(namespace: str, name: str):
+    """The function that computes an operation's FLOPs from its arguments and its result. Raises NoFormula."""
+    name = name.removesuffix("_")  # addmm_ adds in place
+    if name in PRODUCTS:
+        left = PRODUCTS[name]
+        return lambda args, result: 2 * (args[0] if result is None else result).numel() * args[left].shape[-1]
+    if name in ATTENTION:
+        products, place = ATTENTION[name]
+        return lambda args, _: 2 * products * args[place].numel() * args[place + 1].shape[-2]
+    if name == PAGED_ATTENTION:
+        return paged_attention
+    if name in FREE or (namespace in NAMESPACES and not MAY_MULTIPLY.search(name.partition("::")[2])):
+        return None
+    raise NoFormula(f"the clock has no formula for {name}; use another operation, or add one to speedrun/clock.py")
+
+
+def paged_attention(args, _) -> int:
+    """Two products per head. args: queries (tokens, heads, width), ..., the first query and number of keys of each."""
+    query, starts, keys = args[0], args[4], args[5]
+    pairs = int((starts.diff() * keys[: len(starts) - 1]).sum())
+    return 4 * pairs * query[0].numel()

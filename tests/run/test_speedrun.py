@@ -1,0 +1,401 @@
+"""speedrun/: an honest record repeats bit for bit, what was tampered with is refused, and the clock counts right.
+
+All runs here are of the embedded model, through the code that the speedrun uses for SmolLM2.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ALGORITHMS
+from conftest import ROOT, launch
+from helpers import load
+from transformers import AutoModelForCausalLM
+
+from common.data import arithmetic
+from common.data.prompts import Prompt
+
+clock, verify = load("speedrun/clock.py"), load("speedrun/verify.py")
+referee, rules, run, Refused = verify.referee, verify.rules, verify.run, verify.Refused
+JOB = referee.Job(arithmetic.WARM_START, "arithmetic", 0.2, 300, 48, cores=1, seeds=(0,))
+FLAGS = ["--steps", "2", "--prompts-per-step", "8", "--mini-batches", "2", "--learning-rate", "2e-3"]
+GRPO = ROOT / "algos/grpo.py"
+
+
+class Forked:
+    """Stands in for a process: the fork server of the tests starts it, which saves the imports."""
+
+    def __init__(self, words, folder, log, cores):
+        self.returncode = None
+        self.thread = threading.Thread(target=self.go, args=(words, folder, log))
+        self.thread.start()
+
+    def go(self, words, folder, log):
+        result = launch(*words, cwd=folder, check=False)
+        log.write_text(result.stdout + result.stderr)
+        self.returncode = result.returncode
+
+    def poll(self):
+        return None if self.thread.is_alive() else self.returncode
+
+    def wait(self):
+        self.thread.join()
+        return self.returncode
+
+    def kill(self):
+        """The process ends by itself when the referee no longer listens."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(referee, "start", Forked)
+        yield
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory) -> Path:
+    """A record of algos/grpo.py. This checkout may have changes that are not committed."""
+    folder = tmp_path_factory.mktemp("records") / "0001-grpo"
+    run.enter(JOB, folder, GRPO, FLAGS)
+    change(folder, uncommitted_changes=False)
+    return folder
+
+
+@pytest.fixture
+def record(honest, tmp_path) -> Path:
+    """A copy to tamper with."""
+    return Path(shutil.copytree(honest, tmp_path / honest.name))
+
+
+def change(folder: Path, **changes) -> None:
+    file = folder / "record.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2))
+
+
+def claim(folder: Path, **changes) -> None:
+    """Change what record.json says of seed 0."""
+    seeds = verify.read(folder)["seeds"]
+    change(folder, seeds={"0": seeds["0"] | changes})
+
+
+def rewrite(folder: Path, number: int, **changes) -> None:
+    """Change a row of seed 0's CSV."""
+    rows = verify.read_csv(folder / "seed0.csv")
+    rows[number] |= changes
+    run.write_csv(folder / "seed0.csv", referee.Outcome(rows, {}))
+
+
+# Records
+
+
+@pytest.mark.slow
+def test_an_honest_record_repeats_bit_for_bit(honest, capsys):
+    record = verify.check(JOB, honest)
+    assert verify.counts(JOB, record) and record["seeds"]["0"]["rollouts"] == 2
+    verify.replay(JOB, honest, record, ())
+    assert f"{record['flops']:,} FLOPs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_record_that_claims_another_seed_differs_in_the_first_rollout(record):
+    (record / "seed0.csv").rename(record / "seed1.csv")
+    change(record, seeds={"1": verify.read(record)["seeds"]["0"]})
+    other = dataclasses.replace(JOB, seeds=(1,))
+    with pytest.raises(Refused, match=r"seed 1: rollout 1: .*digest"):
+        verify.replay(other, record, verify.check(other, record), ())
+
+
+@pytest.mark.slow
+def test_a_record_that_claims_other_flags_differs_as_soon_as_they_matter(record):
+    """The learning rate changes what is sampled after the first update."""
+    change(record, flags=[*FLAGS[:-1], "1e-3"])
+    with pytest.raises(Refused, match=r"seed 0: rollout 2: .*digest"):
+        verify.replay(JOB, record, verify.check(JOB, record), ())
+
+
+@pytest.mark.slow
+def test_a_file_that_changes_its_prompts_is_refused_in_the_first_rollout(tmp_path):
+    plain = "[prompt.ids for prompt in prompts],"
+    source = GRPO.read_text()
+    assert source.count(plain) == 1
+    (tmp_path / "leak.py").write_text(source.replace(plain, "[[*prompt.ids, 12] for prompt in prompts],"))
+    with pytest.raises(Refused, match="rollout 1: a prompt is not the plain prompt"):
+        referee.play(JOB, tmp_path / "leak.py", FLAGS, 0)
+
+
+def fewer_flops(folder: Path) -> None:
+    """In all files, so that they agree with each other."""
+    flops = verify.read(folder)["flops"] // 2
+    for number, row in enumerate(verify.read_csv(folder / "seed0.csv")):
+        rewrite(folder, number, flops=row["flops"] // 2)
+    claim(folder, flops=flops)
+    change(folder, flops=flops)
+
+
+def more_right(folder: Path) -> None:
+    claim(folder, right=JOB.held_out, **referee.interval(JOB.held_out, JOB.held_out))
+
+
+@pytest.mark.parametrize(
+    "tamper, says",
+    [
+        (fewer_flops, "rollout 1: flops"),
+        (lambda folder: rewrite(folder, 0, reward=1.0), "rollout 1: reward 1.0"),
+        (lambda folder: rewrite(folder, 1, digest="0" * 16) or claim(folder, digest="0" * 16), "rollout 2: digest"),
+        (lambda folder: claim(folder, weights="0" * 16), "weights 0000"),
+        (more_right, "right 300"),
+        (lambda folder: change(folder, start_model="0" * 16), "the start model is"),
+    ],
+)
+def test_files_that_agree_with_each_other_do_not_agree_with_a_replay(honest, record, monkeypatch, tamper, says):
+    """The replay's rollouts are those of the honest record, which another test has shown."""
+    rows, claims = verify.read_csv(honest / "seed0.csv"), verify.read(honest)["seeds"]["0"]
+
+    def play(job, file, flags, seed, expected):
+        trace = referee.Trace([], [], None, expected)
+        for row in rows:
+            trace.rows.append(row)
+            trace.compare(row["rollout"])
+        return referee.Outcome(rows, claims)
+
+    monkeypatch.setattr(referee, "play", play)
+    verify.replay(JOB, record, verify.check(JOB, record), ())
+    tamper(record)
+    with pytest.raises(Refused, match=says):
+        verify.replay(JOB, record, verify.check(JOB, record), ())
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    file = folder / "train.py"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "tamper, says",
+    [
+        (lambda folder: edit(folder, "clip_low: ", "clip_low : "), "changed after the run"),
+        (lambda folder: edit(folder, "import dataclasses", "import dataclasses, os"), "imports os"),
+        (lambda folder: (folder / "seed0.csv").unlink(), "seed0.csv"),
+        (lambda folder: rewrite(folder, 1, responses=1), "responses"),
+        (lambda folder: rewrite(folder, 1, tokens=1), "tokens"),
+        (lambda folder: claim(folder, right=JOB.held_out), "accuracy"),
+        (lambda folder: claim(folder, low=0.9), "low 0.9"),
+        (lambda folder: claim(folder, flops=1), "fewer FLOPs"),
+        (lambda folder: change(folder, flops=1), "not the most"),
+        (lambda folder: change(folder, seeds={}), "the seeds are"),
+        (lambda folder: change(folder, flags=["--eval-prompts", "8"]), "--eval-prompts"),
+        (lambda folder: change(folder, uncommitted_changes=True), "no commit"),
+    ],
+)
+def test_files_that_do_not_agree_are_refused_without_a_replay(record, tamper, says):
+    tamper(record)
+    with pytest.raises(Refused, match=says):
+        verify.check(JOB, record)
+
+
+# The referee
+
+
+def a_trace() -> referee.Trace:
+    tokenizer = arithmetic.tokenizer()
+    ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return referee.Trace(
+        [Prompt("train:0", "47+38=", ids("47+38="), "85"), Prompt("train:1", "10+11=", ids("10+11="), "21")],
+        [Prompt("test:0", "20+30=", ids("20+30="), "50")],
+        tokenizer,
+    )
+
+
+def test_the_referee_pays_for_sampled_tokens_alone():
+    trace = a_trace()
+    ids = lambda text: trace.tokenizer.encode(text, add_special_tokens=False)
+    right, wrong = ids("#### 85"), ids("#### 84")
+    trace.add([ids("47+38="), ids("10+11=")], [right, wrong, wrong, ids("#### 21")], flops=7)
+    assert trace.rows[0] | {"digest": "", "seconds": 0} == {
+        "rollout": 1,
+        "prompts": 2,
+        "responses": 4,
+        "tokens": sum(map(len, (right, wrong, wrong, ids("#### 21")))),
+        "reward": 0.5,
+        "flops": 7,
+        "digest": "",
+        "seconds": 0,
+    }
+    assert trace.scores["47+38=", tuple(right)] == 1 and trace.scores["47+38=", tuple(wrong)] == 0
+    assert ("10+11=", tuple(right)) not in trace.scores, "it was sampled for another prompt"
+
+
+def test_any_token_any_reward_and_any_earlier_rollout_changes_the_digest():
+    ids = lambda text: arithmetic.tokenizer().encode(text, add_special_tokens=False)
+
+    def digest(*rollouts) -> str:
+        trace = a_trace()
+        for prompt, response in rollouts:
+            trace.add([ids(prompt)], [ids(response)], flops=7)
+        return trace.digest
+
+    last = ("47+38=", "85")
+    found = [digest(last), digest(("47+38=", "84")), digest(("10+11=", "85"))]
+    found += [digest(first, last) for first in (("47+38=", "85"), ("47+38=", "86"), ("10+11=", "21"))]
+    assert len(set(found)) == len(found) and digest(last) == found[0]
+
+
+@pytest.mark.parametrize(
+    "prompt, says", [("20+30=", "held-out"), ("47+38=85", "not the plain prompt"), ("47+39=", "not the plain prompt")]
+)
+def test_only_plain_prompts_of_training_problems_are_sampled_from(prompt, says):
+    trace = a_trace()
+    with pytest.raises(Refused, match=f"rollout 1: a prompt is .*{says}"):
+        trace.add([trace.tokenizer.encode(prompt, add_special_tokens=False)], [[5]], flops=7)
+
+
+def test_the_speedrun_holds_out_2048_problems_that_nobody_trains_on():
+    training, held_out = referee.SPEEDRUN.problems()
+    questions = [{row["question"] for row in rows} for rows in (training, held_out)]
+    assert len(training) == 7852 and len(held_out) == 2048 and not questions[0] & questions[1]
+    published = {row["question"] for row in referee.tasks.problems("sums", "test")}
+    assert published <= questions[1]
+
+
+def test_the_target_is_for_the_lower_end_of_the_interval():
+    """Of 2,048 problems 1,273 have to be right, which are 62.2 %."""
+    assert referee.interval(1272, 2048)["low"] <= 0.6 < referee.interval(1273, 2048)["low"]
+    record = {"seeds": {"0": referee.interval(1300, 2048), "1": referee.interval(1240, 2048)}}
+    assert referee.interval(1240, 2048)["accuracy"] > 0.6 and not verify.counts(referee.SPEEDRUN, record)
+    record["seeds"]["1"] = referee.interval(1300, 2048)
+    assert verify.counts(referee.SPEEDRUN, record)
+
+
+# Rules
+
+
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"opd"}))  # its teacher is another model
+def test_every_algorithm_that_learns_from_rewards_may_enter(name):
+    rules.check_file(ROOT / f"algos/{name}.py")
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("from common.data import tasks", "imports common.data"),
+        ("from common.data.tasks import problems", "imports common.data"),
+        ("import numpy", "imports numpy"),
+        ("import torchvision", "imports torchvision"),
+        ("from . import tasks", "imports"),
+        ("answers = job.data.tasks.problems", "no use for"),
+        ("eval('1')", "no use for eval"),
+        ("import torch\ntorch._C", "no use for ._C"),
+        ("import torch\ntorch.mm = print", "changes torch.mm"),
+        ("from common.rollout import engines\nengines.VLLMEngine.generate = print", "changes engines"),
+        ("x = 1 +", "invalid syntax"),
+        (f"answers = '{'7' * rules.LONGEST}'", "bytes"),
+    ],
+)
+def test_a_file_that_reaches_for_answers_or_for_the_clock_is_refused(tmp_path, line, says):
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    with pytest.raises(Refused, match=says):
+        rules.check_file(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("flag", ["--model", "--seed=3", "--run_dir", "--eval-prompts", "--reward", "--resume"])
+def test_flags_of_the_speedrun_are_not_the_entrys(flag):
+    rules.check_flags(["--steps", "3", "--lora-rank", "8", "--learning-rate=-1"])
+    with pytest.raises(Refused, match="the speedrun sets it"):
+        rules.check_flags(["--steps", "3", flag, "x"])
+
+
+# The clock
+
+HIDDEN, WIDE, LAYERS = 128, 512, 3  # of the embedded model
+LINEAR = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * WIDE)  # weights that a token is multiplied with, without the head
+
+
+def test_forward_and_backward_by_hand():
+    """A product costs two per weight and token. Its backward is two products of the same size."""
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.WARM_START, attn_implementation="eager")
+    tokens, vocabulary = 7, model.config.vocab_size
+    with clock.Clock() as counted:
+        logits = model(torch.arange(3, 3 + tokens)[None]).logits
+    attention = LAYERS * 4 * tokens**2 * HIDDEN  # two products per head
+    forward = 2 * tokens * (LINEAR + HIDDEN * vocabulary) + attention
+    assert counted.flops == forward
+    with clock.Clock() as counted:
+        logits.sum().backward()
+    assert counted.flops == 2 * forward
+
+
+@pytest.mark.slow
+def test_the_engine_by_hand():
+    """The prompt is computed once, each sampled token but the last once more, and the head for each sampled token."""
+    prompt = 5
+    printed = launch(ROOT / "tests/workers/speedrun_clock.py", prompt, 6).stdout
+    flops, sampled = map(int, re.search(r"flops (\d+) tokens (\d+)", printed).groups())
+    padded_vocabulary = 64  # vLLM's
+    pairs = prompt**2 + sum(prompt + more for more in range(1, sampled))  # of a query and a key
+    linear = 2 * (prompt + sampled - 1) * LINEAR + 2 * sampled * HIDDEN * padded_vocabulary
+    assert flops == linear + LAYERS * 4 * HIDDEN * pairs and sampled > 1
+
+
+def test_products_count_in_whatever_way_they_are_written():
+    a, b, vector = torch.ones(3, 5), torch.ones(5, 2), torch.ones(5)
+    queries, keys = torch.ones(1, 4, 6, 8), torch.ones(1, 4, 9, 8)
+    ways = {
+        2 * 3 * 5 * 2: [
+            lambda: a @ b,
+            lambda: torch.einsum("ik,kj->ij", a, b),
+            lambda: F.linear(a, b.T),
+            lambda: torch.mm(a, b, out=torch.empty(3, 2)),
+            lambda: torch.ones(3, 2).addmm_(a, b),
+            lambda: torch.tensordot(a, b, 1),
+        ],
+        2 * 3 * 5: [lambda: a @ vector, lambda: a.mv(vector)],
+        4 * 4 * 6 * 9 * 8: [lambda: F.scaled_dot_product_attention(queries, keys, keys)],
+        0: [lambda: a * 2 + a.sum(), lambda: a.softmax(0).norm()],
+    }
+    for flops, functions in ways.items():
+        for number, function in enumerate(functions):
+            with clock.Clock() as counted:
+                function()
+            assert counted.flops == flops, (flops, number)
+    with torch.inference_mode(), clock.Clock() as counted:
+        F.linear(a, b.T)
+        a @ b
+    assert counted.flops == 2 * 2 * 3 * 5 * 2
+    queries.requires_grad_()
+    with clock.Clock() as counted:
+        F.scaled_dot_product_attention(queries, keys, keys).sum().backward()
+    assert counted.flops == (4 + 10) * 4 * 6 * 9 * 8
+
+
+def test_a_product_without_a_formula_stops_the_run():
+    for function in (lambda x: F.conv1d(x[None], x[None]), lambda x: torch.cdist(x, x), torch.linalg.inv):
+        with pytest.raises(clock.NoFormula), clock.Clock():
+            function(torch.eye(4))
+
+
+# The page
+
+
+def test_the_table_has_the_fewest_flops_first_and_records_that_miss_the_target_last(tmp_path):
+    good, bad = referee.interval(1400, 2048), referee.interval(1000, 2048)
+    for name, flops, after in (("0001-a", 5e15, good), ("0002-b", 1e15, bad), ("0003-c", 4e15, good)):
+        seeds = {str(seed): {"responses": 100, "seconds": 60, **after} for seed in (0, 1)}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(json.dumps({"flops": int(flops), "seeds": seeds}))
+    lines = verify.table(referee.SPEEDRUN, tmp_path).splitlines()[3:-1]
+    assert [re.search(r"\[(.*?)\]", line)[1] for line in lines] == ["0003-c", "0001-a", "0002-b"]
+    assert [line.split(" | ")[-1].rstrip(" |") for line in lines] == ["yes", "yes", "no"]
+
+
+def test_the_committed_records_and_the_page_agree(capsys):
+    with pytest.raises(SystemExit) as left:
+        verify.main(verify.Args())
+    assert left.value.code == 0, capsys.readouterr().out
