@@ -270,9 +270,12 @@ def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
     (folder / f"seed{run['seed']}.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
-def evaluate(task: str, model: Path | str, dataset: str = "") -> dict[str, float]:
-    """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems."""
-    recipe = RECIPES[task].split()
+def evaluate(task: str, model: Path | str, dataset: str = "", recipe: str = "") -> dict[str, float]:
+    """Greedy accuracy, the mean of SAMPLES samples and pass@k of a model on a task's held-out problems.
+
+    dataset: problems in place of the task's own. recipe: flags in place of RECIPES[task].
+    """
+    recipe = (recipe or RECIPES[task]).split()
     own = {name: recipe[recipe.index(name) + 1] for name in ("--max-response-tokens", "--reward") if name in recipe}
     words = f"--model {model} --dataset {dataset or task} --n {SAMPLES} --dtype float32 "
     words += " ".join(f"{name} {value}" for name, value in own.items())

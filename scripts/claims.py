@@ -14,8 +14,10 @@ last checkpoint does on the held-out problems: greedy, sampled (mean@8) and pass
 """
 
 import dataclasses
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -40,14 +42,21 @@ COMMITTED = ROOT / "baselines/claims"
 PAGE = ROOT / "docs/claims.md"
 BEGIN, END = "<!-- claims -->", "<!-- /claims -->"  # the table between them is generated
 ONE_PROBLEM = "runs/one-problem.jsonl"
+REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
+REVERSED = 6  # digits of a problem of `reversal`
 # All runs of a task have these flags. An algorithm's own defaults for the embedded job would differ between files.
 TASKS = {
     "arithmetic": "--steps 52 --prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 "
     "--eval-every 5",
     "maze": baselines.RECIPES["maze"],
+    # As in TPO's paper: all problems are trained on and evaluated, and a rollout is used four times.
+    "reversal": f"--model {REVERSAL}/start --dataset {REVERSAL}/problems.jsonl "
+    f"--eval-dataset {REVERSAL}/problems.jsonl --dtype float32 --max-prompt-tokens 32 --max-response-tokens 12 "
+    "--steps 150 --prompts-per-step 32 --group-size 8 --mini-batches 1 --epochs 4 --learning-rate 3e-4 "
+    "--warmup-steps 2 --eval-every 10",
     "sums": baselines.RECIPES["sums"],  # SmolLM2-135M-Instruct; an hour of one core
 }
-SEEDS = {"arithmetic": 5, "maze": 5, "sums": 3}
+SEEDS = {"arithmetic": 5, "maze": 5, "reversal": 5, "sums": 3}
 # Arms of `sums` that are baselines already. scripts/baselines.py makes their committed runs, in baselines/sums.
 BASELINE_ARMS = ("grpo", "max_rl")
 COLUMNS = (
@@ -93,6 +102,7 @@ ARMS = {
     "entropy-bonus": Arm(variant="entropy-bonus", flags="--entropy-coef 0.01"),
     "clip-higher": Arm(flags="--clip-high 0.28"),
     "kl": Arm(flags="--kl-coef 0.04"),
+    "tpo": Arm(variant="tpo"),
     "four-epochs": Arm(flags="--epochs 4"),
     "gspo-four-epochs": Arm("gspo", flags="--epochs 4"),
     "lora-1": Arm(flags="--lora-rank 1 --learning-rate 2e-3"),
@@ -179,6 +189,8 @@ CLAIMS = {
     "negatives": Claim("NSR, 2506.01347", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
     "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="maze"),
     "kl": Claim("ProRL, 2505.24864", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", 0.02, task="reversal"),
+    "kl-sparse": Claim("TPO, 2604.06159, 3.6", "kl", "grpo", "sampled", "more", 0.02, task="reversal"),
     "max-rl-sums": Claim("MaxRL, 2602.02710", "max_rl", "grpo", "pass@8", "more", 0.02, task="sums"),
     "delight-sums": Claim("Delightful PG, 2603.14608", "delight-gate", "grpo", "sampled", "more", 0.02, task="sums"),
     "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="sums"),
@@ -252,7 +264,8 @@ def run(cell: Cell, folder: Path) -> str:
             subprocess.run([sys.executable, "scripts/merge_lora.py", str(trained), str(merged)], check=True, cwd=ROOT)
             trained = merged
         about |= {"flags": cell.flags(), "variant": arm.variant, "seed": cell.seed}
-        about["evaluation"] = baselines.evaluate(cell.task, trained)
+        problems = f"{REVERSAL}/problems.jsonl" if cell.task == "reversal" else ""
+        about["evaluation"] = baselines.evaluate(cell.task, trained, problems, TASKS[cell.task])
     study.write_run(cell.file(folder), rows, about, COLUMNS)
     minutes = sum(row.get("time/step", 0.0) for row in rows) / 60
     return f"{about['evaluation']['sampled']:.1%} in {minutes:.1f} minutes"
@@ -268,6 +281,31 @@ def write_one_problem() -> None:
     file = ROOT / ONE_PROBLEM
     file.parent.mkdir(exist_ok=True)
     file.write_text(64 * line)
+
+
+def make_reversal() -> None:
+    """Write the problems of `reversal` and train the model that its runs start from. It knows the form and no more.
+
+    A problem is REVERSED digits, all of them 1 or 2, and its answer is the same digits backwards. Demonstrations have
+    random digits for an answer, so at first one response in 2^REVERSED is right, as in the paper's task.
+    """
+    folder = ROOT / REVERSAL
+    if (folder / "start/model.safetensors").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    problems = []
+    demonstrations = []
+    for digits in map("".join, itertools.product("12", repeat=REVERSED)):
+        problem = {"question": f"reverse {digits}=", "answer": digits[::-1]}
+        problems.append(problem)
+        for _ in range(64):
+            demonstrations.append(problem | {"solution": "".join(draw.choices("12", k=REVERSED))})
+    draw.shuffle(demonstrations)
+    for name, rows in (("problems", problems), ("demonstrations", demonstrations)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"algos/sft.py --dataset {REVERSAL}/demonstrations.jsonl --steps 60 --output {REVERSAL}/start"
+    subprocess.run([sys.executable, *words.split(), "--run-dir", f"{REVERSAL}/sft"], check=True, cwd=ROOT)
 
 
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
@@ -387,8 +425,10 @@ def main(args: Args) -> None:
         print(table(COMMITTED))
         return
     folder = ROOT / args.folder
-    write_one_problem()
     missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
+    write_one_problem()
+    if any(cell.task == "reversal" for cell in missing):
+        make_reversal()
     failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)
     print(table(folder, rows))
     if failed:

@@ -142,8 +142,9 @@ def ended(monkeypatch):
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(words, state.exit_code, state.printed)
 
-    def evaluate(task, model):
+    def evaluate(task, model, dataset, recipe):
         state.evaluated = str(model)
+        assert recipe == claims.TASKS[task] and bool(dataset) == (task == "reversal")
         return {"sampled": 0.5}
 
     monkeypatch.setattr(claims.subprocess, "run", start)
@@ -209,6 +210,24 @@ def test_the_one_problem_has_a_carry_and_fills_a_step(monkeypatch, tmp_path):
     first, second = map(int, row["question"].rstrip("=").split("+"))
     assert len(lines) == 64 and first % 10 + second % 10 > 9 and row["answer"] == str(first + second)
     assert row["question"] in {each["question"] for each in claims.arithmetic.problems("train")}
+
+
+def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_ones(monkeypatch, tmp_path):
+    """64 demonstrations of each of 64 problems: about one in 64 is right."""
+    commands = []
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(claims.subprocess, "run", lambda words, **named: commands.append(words))
+    claims.make_reversal()
+    folder = tmp_path / claims.REVERSAL
+    problems, shown = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("problems", "demonstrations")
+    )
+    assert len(problems) == len({row["question"] for row in problems}) == 2**claims.REVERSED
+    assert {"question": "reverse 122212=", "answer": "212221"} in problems
+    assert len(shown) == 64 * len(problems) and all(len(row["solution"]) == claims.REVERSED for row in shown)
+    assert 30 < sum(row["solution"] == row["answer"] for row in shown) < 100
+    assert len(commands) == 1 and "algos/sft.py" in commands[0]
 
 
 def test_an_arm_differs_from_its_control_in_one_thing():
