@@ -331,15 +331,15 @@ def difference(folder: Path, claim: Claim) -> study.Estimate | None:
     return study.paired(arm, measured(folder, claim, claim.control))
 
 
-def verdict(claim: Claim, found: study.Estimate | None) -> str:
-    """The rule that was fixed before the runs.
+def verdict(claim: Claim, found: study.Estimate | None, seeds: int) -> str:
+    """The rule that was fixed before the runs. It waits for all SEEDS, so nobody can stop when the answer pleases.
 
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
     smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
-    margin on both sides, otherwise refuted here if it excludes 0. All others, and single seeds, are unresolved.
+    margin on both sides, otherwise refuted here if it excludes 0. All others are unresolved.
     """
-    if found is None:
-        return "not run"
+    if found is None or seeds < SEEDS[claim.task]:
+        return f"{seeds} of {SEEDS[claim.task]} seeds"
     low, high, margin = found.low, found.high, claim.margin
     if claim.expected == "less":
         low, high = -high, -low
@@ -367,18 +367,19 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
         found = difference(folder, claim)
         arm = measured(folder, claim, claim.arm)
         control = measured(folder, claim, claim.control) if claim.control else {}
+        seeds = len(arm.keys() & control.keys()) if claim.control else len(arm)
         fields = (
             f"[{name}](#{name})",
             claim.source,
             ARMS[claim.arm].text(),
             ARMS[claim.control].text() if claim.control else "its start",
             claim.task,
-            str(len(arm.keys() & control.keys()) if control else len(arm)),
+            str(seeds),
             measure.label,
             measure.mean(arm),
             measure.mean(control),
             "" if found is None else found.text(measure.scale, measure.digits),
-            f"**{verdict(claim, found)}**",
+            f"**{verdict(claim, found, seeds)}**",
         )
         yield f"| {' | '.join(fields)} |"
 

@@ -73,7 +73,7 @@ def main(words: list[str]) -> None:
         sys.exit(f"refused: {refused}")
     for seed, claims in record["seeds"].items():
         errors.say(f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} or more), {claims['flops']:,} FLOPs")
-    errors.say(f"{folder}: python speedrun/verify.py {folder} --check, then without --check")
+    errors.say(f"written to {folder}; the next step is speedrun/verify.py on it, first with --check")
 
 
 if __name__ == "__main__":

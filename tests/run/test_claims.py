@@ -41,13 +41,14 @@ def claim(expected: str, **changes):
     ],
 )
 def test_a_verdict_follows_from_the_interval_and_the_margin(expected, low, high, verdict):
-    assert claims.verdict(claim(expected), estimate(low, high)) == verdict
+    assert claims.verdict(claim(expected), estimate(low, high), seeds=5) == verdict
 
 
-@pytest.mark.parametrize("expected", ["more", "less", "equal"])
-def test_a_single_seed_decides_nothing(expected):
-    assert claims.verdict(claim(expected), study.over_seeds([0.5])) == "unresolved"
-    assert claims.verdict(claim(expected), None) == "not run"
+def test_a_verdict_waits_for_all_seeds():
+    """Whoever looks after each seed and stops when it pleases finds something in most of the claims."""
+    assert claims.verdict(claim("more"), estimate(0.1, 0.2), seeds=4) == "4 of 5 seeds"
+    assert claims.verdict(claim("more", task="sums"), estimate(0.1, 0.2), seeds=3) == "confirmed"
+    assert claims.verdict(claim("more"), None, seeds=0) == "0 of 5 seeds"
 
 
 def finished(folder, arm: str, sampled: dict[int, float], task: str = "arithmetic", **columns: list[float]) -> None:
@@ -65,17 +66,18 @@ def line(folder, name: str) -> list[str]:
 
 
 def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
-    """Seeds 0, 1 and 2 differ by 1, 2 and 3 points: 2 +- 4.303 / sqrt(3). Seed 3 has no control."""
+    """Seeds 0, 1 and 2 differ by 1, 2 and 3 points: 2 +- 4.303 / sqrt(3). Seed 3 has no control yet."""
     finished(tmp_path, "no-std", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1})
     finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70})
     assert line(tmp_path, "std")[5] == "3"
-    assert line(tmp_path, "std")[-2:] == ["2.0 [-0.5, 4.5]", "**unresolved**"]
-    finished(tmp_path, "grpo", {0: 0.80, 1: 0.91, 2: 0.72})
+    assert line(tmp_path, "std")[-2:] == ["2.0 [-0.5, 4.5]", "**3 of 5 seeds**"]
+    finished(tmp_path, "no-std", {4: 0.81})
+    finished(tmp_path, "grpo", {1: 0.91, 2: 0.72, 3: 0.09, 4: 0.80})
     assert line(tmp_path, "std")[-2:] == ["1.0 [1.0, 1.0]", "**confirmed**"]
 
 
 def test_a_row_without_runs_says_so(tmp_path):
-    assert line(tmp_path, "std")[-5:] == ["mean@8, %", "", "", "", "**not run**"]
+    assert line(tmp_path, "std")[-5:] == ["mean@8, %", "", "", "", "**0 of 5 seeds**"]
 
 
 def test_a_gain_is_greedy_accuracy_over_that_of_the_first_row(tmp_path):
