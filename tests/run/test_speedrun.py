@@ -7,8 +7,10 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +235,38 @@ def test_the_referee_pays_for_sampled_tokens_alone():
     assert ("10+11=", tuple(right)) not in trace.scores, "it was sampled for another prompt"
 
 
+def test_a_reward_is_no_way_to_ask_for_an_answer(tmp_path):
+    """A response that nobody sampled gets 0, although it is right."""
+    trace = a_trace()
+    right = trace.tokenizer.encode("#### 85", add_special_tokens=False)
+    asked = {"grade": [["47+38=", right]]}
+    prompt = trace.tokenizer.encode("47+38=", add_special_tokens=False)
+    sampled = {"prompts": [prompt], "responses": [right], "flops": 1}
+    log = tmp_path / "log"
+    log.write_text("")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "referee"))
+        listener.listen()
+        replies = []
+
+        def entry() -> None:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(tmp_path / "referee"))
+                stream = connection.makefile("rw")
+                for message in (asked, sampled, asked, {"done": True, "flops": 2}):
+                    stream.write(json.dumps(message) + "\n")
+                    stream.flush()
+                    if "grade" in message:
+                        replies.append(json.loads(stream.readline()))
+
+        thread = threading.Thread(target=entry)
+        thread.start()
+        process = SimpleNamespace(poll=lambda: None, wait=lambda: 0)
+        assert referee.converse(listener, process, trace, log) == 2
+        thread.join()
+    assert replies == [[0.0], [1.0]]
+
+
 def test_any_token_any_reward_and_any_earlier_rollout_changes_the_digest():
     ids = lambda text: arithmetic.tokenizer().encode(text, add_special_tokens=False)
 
@@ -355,6 +389,8 @@ def test_products_count_in_whatever_way_they_are_written():
             lambda: F.linear(a, b.T),
             lambda: torch.mm(a, b, out=torch.empty(3, 2)),
             lambda: torch.ones(3, 2).addmm_(a, b),
+            lambda: torch.ones(1, 3, 2).baddbmm(a[None], b[None]),
+            lambda: torch.bmm(a[None], b[None]),
             lambda: torch.tensordot(a, b, 1),
         ],
         2 * 3 * 5: [lambda: a @ vector, lambda: a.mv(vector)],
