@@ -427,7 +427,8 @@ def main(args: Args) -> None:
         return
     folder = ROOT / args.folder
     missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
-    write_one_problem()
+    if any(cell.arm == "one-problem" for cell in missing):
+        write_one_problem()
     if any(cell.task == "reversal" for cell in missing):
         make_reversal()
     failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)

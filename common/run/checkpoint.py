@@ -412,9 +412,8 @@ def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor
         options = StateDictOptions(ignore_frozen_params=optimizer is not None)
         weights = get_model_state_dict(model, options=options)
         for key, parameter in model.named_parameters():
-            if (
-                parameter.requires_grad or optimizer is None
-            ):  # a tied weight is here once, and in `weights` under each of its names
+            # A tied weight is here once, and in `weights` under each of its names.
+            if parameter.requires_grad or optimizer is None:
                 tensors[f"{name}.model.{key}"] = weights[key]
         if name in fresh:
             continue

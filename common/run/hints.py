@@ -27,7 +27,7 @@ class Hinter:
     def __init__(self, settings: Settings, write: Write):
         """Raises BadInput if a prompt has images, or no words of a user."""
         self.tokenizer = settings.tokenizer
-        self.control_tokens = settings.args.source.control_tokens
+        self.spelled = SpelledTokens(self.tokenizer, settings.args.source.control_tokens)
         self.max_response_tokens = settings.args.max_response_tokens
         self.write = write
         self.positions = positions_of(settings.model)
@@ -63,7 +63,7 @@ class Hinter:
             text = templates.chat_text(messages, self.tokenizer, prompt.tools, continues=continues)
         else:
             text = self.write(prompt.text, hint)
-        quoted = SpelledTokens(self.tokenizer, self.control_tokens).found(prompt.id, messages)
+        quoted = self.spelled.found(prompt.id, messages)
         return templates.tokenize(prompt.id, text, self.tokenizer, quoted)
 
     def batch(self, batch: Batch, hints: Sequence[str | None], tracker: Tracker) -> tuple[Batch, torch.Tensor]:
