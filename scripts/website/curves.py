@@ -1,0 +1,52 @@
+"""The committed CSVs of an algorithm's baselines as figures that show their numbers when hovered.
+
+A page holds the data as JSON, and assets/curves.js draws them with Plotly. Without JavaScript the committed picture of
+all curves takes their place.
+"""
+
+import csv
+import html
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHOWN = {  # column: how the figure names it
+    "eval/accuracy": "greedy accuracy, held out",
+    "reward/mean": "mean reward, training",
+    "train/loss": "loss, training",
+}
+TITLES = {  # task: the heading of its figure, in the order of the page
+    "arithmetic": "Embedded arithmetic, a model of 0.8 M parameters",
+    "sums": "Sums, SmolLM2-135M",
+}
+
+
+def seeds(task: str, name: str) -> dict[str, dict[str, list]]:
+    """Seed -> column -> its points [step, value], from baselines/TASK/NAME/seed*.csv."""
+    found = {}
+    for path in sorted((ROOT / "baselines" / task / name).glob("seed*.csv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        found[path.stem] = {
+            column: [[int(row["step"]), float(row[column])] for row in rows if row.get(column)] for column in SHOWN
+        }
+    return found
+
+
+def tasks(name: str) -> list[str]:
+    """Tasks with a baseline of the algorithm, those of TITLES first."""
+    folders = [path.parent.name for path in sorted((ROOT / "baselines").glob(f"*/{name}")) if any(path.glob("seed*.csv"))]
+    return sorted(folders, key=lambda task: list(TITLES).index(task) if task in TITLES else len(TITLES))
+
+
+def figure(name: str, root: str) -> str:
+    """HTML of all figures of an algorithm. root: the way from its page to the folder of staged pages."""
+    parts = []
+    for task in tasks(name):
+        data = {"title": TITLES.get(task, task), "names": SHOWN, "seeds": seeds(task, name)}
+        parts.append(
+            f'<figure class="curve" data-task="{task}"><figcaption>{html.escape(data["title"])}</figcaption>'
+            f'<script type="application/json">{json.dumps(data)}</script>'
+            f'<div class="plot"></div></figure>'
+        )
+    return "\n\n".join(parts)
