@@ -39,14 +39,15 @@ def tasks(name: str) -> list[str]:
     return sorted(folders, key=lambda task: list(TITLES).index(task) if task in TITLES else len(TITLES))
 
 
-def figure(name: str, root: str) -> str:
-    """HTML of all figures of an algorithm. root: the way from its page to the folder of staged pages."""
+def figure(name: str) -> str:
+    """HTML of all figures of an algorithm, for algorithms/NAME/ of the site."""
     parts = []
     for task in tasks(name):
         data = {"title": TITLES.get(task, task), "names": SHOWN, "seeds": seeds(task, name)}
         parts.append(
             f'<figure class="curve" data-task="{task}"><figcaption>{html.escape(data["title"])}</figcaption>'
             f'<script type="application/json">{json.dumps(data)}</script>'
-            f'<div class="plot"></div></figure>'
+            f'<div class="plot"></div>'
+            f'<noscript><img src="../../baselines/{task}/curves.svg" alt="Curves of all runs"></noscript></figure>'
         )
     return "\n\n".join(parts)

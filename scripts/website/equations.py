@@ -9,7 +9,7 @@ BLOCK = re.compile(r"^```math\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 
 def rendered(text: str) -> str:
     """The page with each ```math block, which GitHub draws too, as MathML."""
-    return BLOCK.sub(lambda block: f'<div class="equation">{mathml(block[1])}</div>', text)
+    return BLOCK.sub(lambda block: f'<div class="equation" data-search-exclude>{mathml(block[1])}</div>', text)
 
 
 def mathml(latex: str) -> str:

@@ -52,6 +52,9 @@ class Site:
             text = notebook.markdown(path) if path.suffix == ".ipynb" else path.read_text()
             self.write(page, self.prepare(source, page, text))
 
+        for picture in ROOT.glob("baselines/*/curves.svg"):
+            self.copy(picture.relative_to(ROOT).as_posix())  # what a figure shows without JavaScript
+
     def write(self, page: str, text: str) -> None:
         path = self.folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +98,12 @@ class Site:
             return self.code_page(file) + definition(path, text)
         if path.is_dir():
             return self.folder_page(file)
-        (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, self.folder / file)
+        self.copy(file)
         return file + mark
+
+    def copy(self, file: str) -> None:
+        (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, self.folder / file)
 
     def code_page(self, file: str) -> str:
         """A page with the lines of a Python file. That of an algorithm is part of the algorithm's page."""
@@ -136,7 +142,7 @@ class Site:
             title,
             jumps,
             before,
-            f"## Curve\n\n{curves.figure(name, os.path.relpath('.', PurePosixPath(page).parent))}",
+            f"## Curve\n\n{curves.figure(name)}",
             f"## Results\n{results}",
             f"## Code\n\n{listings.code(ROOT / f'algos/{name}.py')}",
             f"## Diff\n\n{listings.sibling(name)}",

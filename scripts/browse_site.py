@@ -1,0 +1,159 @@
+"""Opens the built site in Chromium: python scripts/browse_site.py (build it first: python scripts/build_site.py)
+
+On a phone's width and on a desk's, light and dark: pages open without an error in the console, nothing is wider than
+the window, equations and curves are drawn, and search finds a metric, an error and a function. Needs Debian's packages
+chromium and chromium-driver. --pictures FOLDER saves what it saw.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import http.server
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import tyro
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+PAGES = (
+    "",
+    "overview/",
+    "algorithms/",
+    "algorithms/grpo/",
+    "algorithms/ppo/",
+    "algorithms/dapo/",
+    "variants/",
+    "metrics/",
+    "errors/",
+    "api/trainer/",
+    "baselines/",
+    "claims/",
+    "parity/",
+    "code/common/run/sampling/",
+)
+WIDTHS = (390, 1280)
+# What is typed into the search, and where its first page must lead.
+QUERIES = {"zero_std_frac": "metrics/#group-zero_std_frac", "no-signal": "errors/#no-signal", "leave-one-out": "algorithms/rloo"}
+SECONDS = 60  # to wait for a page, a curve or a search; a busy machine is slow
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+
+
+@dataclasses.dataclass
+class Args:
+    site: str = "runs/site/html"  # Folder of the built site.
+    pictures: str = ""  # Folder for a picture of each page. Empty: none.
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        """One line per request would bury the result."""
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address at which this process serves the folder."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[webdriver.Chrome]:
+    with tempfile.TemporaryDirectory() as profile:
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which("chromium")
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+        driver.set_page_load_timeout(SECONDS)
+        yield driver
+        driver.quit()
+
+
+def resize(driver: webdriver.Chrome, width: int, scheme: str) -> None:
+    """A window of that width. Chromium itself opens none narrower than 500 pixels."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+
+
+def page_problems(driver: webdriver.Chrome, width: int) -> list[str]:
+    """What is wrong with the page that is open."""
+    found = [f"console: {line['message']}" for line in driver.get_log("browser") if line["level"] == "SEVERE"]
+    content = driver.execute_script("return document.documentElement.scrollWidth")
+    if content > width:
+        found.append(f"{content} pixels wide in a window of {width}")
+    for equation in driver.find_elements(By.CSS_SELECTOR, ".equation math"):
+        if equation.size["height"] < 20 or equation.size["width"] < 50:
+            found.append(f"an equation has the size {equation.size}")
+    for figure in driver.find_elements(By.CSS_SELECTOR, "figure.curve"):
+        driver.execute_script("arguments[0].scrollIntoView()", figure)
+        WebDriverWait(driver, SECONDS).until(lambda _: "drawn" in figure.get_attribute("class"))
+        if not figure.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path"):
+            found.append("a curve has no line")
+    return found
+
+
+def search_problems(driver: webdriver.Chrome, address: str) -> list[str]:
+    """Queries whose results do not lead to their page."""
+    found = []
+    for query, target in QUERIES.items():
+        driver.get(address)
+        driver.find_element(By.TAG_NAME, "body").send_keys("/")
+        field = WebDriverWait(driver, SECONDS).until(lambda driver: search_field(driver))
+        field.send_keys(query)
+        try:
+            WebDriverWait(driver, SECONDS).until(lambda driver: target in results(driver))  # noqa: B023
+        except TimeoutException:
+            found.append(f"search for {query}: no result leads to {target}")
+    return found
+
+
+def main(args: Args) -> None:
+    site = Path(args.site)
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    if missing:
+        sys.exit(f"error: {' and '.join(missing)} not found: apt-get install chromium chromium-driver")
+    if not (site / "index.html").is_file():
+        sys.exit(f"error: --site {site} has no index.html: run python scripts/build_site.py first")
+    problems = []
+    with served(site) as address, chromium() as driver:
+        for scheme in ("light", "dark"):
+            for width in WIDTHS:
+                resize(driver, width, scheme)
+                for page in PAGES:
+                    driver.get(address + page)
+                    problems += [f"/{page} at {width}, {scheme}: {what}" for what in page_problems(driver, width)]
+                    if args.pictures:
+                        save(driver, Path(args.pictures), f"{page.strip('/').replace('/', '-') or 'index'}-{width}-{scheme}")
+        problems += search_problems(driver, address)
+    if problems:
+        sys.exit("\n".join(["error: the site has problems in Chromium:", *problems]))
+    print(f"{len(PAGES)} pages opened at {WIDTHS} pixels, light and dark; {len(QUERIES)} searches found their page")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
