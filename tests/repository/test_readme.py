@@ -14,6 +14,8 @@ from helpers import load
 
 TEXTS = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "llms.txt",
     ROOT / "baselines/README.md",
     ROOT / "baselines/performance/README.md",
     ROOT / "baselines/staleness/README.md",
