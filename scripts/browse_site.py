@@ -18,8 +18,8 @@ from pathlib import Path
 
 import tyro
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 PAGES = (
@@ -39,9 +39,17 @@ PAGES = (
     "code/common/run/sampling/",
 )
 WIDTHS = (390, 1280)
-# What is typed into the search, and where its first page must lead.
-QUERIES = {"zero_std_frac": "metrics/#group-zero_std_frac", "no-signal": "errors/#no-signal", "leave-one-out": "algorithms/rloo"}
+# What is typed into the search, and where one of the first three results must lead.
+QUERIES = {
+    "zero_std_frac": "metrics/#group-zero_std_frac",
+    "no-signal": "errors/#no-signal",
+    "leave-one-out": "algorithms/rloo",
+}
 SECONDS = 60  # to wait for a page, a curve or a search; a busy machine is slow
+# The search is a dialog in a shadow tree, which has no selector of its own.
+DIALOG = "const host = [...document.querySelectorAll('*')].find((e) => e.shadowRoot?.querySelector('dialog[open]'));"
+SEARCH_IS_OPEN = f"{DIALOG} return Boolean(host);"
+RESULTS = f"{DIALOG} return [...host.shadowRoot.querySelectorAll('a[href]')].map((link) => link.href);"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -77,11 +85,15 @@ def served(folder: Path) -> Iterator[str]:
     server.shutdown()
 
 
+def browser() -> str | None:
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
 @contextlib.contextmanager
 def chromium() -> Iterator[webdriver.Chrome]:
     with tempfile.TemporaryDirectory() as profile:
         options = webdriver.ChromeOptions()
-        options.binary_location = shutil.which("chromium")
+        options.binary_location = browser()
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -111,10 +123,16 @@ def page_problems(driver: webdriver.Chrome, width: int) -> list[str]:
             found.append(f"an equation has the size {equation.size}")
     for figure in driver.find_elements(By.CSS_SELECTOR, "figure.curve"):
         driver.execute_script("arguments[0].scrollIntoView()", figure)
-        WebDriverWait(driver, SECONDS).until(lambda _: "drawn" in figure.get_attribute("class"))
+        WebDriverWait(driver, SECONDS).until(lambda _, figure=figure: "drawn" in figure.get_attribute("class"))
         if not figure.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path"):
             found.append("a curve has no line")
     return found
+
+
+def save_picture(driver: webdriver.Chrome, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    driver.execute_script("window.scrollTo(0, 0)")
+    driver.save_screenshot(str(path))
 
 
 def search_problems(driver: webdriver.Chrome, address: str) -> list[str]:
@@ -122,21 +140,24 @@ def search_problems(driver: webdriver.Chrome, address: str) -> list[str]:
     found = []
     for query, target in QUERIES.items():
         driver.get(address)
-        driver.find_element(By.TAG_NAME, "body").send_keys("/")
-        field = WebDriverWait(driver, SECONDS).until(lambda driver: search_field(driver))
-        field.send_keys(query)
+        driver.find_element(By.CSS_SELECTOR, ".md-search__button").click()
+        WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(SEARCH_IS_OPEN))
+        driver.switch_to.active_element.send_keys(query)
         try:
-            WebDriverWait(driver, SECONDS).until(lambda driver: target in results(driver))  # noqa: B023
+            WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(RESULTS))
         except TimeoutException:
-            found.append(f"search for {query}: no result leads to {target}")
+            found.append(f"search for {query}: no result")
+            continue
+        links = driver.execute_script(RESULTS)[:3]
+        if not any(target in link for link in links):
+            found.append(f"search for {query}: {target} is not among the first results, {links}")
     return found
 
 
 def main(args: Args) -> None:
     site = Path(args.site)
-    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    if missing:
-        sys.exit(f"error: {' and '.join(missing)} not found: apt-get install chromium chromium-driver")
+    if not browser() or not shutil.which("chromedriver"):
+        sys.exit("error: no Chromium or no chromedriver: apt-get install chromium chromium-driver")
     if not (site / "index.html").is_file():
         sys.exit(f"error: --site {site} has no index.html: run python scripts/build_site.py first")
     problems = []
@@ -148,7 +169,8 @@ def main(args: Args) -> None:
                     driver.get(address + page)
                     problems += [f"/{page} at {width}, {scheme}: {what}" for what in page_problems(driver, width)]
                     if args.pictures:
-                        save(driver, Path(args.pictures), f"{page.strip('/').replace('/', '-') or 'index'}-{width}-{scheme}")
+                        name = page.strip("/").replace("/", "-") or "index"
+                        save_picture(driver, Path(args.pictures) / f"{name}-{width}-{scheme}.png")
         problems += search_problems(driver, address)
     if problems:
         sys.exit("\n".join(["error: the site has problems in Chromium:", *problems]))

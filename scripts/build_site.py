@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import plotly
 import tyro
@@ -31,7 +32,7 @@ def main(args: Args) -> None:
     shutil.rmtree(output, ignore_errors=True)
     stage(output)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=output, check=True)
-    problems = links.problems(output / "html")
+    problems = links.problems(output / "html", urlsplit(pages.addresses()["Documentation"]).path)
     if problems:
         sys.exit("\n".join(["error: links of the site lead nowhere:", *problems]))
     print(f"site: {output / 'html/index.html'}")
@@ -51,15 +52,23 @@ def stage(output: Path) -> None:
 
 
 def settings(docs: Path) -> str:
-    """zensical.toml without the lines of `nav` whose page is not there."""
+    """zensical.toml with its blanks filled, without the lines of `nav` whose page is not there."""
     lines = []
     for line in (WEBSITE / "zensical.toml").read_text().splitlines():
         page = re.search(r'"(\S+\.md)"', line)
         if not page or (docs / page[1]).exists():
             lines.append(line)
-    navigation = ",\n    ".join(f'{{ "{title}" = "{page}" }}' for page, title in api.TITLES.items())
-    text = "\n".join(lines).replace("    API\n", f"    {navigation},\n").replace("REPOSITORY", str(ROOT))
-    return text + "\n"
+    urls = pages.addresses()
+    blanks = {
+        "API_PAGES": ",\n    ".join(f'{{ "{title}" = "{page}" }}' for page, title in api.TITLES.items()),
+        "ADDRESS_OF_SITE": urls["Documentation"],
+        "ADDRESS_OF_REPOSITORY": urls["Repository"],
+        "FOLDER": str(ROOT),
+    }
+    text = "\n".join(lines) + "\n"
+    for blank, value in blanks.items():
+        text = text.replace(blank, value)
+    return text
 
 
 if __name__ == "__main__":

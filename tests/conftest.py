@@ -68,6 +68,7 @@ LONGEST = (
     "test_main_plain",
     "test_packing",
     "test_install",
+    "test_site",
     "test_ranges",
     "test_reward_mixture",
     "test_learns",

@@ -1,4 +1,4 @@
-"""The API pages: docstrings and signatures of common/, a page for each package. mkdocstrings reads them from the source."""
+"""The API pages: docstrings and signatures of common/, a page for each package. mkdocstrings reads the source."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ PACKAGES = {
     "processes": "killable workers",
 }
 TOP = ("placement", "weight_sync", "errors")
-TITLES = {"api/index.md": "API: common"} | {f"api/{name}.md": f"API: common.{name}" for name in PACKAGES}
+TITLES = {"api/common.md": "API: common"} | {f"api/{name}.md": f"API: common.{name}" for name in PACKAGES}
 
 
 def modules(package: str) -> list[str]:
@@ -30,9 +30,9 @@ def modules(package: str) -> list[str]:
 def pages() -> dict[str, str]:
     """Page -> its Markdown. `::: name` is where mkdocstrings puts a module."""
     rows = "\n".join(f"| [`common.{name}`]({name}.md) | {what} |" for name, what in PACKAGES.items())
-    first = "# API: common\n\nThe plumbing that the algorithms share, from the docstrings. Names that begin with `_` are "
-    first += f"left out.\n\n| package | what is in it |\n|---|---|\n{rows}\n"
-    found = {"api/index.md": first + "".join(f"\n::: common.{name}\n" for name in TOP)}
+    first = "# API: common\n\nThe plumbing that the algorithms share. The text is that of the docstrings.\n\n"
+    first += f"| package | what is in it |\n|---|---|\n{rows}\n"
+    found = {"api/common.md": first + "".join(f"\n::: common.{name}\n" for name in TOP)}
     for name, what in PACKAGES.items():
         text = f"# API: common.{name}\n\n{what.capitalize()}.\n"
         found[f"api/{name}.md"] = text + "".join(f"\n::: {module}\n" for module in modules(name))

@@ -11,13 +11,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHOWN = {  # column: how the figure names it
-    "eval/accuracy": "greedy accuracy, held out",
-    "reward/mean": "mean reward, training",
-    "train/loss": "loss, training",
+    "eval/accuracy": "held-out accuracy",
+    "reward/mean": "reward while training",
+    "train/loss": "loss",
 }
 TITLES = {  # task: the heading of its figure, in the order of the page
     "arithmetic": "Embedded arithmetic, a model of 0.8 M parameters",
-    "sums": "Sums, SmolLM2-135M",
+    "sums": "Sums and differences, SmolLM2-135M",
+    "gcd": "Greatest common divisors, SmolLM2-135M",
+    "functions": "Short Python functions, SmolLM2-135M",
+    "reverse": "Words backwards, SmolLM2-135M",
+    "maze": "Mazes, the embedded model",
+    "calculator": "Sums with a calculator, several turns",
+    "guess": "A guessing game, several turns",
+    "squares": "Squares in images",
+    "hybrid": "Embedded arithmetic, a hybrid model",
 }
 
 
@@ -35,8 +43,8 @@ def seeds(task: str, name: str) -> dict[str, dict[str, list]]:
 
 def tasks(name: str) -> list[str]:
     """Tasks with a baseline of the algorithm, those of TITLES first."""
-    folders = [path.parent.name for path in sorted((ROOT / "baselines").glob(f"*/{name}")) if any(path.glob("seed*.csv"))]
-    return sorted(folders, key=lambda task: list(TITLES).index(task) if task in TITLES else len(TITLES))
+    found = {path.parents[1].name for path in (ROOT / "baselines").glob(f"*/{name}/seed*.csv")}
+    return [task for task in TITLES if task in found] + sorted(found - TITLES.keys())
 
 
 def figure(name: str) -> str:

@@ -13,4 +13,7 @@ def rendered(text: str) -> str:
 
 
 def mathml(latex: str) -> str:
-    return convert(latex, display="block")
+    """MathML, with two spaces mended that browsers set otherwise than TeX: around < in an index, and after log."""
+    text = convert(latex, display="block")
+    text = text.replace("<mo>&#x0003C;</mo>", '<mo lspace="0" rspace="0">&#x0003C;</mo>')
+    return text.replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.167em" />')

@@ -6,6 +6,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 
+LOADED = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "manifest"}  # what <link> fetches
+
+
 class Page(HTMLParser):
     """The anchors of a page, where it links, and what it loads."""
 
@@ -21,14 +24,17 @@ class Page(HTMLParser):
         self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
         if tag == "a" and values.get("href"):
             self.links.append(values["href"])
-        if tag == "link" and values.get("href") and values.get("rel") != "canonical":
+        if tag == "link" and values.get("rel") in LOADED:
             self.loaded.append(values["href"])
         if values.get("src"):
             self.loaded.append(values["src"])
 
 
-def problems(folder: Path) -> list[str]:
-    """A line for each link without a target, and for each file of another host that a page loads."""
+def problems(folder: Path, root: str = "/") -> list[str]:
+    """A line for each link without a target, and for each file of another host that a page loads.
+
+    root: the path of the site's address. A page of errors may be shown anywhere, so its links begin with that path.
+    """
     pages = {path: Page(path.read_text()) for path in sorted(folder.rglob("*.html"))}
     found = []
     for path, page in pages.items():
@@ -38,7 +44,7 @@ def problems(folder: Path) -> list[str]:
             parts = urlsplit(url)
             if parts.scheme or parts.netloc:
                 continue
-            target = destination(folder, path, unquote(parts.path))
+            target = destination(folder, root, path, unquote(parts.path))
             if not target.is_file():
                 found.append(f"{name}: {url}: no such file")
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
@@ -46,10 +52,12 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
-def destination(folder: Path, page: Path, link: str) -> Path:
+def destination(folder: Path, root: str, page: Path, link: str) -> Path:
     """The file that a link of a page means; a folder means its index.html."""
     if not link:
         return page
-    start = folder if link.startswith("/") else page.parent
-    path = Path(os.path.normpath(start / link.lstrip("/")))
+    if link.startswith("/"):
+        path = folder / link.removeprefix(root)
+    else:
+        path = Path(os.path.normpath(page.parent / link))
     return path / "index.html" if path.is_dir() else path

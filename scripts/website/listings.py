@@ -23,10 +23,10 @@ def coloured(path: Path) -> list[str]:
 
 def code(path: Path) -> str:
     """The whole file. Line 120 has the anchor L120."""
-    lines = [
-        f'<span class="line" id="L{number}"><a href="#L{number}" aria-label="line {number}"></a>{line}</span>'
-        for number, line in enumerate(coloured(path), 1)
-    ]
+    lines = []
+    for number, line in enumerate(coloured(path), 1):
+        link = f'<a href="#L{number}" title="line {number}" data-line="{number}"></a>'
+        lines.append(f'<span class="line" id="L{number}">{link}{line}</span>')
     name = path.relative_to(ROOT)
     return f'<div class="listing highlight" data-search-exclude title="{name}"><pre>{"".join(lines)}</pre></div>'
 
@@ -56,7 +56,8 @@ def side_by_side(old: Path, new: Path) -> str:
                 rows.append(f"<tr>{left}{right}</tr>")
     head = f'<tr><th colspan="2">{old.name}</th><th colspan="2">{new.name}</th></tr>'
     body = "".join(rows)
-    return f'<div class="diff highlight" data-search-exclude><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    table = f'<table class="changes"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    return f'<div class="diff highlight" data-search-exclude>{table}</div>'
 
 
 def after_docstring(path: Path) -> tuple[int, list[str]]:

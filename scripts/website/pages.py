@@ -8,10 +8,11 @@ import functools
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from website import curves, equations, listings, notebook
+from website import anchors, curves, equations, listings, notebook
 
 ROOT = Path(__file__).parents[2]
 # Pages outside docs/, and where the site has them.
@@ -19,10 +20,10 @@ ELSEWHERE = {
     "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-    "baselines/README.md": "baselines/index.md",
-    "baselines/performance/README.md": "baselines/performance/index.md",
-    "baselines/staleness/README.md": "baselines/staleness/index.md",
-    "speedrun/README.md": "speedrun/index.md",
+    "baselines/README.md": "baselines.md",
+    "baselines/performance/README.md": "performance.md",
+    "baselines/staleness/README.md": "staleness.md",
+    "speedrun/README.md": "speedrun.md",
 }
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?P<text>[^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\((?P<target>(?!https?:|mailto:)[^)\s]+)\)")
@@ -74,7 +75,7 @@ class Site:
     def relink(self, source: str, page: str, text: str) -> str:
         def replaced(match: re.Match) -> str:
             target = self.target(source, match["target"], match["text"])
-            if not target.startswith("#"):
+            if not target.startswith(("#", "https:")):
                 target = os.path.relpath(target, PurePosixPath(page).parent)
             return f"[{match['text']}]({target})"
 
@@ -97,7 +98,7 @@ class Site:
         if path.suffix == ".py":
             return self.code_page(file) + definition(path, text)
         if path.is_dir():
-            return self.folder_page(file)
+            return f"{addresses()['Repository']}/tree/main/{file}"
         self.copy(file)
         return file + mark
 
@@ -115,27 +116,11 @@ class Site:
             self.write(page, f"{HIDDEN}# {file}\n\n{listings.code(ROOT / file)}\n")
         return page
 
-    def folder_page(self, folder: str) -> str:
-        """A page with the names of a folder's files, Python files as links."""
-        page = f"code/{folder}/index.md"
-        if folder in self.pages:
-            return page
-        self.pages[folder] = page
-        lines = []
-        for path in sorted((ROOT / folder).rglob("*")):
-            name = path.relative_to(ROOT / folder).as_posix()
-            if path.suffix == ".py":
-                lines.append(f"- [{name}]({os.path.relpath(self.code_page(f'{folder}/{name}'), PurePosixPath(page).parent)})")
-            elif path.is_file() and "__pycache__" not in name:
-                lines.append(f"- {name}")
-        self.write(page, f"{HIDDEN}# {folder}\n\n" + "\n".join(lines) + "\n")
-        return page
-
     def with_code(self, name: str, page: str, text: str) -> str:
         """The page of an algorithm with its curve, its code and what it changes in its sibling."""
         title, rest = text.split("\n", 1)
         before, results = rest.split("\n## Results\n")
-        jumps = '[Equations](#equations){ .md-button } [Curve](#curve){ .md-button } [Code](#code){ .md-button } '
+        jumps = "[Equations](#equations){ .md-button } [Curve](#curve){ .md-button } [Code](#code){ .md-button } "
         jumps += "[Diff](#diff){ .md-button }\n{ .jumps }"
         parts = [
             "---\nhide:\n  - toc\n---",
@@ -184,6 +169,11 @@ def definition(path: Path, text: str) -> str:
     return "#code" if path.parent.name == "algos" else ""
 
 
+def addresses() -> dict[str, str]:
+    """Name -> address, from pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+
+
 def readme_section(heading: str) -> str:
     return (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0].strip()
 
@@ -202,12 +192,8 @@ def metric_headings(text: str) -> str:
             in_metrics = True
         elif in_metrics and row:
             first = row[1].split("`")[1]
-            lines += ["", f"#### {row[1]} {{ #{metric_anchor(first)} }}", "", row[2]]
+            lines += ["", f"#### {row[1]} {{ #{anchors.metric(first)} }}", "", row[2]]
         elif not in_metrics or not line.startswith("|"):
             in_metrics = False
             lines.append(line)
     return "\n".join(lines) + "\n"
-
-
-def metric_anchor(key: str) -> str:
-    return re.sub(r"\W+", "-", key).strip("-")

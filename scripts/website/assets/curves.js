@@ -25,7 +25,7 @@ function traces(data) {
       if (points.length === 0) continue;
       const heldOut = column === "eval/accuracy";
       found.push({
-        name: `${column}, ${seed}`,
+        name: `${data.names[column]}, ${seed}`,
         x: points.map((point) => point[0]),
         y: points.map((point) => point[1]),
         mode: heldOut ? "lines+markers" : "lines",
@@ -43,14 +43,14 @@ function layout() {
   const axis = { color: ink, gridcolor: "rgba(128, 128, 128, 0.25)", zeroline: false };
   return {
     autosize: true,
-    height: 340,
-    margin: { l: 48, r: 12, t: 8, b: 40 },
+    height: 400,
+    margin: { l: 44, r: 12, t: 8, b: 120 },
     paper_bgcolor: "rgba(0, 0, 0, 0)",
     plot_bgcolor: "rgba(0, 0, 0, 0)",
     font: { color: ink, family: "inherit" },
     hovermode: "closest",
-    legend: { orientation: "h", y: -0.2 },
-    xaxis: { ...axis, title: { text: "step" } },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" },
+    xaxis: { ...axis, title: { text: "step", standoff: 8 } },
     yaxis: { ...axis, rangemode: "tozero" },
   };
 }
