@@ -1,7 +1,7 @@
 """Opens the built site in Chromium: python scripts/browse_site.py (build it first: python scripts/build_site.py)
 
-On a phone's width and on a desk's, light and dark: pages open without an error in the console, nothing is wider than
-the window, equations and curves are drawn, and search finds a metric, an error and a function. Needs Debian's packages
+On a phone's width in dark and on a desk's in light: pages open without an error in the console, nothing is wider than
+the window, equations and curves are drawn, and search finds a metric, an error and an algorithm. Needs Debian's packages
 chromium and chromium-driver. --pictures FOLDER saves what it saw.
 """
 
@@ -28,17 +28,15 @@ PAGES = (
     "algorithms/",
     "algorithms/grpo/",
     "algorithms/ppo/",
-    "algorithms/dapo/",
+    "algorithms/rloo/",
     "variants/",
     "metrics/",
     "errors/",
     "api/trainer/",
     "baselines/",
-    "claims/",
-    "parity/",
     "code/common/run/sampling/",
 )
-WIDTHS = (390, 1280)
+WINDOWS = ((390, "dark"), (1280, "light"))  # pixels, colours
 # What is typed into the search, and where one of the first three results must lead.
 QUERIES = {
     "zero_std_frac": "metrics/#group-zero_std_frac",
@@ -162,19 +160,18 @@ def main(args: Args) -> None:
         sys.exit(f"error: --site {site} has no index.html: run python scripts/build_site.py first")
     problems = []
     with served(site) as address, chromium() as driver:
-        for scheme in ("light", "dark"):
-            for width in WIDTHS:
-                resize(driver, width, scheme)
-                for page in PAGES:
-                    driver.get(address + page)
-                    problems += [f"/{page} at {width}, {scheme}: {what}" for what in page_problems(driver, width)]
-                    if args.pictures:
-                        name = page.strip("/").replace("/", "-") or "index"
-                        save_picture(driver, Path(args.pictures) / f"{name}-{width}-{scheme}.png")
+        for width, scheme in WINDOWS:
+            resize(driver, width, scheme)
+            for page in PAGES:
+                driver.get(address + page)
+                problems += [f"/{page} at {width} pixels: {what}" for what in page_problems(driver, width)]
+                if args.pictures:
+                    name = page.strip("/").replace("/", "-") or "index"
+                    save_picture(driver, Path(args.pictures) / f"{name}-{width}.png")
         problems += search_problems(driver, address)
     if problems:
         sys.exit("\n".join(["error: the site has problems in Chromium:", *problems]))
-    print(f"{len(PAGES)} pages opened at {WIDTHS} pixels, light and dark; {len(QUERIES)} searches found their page")
+    print(f"{len(PAGES)} pages opened in {len(WINDOWS)} windows, and {len(QUERIES)} searches found their page")
 
 
 if __name__ == "__main__":

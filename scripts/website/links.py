@@ -5,7 +5,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-
 LOADED = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "manifest"}  # what <link> fetches
 
 

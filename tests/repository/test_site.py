@@ -143,7 +143,7 @@ def test_the_check_of_links_finds_what_is_wrong(tmp_path):
 
 
 def test_pages_open_in_a_browser(site, python):
-    """Two widths, light and dark, and the search: scripts/browse_site.py."""
+    """Two widths, and the search: scripts/browse_site.py."""
     if not (shutil.which("chromium") or shutil.which("google-chrome")) or not shutil.which("chromedriver"):
         pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
     command = [python, ROOT / "scripts/browse_site.py", "--site", site]
