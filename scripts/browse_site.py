@@ -1,8 +1,8 @@
 """Opens the built site in Chromium: python scripts/browse_site.py (build it first: python scripts/build_site.py)
 
 On a phone's width in dark and on a desk's in light: pages open without an error in the console, nothing is wider than
-the window, equations and curves are drawn, and search finds a metric, an error and an algorithm. Needs Debian's packages
-chromium and chromium-driver. --pictures FOLDER saves what it saw.
+the window, equations and curves are drawn, and search finds a metric, an error and an algorithm. Needs the packages
+chromium and chromium-driver of Debian. --pictures FOLDER saves what it saw.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import tyro
 from selenium import webdriver
@@ -41,7 +42,7 @@ WINDOWS = ((390, "dark"), (1280, "light"))  # pixels, colours
 QUERIES = {
     "zero_std_frac": "metrics/#group-zero_std_frac",
     "no-signal": "errors/#no-signal",
-    "leave-one-out": "algorithms/rloo",
+    "generalized advantage estimation": "algorithms/ppo/",
 }
 SECONDS = 60  # to wait for a page, a curve or a search; a busy machine is slow
 # The search is a dialog in a shadow tree, which has no selector of its own.
@@ -127,6 +128,11 @@ def page_problems(driver: webdriver.Chrome, width: int) -> list[str]:
     return found
 
 
+def without_query(link: str) -> str:
+    """A result says in its address what to highlight: .../metrics/?h=entropy#train-entropy"""
+    return urlsplit(link)._replace(query="").geturl()
+
+
 def save_picture(driver: webdriver.Chrome, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     driver.execute_script("window.scrollTo(0, 0)")
@@ -146,7 +152,7 @@ def search_problems(driver: webdriver.Chrome, address: str) -> list[str]:
         except TimeoutException:
             found.append(f"search for {query}: no result")
             continue
-        links = driver.execute_script(RESULTS)[:3]
+        links = [without_query(link) for link in driver.execute_script(RESULTS)[:3]]
         if not any(target in link for link in links):
             found.append(f"search for {query}: {target} is not among the first results, {links}")
     return found

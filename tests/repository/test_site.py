@@ -110,6 +110,21 @@ def test_the_api_has_public_names_only(site):
     assert {"common.trainer.batching.split", "common.trainer.batching.Compute"} <= names
     assert not [name for name in names if "._" in name]
     assert "Micro-batches exist only to limit memory." in text_of(page)
+    assert "a list of groups (P, [L_1 ... L_n])" in text_of(page)  # not taken for a link or for emphasis
+
+
+def test_a_notebook_becomes_a_page(tmp_path):
+    printed = {"output_type": "stream", "text": ["2\n", "3\n"]}
+    value = {"output_type": "execute_result", "data": {"text/plain": ["5"]}}
+    picture = {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]}}
+    cells = [
+        {"cell_type": "markdown", "source": ["# First steps\n", "\n", "Add."]},
+        {"cell_type": "code", "source": ["print(2)"], "outputs": [printed, value, picture]},
+    ]
+    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
+    page = load("scripts/website/notebook.py").markdown(tmp_path / "x.ipynb")
+    parts = ["# First steps\n\nAdd.", "```python\nprint(2)\n```", "```text\n2\n3\n```", "```text\n5\n```"]
+    assert page == "\n\n".join([*parts, '<img alt="output" src="data:image/png;base64,AAAA">']) + "\n"
 
 
 def test_every_page_is_in_the_navigation():
