@@ -54,9 +54,10 @@ def side_by_side(old: Path, new: Path) -> str:
                 left = cell(old, old_top + old_start + row, old_top + old_end, tag, "removed")
                 right = cell(new, new_top + new_start + row, new_top + new_end, tag, "added")
                 rows.append(f"<tr>{left}{right}</tr>")
+    columns = '<colgroup><col class="narrow"><col><col class="narrow"><col></colgroup>'
     head = f'<tr><th colspan="2">{old.name}</th><th colspan="2">{new.name}</th></tr>'
     body = "".join(rows)
-    table = f'<table class="changes"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    table = f'<table class="changes">{columns}<thead>{head}</thead><tbody>{body}</tbody></table>'
     return f'<div class="diff highlight" data-search-exclude>{table}</div>'
 
 

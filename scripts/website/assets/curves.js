@@ -17,7 +17,7 @@ function loadPlotly() {
   return plotly;
 }
 
-// Training curves are thin, and the held-out accuracy on top of them has markers.
+// Each seed has a colour and one entry in the legend. What was measured on held-out prompts is thick, the rest thin.
 function traces(data) {
   const found = [];
   Object.entries(data.seeds).forEach(([seed, columns], index) => {
@@ -25,13 +25,15 @@ function traces(data) {
       if (points.length === 0) continue;
       const heldOut = column === "eval/accuracy";
       found.push({
-        name: `${data.names[column]}, ${seed}`,
+        name: seed.replace("seed", "seed "),
+        legendgroup: seed,
+        showlegend: heldOut,
         x: points.map((point) => point[0]),
         y: points.map((point) => point[1]),
         mode: heldOut ? "lines+markers" : "lines",
         line: { color: COLOURS[index % COLOURS.length], width: heldOut ? 2.5 : 1 },
         opacity: heldOut ? 1 : 0.5,
-        hovertemplate: "step %{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+        hovertemplate: `step %{x}: %{y:.3f}<extra>${data.names[column]}, ${seed}</extra>`,
       });
     }
   });
@@ -43,8 +45,8 @@ function layout() {
   const axis = { color: ink, gridcolor: "rgba(128, 128, 128, 0.25)", zeroline: false };
   return {
     autosize: true,
-    height: 400,
-    margin: { l: 44, r: 12, t: 8, b: 120 },
+    height: 360,
+    margin: { l: 44, r: 12, t: 8, b: 84 },
     paper_bgcolor: "rgba(0, 0, 0, 0)",
     plot_bgcolor: "rgba(0, 0, 0, 0)",
     font: { color: ink, family: "inherit" },
