@@ -105,10 +105,11 @@ def test_search_finds_each_metric_and_each_error_at_its_anchor(site):
 
 
 def test_the_api_has_public_names_only(site):
-    page = (site / "api/trainer/index.html").read_text()
-    names = set(re.findall(r'id="(common\.[\w.]+)"', page))
+    pages = [path.read_text() for path in site.glob("api/*/index.html")]
+    names = {name for page in pages for name in re.findall(r'id="(common\.[\w.]+)"', page)}
     assert {"common.trainer.batching.split", "common.trainer.batching.Compute"} <= names
     assert not [name for name in names if "._" in name]
+    page = (site / "api/trainer/index.html").read_text()
     assert "Micro-batches exist only to limit memory." in text_of(page)
     assert "a list of groups (P, [L_1 ... L_n])" in text_of(page)  # not taken for a link or for emphasis
 
