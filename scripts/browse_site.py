@@ -26,7 +26,7 @@ def main(args: Args) -> None:
     if not browser.executable() or not shutil.which("chromedriver"):
         sys.exit("error: no Chromium or no chromedriver: apt-get install chromium chromium-driver")
     if not (site / "index.html").is_file():
-        sys.exit(f"error: --site {site} has no index.html; python scripts/build_site.py makes it")
+        sys.exit(f"error: --site {site} has no index.html: run `python scripts/build_site.py`")
     problems = []
     with browser.served(site) as address, browser.chromium() as driver:
         for width, scheme in browser.WINDOWS:
