@@ -102,6 +102,9 @@ def say_result(seed: int | str, claims: dict) -> None:
 
 
 def main(words: list[str], job: Job = SPEEDRUN) -> None:
+    if words in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     if len(words) < 2 or not words[1].endswith(".py"):
         sys.exit(__doc__)
     name, file, *flags = words
