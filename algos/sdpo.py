@@ -15,8 +15,8 @@ or, with --no-full-vocabulary, the estimate of the same gradient from the sample
 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
 optimizer mini-batch, on all ranks, of the responses that have one. A response is never its own hint: a right one needs
-another right one. If a group has none, its responses have no teacher and no loss, and count in no denominator. So have
-responses whose prompt with its hint does not fit into the model.
+another right one. A response without a hint has no teacher and no loss, and counts in no denominator. It has none if no
+other response of its group is right, or if its prompt with the hint does not fit into the model.
 
 The teacher's weights follow the policy's after each step: teacher = (1 - r) teacher + r policy, r = --teacher-rate.
 With 1 the teacher is the policy itself, as in eq. 1, and there is no second model. With 0 it is the policy before
@@ -93,10 +93,13 @@ EMBEDDED = flags.EMBEDDED | {
 
 
 def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(N,) -> (N,): for each response the first other one of its group that is right, -1 if there is none."""
+    """(N,) -> (N,) int64: for each response the row of the first other right one of its group, -1 if there is none.
+
+    correct: 1 for a right response, otherwise 0. Rows are group-major: each group is `group_size` rows in a row.
+    """
     peers = torch.full_like(correct, -1, dtype=torch.long)
     for row in range(len(correct)):
-        first = row // group_size * group_size
+        first = row // group_size * group_size  # the group's first row
         for peer in range(first, first + group_size):
             if correct[peer] and peer != row:
                 peers[row] = peer
@@ -105,17 +108,20 @@ def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def hinted(text: str, hint: str, template: str) -> str:
-    """What the user says to the teacher. A {hint} that the prompt spells, or a {prompt} in the hint, stays as it is."""
+    """The template with prompt and hint in their places: what the user says to the teacher.
+
+    Both are filled in at once. One after the other would also replace a {hint} that the prompt itself spells.
+    """
     parts = {"{prompt}": text, "{hint}": hint}
     return re.sub(r"\{prompt\}|\{hint\}", lambda found: parts[found[0]], template)
 
 
 @torch.no_grad()
 def follow(teacher: torch.nn.Module, policy: torch.nn.Module, rate: float) -> None:
-    """teacher = (1 - rate) teacher + rate policy, on this rank's shards."""
+    """teacher = (1 - rate) teacher + rate policy, in place, on this rank's shards. Both are of one architecture."""
     for theirs, ours in zip(teacher.parameters(), policy.parameters()):
         shard = theirs.to_local()
-        shard.lerp_(ours.to_local().to(shard.device), rate)
+        shard.lerp_(ours.to_local().to(shard.device), rate)  # --offload may keep the two on different devices
 
 
 def compute_advantages(old_logprobs, teacher_logprobs, response_mask) -> torch.Tensor:
@@ -198,7 +204,8 @@ def check_args(args: Args) -> None:
 def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None:
     """Refuse hints that no row has, or that cannot fit. Raises BadInput."""
     if args.hint == "peer":
-        hinter.check(prompts, [""] * len(prompts))  # how long a response is shows during the run
+        # The hints will be responses, whose lengths nobody knows yet. The prompts must at least fit with an empty hint.
+        hinter.check(prompts, [""] * len(prompts))
         return
     with_answer = [prompt for prompt in prompts if prompt.answer is not None]
     if not with_answer:
@@ -212,6 +219,7 @@ def main(args: Args) -> None:
         args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
     check_args(args)
     # Checks flags, data and model before any model is loaded.
+    # A teacher with weights of its own needs the memory of a reference, a second model that nothing trains.
     settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "reference"])
     hinter = hints.Hinter(settings, partial(hinted, template=args.hint_template))
     check_hints(args, settings.prompts, hinter)
@@ -276,14 +284,16 @@ def main(args: Args) -> None:
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
-        texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
+        # The hint of each of the N responses, None where there is none.
         if args.hint == "peer":
             peers = right_peers(correct=batch.correct, group_size=args.group_size)  # (N,)
-            texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
-        # The same responses after the prompts that the teacher reads.
-        hinted_batch, has_hint = hinter.batch(batch, texts, tracker)  # has_hint: (N,)
+            hint_texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
+        else:
+            hint_texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
+        # The same responses after the prompts that the teacher reads, without hints that are too long for the model.
+        hinted_batch, has_hint = hinter.batch(batch, hint_texts, tracker)  # has_hint: (N,) bool
         has_gradient = has_hint  # (N,) every response with a hint learns from the teacher
-        taught = batch.response_mask & has_hint[:, None]  # (N, T)
+        taught = batch.response_mask & has_hint[:, None]  # (N, T) bool: tokens that have a teacher
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
         mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
@@ -295,6 +305,7 @@ def main(args: Args) -> None:
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             advantages = torch.zeros_like(old_logprobs)  # (N, T)
             if not args.full_vocabulary:
+                # Hints change the lengths of the prompts, so the teacher's rows are packed anew.
                 hinted_rows = has_hint.nonzero().flatten()
                 hinted_micro_batches = batching.pack(hinted_batch, hinted_rows, settings.compute, world)
                 teacher_logprobs = model.frozen_logprobs(
@@ -387,7 +398,7 @@ def main(args: Args) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             model.reshard(teacher)
-            if teacher is not policy:
+            if teacher is not policy:  # one step of the moving average for each rollout, not for each mini-batch
                 follow(teacher, policy, args.teacher_rate)
 
         with tracker.time("sync"):

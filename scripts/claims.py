@@ -125,7 +125,7 @@ class Run:
     about: dict
 
     def last(self, column: str, share: float) -> float:
-        """Mean of a column over the last part of the steps."""
+        """Mean of a column over the last part of the rows that have it: over the last fifth if share is 0.2."""
         values = [row[column] for row in self.rows if column in row]
         return statistics.mean(values[-max(1, round(share * len(values))) :])
 
@@ -242,28 +242,10 @@ def run(cell: Cell, folder: Path) -> str:
     if folder == COMMITTED and cell.is_baseline:
         made_by = f"scripts/baselines.py with --task {cell.task} --run {cell.arm} --seeds {cell.seed}"
         raise RuntimeError(f"it is a baseline, which is made by {made_by}")
-    arm = ARMS[cell.arm]
+    variant = ARMS[cell.arm].variant
     with tempfile.TemporaryDirectory() as scratch:
-        file = ROOT / f"algos/{arm.algorithm}.py"
-        if arm.variant:
-            file = Path(scratch) / f"{arm.algorithm}_variant.py"
-            file.write_text(variants.source(arm.variant))
-        run_dir = Path(scratch) / "run"
-        ended = subprocess.run(
-            [sys.executable, str(file), *cell.flags().split(), "--run-dir", str(run_dir)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        rows, about = study.result(run_dir, ended.returncode, ended.stdout)
-        trained = folders.complete(run_dir)[-1] / "model"
-        if "--lora-rank" in arm.flags:
-            merged = Path(scratch) / "merged"
-            subprocess.run([sys.executable, "scripts/merge_lora.py", str(trained), str(merged)], check=True, cwd=ROOT)
-            trained = merged
-        about |= {"flags": cell.flags(), "variant": arm.variant, "seed": cell.seed}
+        rows, about, trained = train(cell, Path(scratch))
+        about |= {"flags": cell.flags(), "variant": variant, "seed": cell.seed}
         problems = f"{REVERSAL}/problems.jsonl" if cell.task == "reversal" else ""
         about["evaluation"] = baselines.evaluate(cell.task, trained, problems, TASKS[cell.task])
     study.write_run(cell.file(folder), rows, about, COLUMNS)
@@ -271,12 +253,47 @@ def run(cell: Cell, folder: Path) -> str:
     return f"{about['evaluation']['sampled']:.1%} in {minutes:.1f} minutes"
 
 
+def train(cell: Cell, scratch: Path) -> tuple[list[dict], dict, Path]:
+    """Train a cell in an empty folder. Returns its metrics, where it ran, and the folder of the trained model.
+
+    A run that a guard has ended counts with its last checkpoint. Raises RuntimeError if it has none, or failed.
+    """
+    arm = ARMS[cell.arm]
+    file = ROOT / f"algos/{arm.algorithm}.py"
+    if arm.variant:
+        file = scratch / f"{arm.algorithm}_variant.py"
+        file.write_text(variants.source(arm.variant))
+    run_dir = scratch / "run"
+    ended = subprocess.run(
+        [sys.executable, str(file), *cell.flags().split(), "--run-dir", str(run_dir)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    rows, about = study.result(run_dir, ended.returncode, ended.stdout)
+    checkpoints = folders.complete(run_dir)
+    if not checkpoints:
+        raise RuntimeError(f"{about['ended_by']} ended it before its first checkpoint: there is no model to evaluate")
+    trained = checkpoints[-1] / "model"
+    if "--lora-rank" in arm.flags:
+        # The checkpoint has adapters alone, and scripts/evaluate.py takes whole models.
+        merged = scratch / "merged"
+        subprocess.run([sys.executable, "scripts/merge_lora.py", str(trained), str(merged)], check=True, cwd=ROOT)
+        trained = merged
+    return rows, about, trained
+
+
+def has_carry(row: dict) -> bool:
+    """Whether the units of a problem such as "47+38=" add up to more than 9."""
+    numbers = row["question"].rstrip("=").split("+")
+    return sum(int(number) % 10 for number in numbers) > 9
+
+
 def write_one_problem() -> None:
     """Write ONE_PROBLEM: the first training problem with a carry, 64 times, as a step takes that many prompts."""
-    for row in arithmetic.problems("train"):
-        units = sum(int(number) % 10 for number in row["question"].rstrip("=").split("+"))
-        if units > 9:
-            break
+    row = next(filter(has_carry, arithmetic.problems("train")))
     line = json.dumps({"question": row["question"], "answer": row["answer"]}) + "\n"
     file = ROOT / ONE_PROBLEM
     file.parent.mkdir(exist_ok=True)
@@ -305,7 +322,9 @@ def make_reversal() -> None:
     for name, rows in (("problems", problems), ("demonstrations", demonstrations)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = f"algos/sft.py --dataset {REVERSAL}/demonstrations.jsonl --steps 60 --output {REVERSAL}/start"
-    subprocess.run([sys.executable, *words.split(), "--run-dir", f"{REVERSAL}/sft"], check=True, cwd=ROOT)
+    # A run directory that stayed after an interruption would be refused by each later try.
+    with tempfile.TemporaryDirectory() as run_dir:
+        subprocess.run([sys.executable, *words.split(), "--run-dir", run_dir], check=True, cwd=ROOT)
 
 
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
@@ -323,29 +342,34 @@ def measured(folder: Path, claim: Claim, arm: str) -> dict[int, float]:
     return {seed: measure.of(run) for seed, run in read_runs(folder, claim.task, arm).items()}
 
 
-def difference(folder: Path, claim: Claim) -> study.Estimate | None:
-    """Arm minus control, over the seeds that both have. None without such seeds."""
+def compared(folder: Path, claim: Claim) -> tuple[dict[int, float], dict[int, float]]:
+    """The measures of a claim's arm and of its control, seed -> number, over the seeds that both have.
+
+    Without a control the arm keeps all its seeds, and there are no numbers of the control.
+    """
     arm = measured(folder, claim, claim.arm)
     if not claim.control:
-        return study.paired(arm, dict.fromkeys(arm, 0.0))
-    return study.paired(arm, measured(folder, claim, claim.control))
+        return arm, {}
+    control = measured(folder, claim, claim.control)
+    both = sorted(arm.keys() & control.keys())
+    return {seed: arm[seed] for seed in both}, {seed: control[seed] for seed in both}
 
 
-def verdict(claim: Claim, found: study.Estimate | None, seeds: int) -> str:
+def verdict(claim: Claim, difference: study.Estimate | None, seeds: int) -> str:
     """The rule that was fixed before the runs. It waits for all SEEDS, so nobody can stop when the answer pleases.
 
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
     smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
     margin on both sides, otherwise refuted here if it excludes 0. All others are unresolved.
     """
-    if found is None or seeds < SEEDS[claim.task]:
+    if difference is None or seeds < SEEDS[claim.task]:
         return f"{seeds} of {SEEDS[claim.task]} seeds"
-    low, high, margin = found.low, found.high, claim.margin
+    low, high, margin = difference.low, difference.high, claim.margin
     if claim.expected == "less":
         low, high = -high, -low
     if claim.expected == "equal":
         confirmed = -margin < low and high < margin
-        refuted = found.excludes_zero
+        refuted = difference.excludes_zero
     else:
         confirmed = low > 0
         refuted = high < margin
@@ -364,22 +388,21 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         claim = CLAIMS[name]
         measure = MEASURES[claim.measure]
-        found = difference(folder, claim)
-        arm = measured(folder, claim, claim.arm)
-        control = measured(folder, claim, claim.control) if claim.control else {}
-        seeds = len(arm.keys() & control.keys()) if claim.control else len(arm)
+        arm, control = compared(folder, claim)
+        # A measure that is itself a difference, to the start, is compared with 0.
+        difference = study.paired(arm, control if claim.control else dict.fromkeys(arm, 0.0))
         fields = (
             f"[{name}](#{name})",
             claim.source,
             ARMS[claim.arm].text(),
             ARMS[claim.control].text() if claim.control else "its start",
             claim.task,
-            str(seeds),
+            str(len(arm)),
             measure.label,
             measure.mean(arm),
             measure.mean(control),
-            "" if found is None else found.text(measure.scale, measure.digits),
-            f"**{verdict(claim, found, seeds)}**",
+            "" if difference is None else difference.text(measure.scale, measure.digits),
+            f"**{verdict(claim, difference, len(arm))}**",
         )
         yield f"| {' | '.join(fields)} |"
 
@@ -406,15 +429,15 @@ def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:
 
 def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
     """The runs of some claims, each once. A seed of all arms comes before the next, so half a study says something."""
-    found: dict[Cell, None] = {}
+    ordered: dict[Cell, None] = {}  # keys without values: several claims share an arm, which runs once
     for seed in seeds or range(max(SEEDS.values())):
         for name in rows:
             claim = CLAIMS[name]
             if not seeds and seed >= SEEDS[claim.task]:
                 continue
             for arm in filter(None, (claim.arm, claim.control)):
-                found[Cell(claim.task, arm, seed)] = None
-    return list(found)
+                ordered[Cell(claim.task, arm, seed)] = None
+    return list(ordered)
 
 
 def main(args: Args) -> None:
@@ -425,7 +448,7 @@ def main(args: Args) -> None:
     if not rows:
         print(table(COMMITTED))
         return
-    folder = ROOT / args.folder
+    folder = (ROOT / args.folder).resolve()
     missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
     if any(cell.arm == "one-problem" for cell in missing):
         write_one_problem()

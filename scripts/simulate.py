@@ -12,7 +12,7 @@ import json
 import math
 import random
 import statistics
-import textwrap
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,15 +37,19 @@ def interpolated(seconds: dict[str, float]) -> Callable[[int], float]:
 
 
 def predicted(data: dict, name: str) -> float:
-    """Tokens a second of a row of tails.py. Of the row it knows the trainer's seconds, not how long it waited."""
+    """Tokens a second of a row of tails.py. Of the row it knows the trainer's seconds, not how long it waited.
+
+    data: the JSON file that tails.py has written.
+    """
     runs = data["rows"][name]
-    loop = Loop(*data["loops"][name])
-    alone, beside = data["rates"]["alone"], data["rates"]["beside"]
-    first = data["rows"]["synchronous"]
-    mean = lambda rows, part: statistics.mean(run[part] for run in rows)
-    training = mean(runs, "training") + mean(first, "rest")
+    inflight, updates = data["loops"][name]
+    loop = Loop(inflight, updates)
+    synchronous = data["rows"]["synchronous"]
+    training = mean_of(runs, "training") + mean_of(synchronous, "rest")
     # Amid responses each step has an update, which waits for the servers to pause.
-    update = mean(first if loop.updates == "none" else runs, "sync")
+    update = mean_of(synchronous if updates == "none" else runs, "sync")
+    alone, beside = data["rates"]["alone"], data["rates"]["beside"]
+    full = str(data["places"])  # the keys of a JSON object are texts
     costs = Costs(
         servers=1,
         places=data["places"],
@@ -53,23 +57,29 @@ def predicted(data: dict, name: str) -> float:
         train=lambda tokens: training,
         update=update,
         recompute=data["rates"]["prefill_token"],
-        grade=mean(first, "reward"),
-        slower=beside[str(data["places"])] / alone[str(data["places"])],
+        grade=mean_of(synchronous, "reward"),
+        slower=beside[full] / alone[full],
     )
     trained = Run(costs, loop, lambda step: data["lengths"], data["steps"]).go()
     return rate(trained, data["warmup"], data["steps"] - data["draining"])
 
 
+def mean_of(runs: list[dict], part: str) -> float:
+    """Mean of one of the numbers that tails.py gives of each run of a row."""
+    return statistics.mean(run[part] for run in runs)
+
+
 def beside_measured(data: dict) -> str:
     """The ratios between rows, measured and predicted, in Markdown."""
-    measured = {name: statistics.mean(run["tokens_per_s"] for run in runs) for name, runs in data["rows"].items()}
+    measured = {name: mean_of(runs, "tokens_per_s") for name, runs in data["rows"].items()}
     simulated = {name: predicted(data, name) for name in measured}
     lines = ["<!-- simulated -->", "| row | times synchronous, measured | simulated | simulated / measured |"]
     lines.append("|---" * 4 + "|")
     for name in measured:
-        there = measured[name] / measured["synchronous"]
-        here = simulated[name] / simulated["synchronous"]
-        lines.append(f"| {name} | {there:.2f} | {here:.2f} | {here / there:.2f} |")
+        times_measured = measured[name] / measured["synchronous"]
+        times_simulated = simulated[name] / simulated["synchronous"]
+        quotient = times_simulated / times_measured
+        lines.append(f"| {name} | {times_measured:.2f} | {times_simulated:.2f} | {quotient:.2f} |")
     return "\n".join([*lines, "<!-- /simulated -->"])
 
 
@@ -101,6 +111,7 @@ def long_tailed(args: Args, responses: int, step: int) -> list[int]:
 
 
 def decode_seconds(args: Args, count: int) -> float:
+    """Seconds for a token of each of so many responses under way on a server."""
     return args.base + args.each * count
 
 
@@ -121,12 +132,32 @@ def tokens_per_gpu(args: Args, gpus: int, responses: int, loop: Loop, colocated:
         restart=args.restart,
     )
     lengths = lambda step: long_tailed(args, responses, step)
-    first = last = max(args.inflight) - 1  # steps at both ends that do not count
-    return rate(Run(costs, loop, lengths, args.steps).go(), first, args.steps - last) / gpus
+    trained = Run(costs, loop, lengths, args.steps).go()
+    return rate(trained, uncounted(args), args.steps - uncounted(args)) / gpus
+
+
+def uncounted(args: Args) -> int:
+    """Steps at each end of a run that do not count: the pipeline fills in the first ones, and drains in the last."""
+    return max(args.inflight) - 1
+
+
+def check_args(args: Args) -> None:
+    """Leave with a message for numbers that no run can have."""
+    if not args.inflight or min(args.inflight) < 1:
+        sys.exit("error: --inflight: name numbers of batches, from 1")
+    if args.steps <= 2 * uncounted(args):
+        least = 2 * uncounted(args) + 1
+        sys.exit(f"error: --steps {args.steps}: with --inflight {max(args.inflight)} use {least} or more")
+    if not args.gpus or min(args.gpus) < 2:
+        sys.exit("error: --gpus: half of them sample and half train, so use 2 or more")
+    if min(args.responses, default=0) < 1:
+        sys.exit("error: --responses: a step has one or more")
+    if not 0 <= args.lost < 1:
+        sys.exit(f"error: --lost {args.lost}: a run that loses a server in every step never ends; use less than 1")
 
 
 def at_scale(args: Args) -> str:
-    """What each loop makes of these GPUs, in Markdown. The caption has the assumptions."""
+    """What each loop makes of these GPUs, in Markdown. A first table has the assumptions."""
     synchronous = Loop(lost=args.lost, save_every=args.save_every, seed=args.seed)
     loops = {
         "synchronous, colocated": (synchronous, True),
@@ -136,16 +167,23 @@ def at_scale(args: Args) -> str:
     for inflight in args.inflight:
         loops[f"K = {inflight}, keep"] = (replace(synchronous, inflight=inflight, updates="keep"), False)
     most = speed(args) / 2
-    caption = (
-        f"Tokens a second and GPU. Assumed, not measured: log-normal lengths (median {args.median:g}, sigma "
-        f"{args.sigma:g}, cut off at {args.longest}); a server on each GPU, which takes {1000 * args.base:g} ms and "
-        f"{1000 * args.each:g} ms for each response under way until all have their next token; a GPU that trains as "
-        f"fast as a server with {args.full} responses samples; {args.update:g} s for an update; a probability of "
-        f"{args.lost:g} that a step loses a server. With such servers and trainers always busy it would be {most:.0f}."
-    )
+    assumptions = {
+        "lengths": f"log-normal, median {args.median:g}, sigma {args.sigma:g}, cut off at {args.longest}",
+        "a server on each GPU": f"{1000 * args.base:g} ms per decoding step, plus {1000 * args.each:g} ms for each "
+        "unfinished response",
+        "a GPU that trains": f"as many tokens a second as a server samples with {args.full} responses",
+        "an update of the servers' weights": f"{args.update:g} s",
+        "probability that a step loses a server": f"{args.lost:g}",
+    }
     lines = [
         "<!-- scale -->",
-        textwrap.fill(caption, 120),
+        "These numbers are assumed, not measured:",
+        "",
+        "| assumed | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in assumptions.items()),
+        "",
+        f"Tokens a second per GPU. If servers and trainers were always busy, it would be {most:.0f}:",
         "",
         f"| GPUs | responses a step | {' | '.join(loops)} |",
         "|---" * (2 + len(loops)) + "|",
@@ -158,4 +196,8 @@ def at_scale(args: Args) -> str:
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    print(beside_measured(json.loads(Path(args.measured).read_text())) if args.measured else at_scale(args))
+    if args.measured:
+        print(beside_measured(json.loads(Path(args.measured).read_text())))
+    else:
+        check_args(args)
+        print(at_scale(args))

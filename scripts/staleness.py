@@ -126,7 +126,7 @@ class Early(sampling.Prefetcher):
         self.waiting: deque[tuple[sampling.Batch, sampling.PromptSampler]] = deque()  # sampled, and not trained on
 
     def get(self, step: int, last_step: int) -> sampling.Batch:
-        """The batch of this step. First it samples all steps up to step + staleness."""
+        """The batch of this step. First it samples all steps up to step + staleness. In place of Prefetcher.get()."""
         while self.begun < min(step + self.staleness, last_step):
             self.begun += 1
             sampler = self._sampler(self.begun, self.world, Metrics(self.world))
@@ -156,11 +156,14 @@ def record_masks(metrics: Metrics, old_logprobs, batch, rows) -> None:
 
 
 def learn(staleness: int, file: str, flags: list[str]) -> None:
-    """Run an algorithm's file as a user would, with that staleness. It changes this process, so it needs its own."""
-    mismatch = Metrics.mismatch
+    """Run an algorithm's file as a user would, with that staleness.
+
+    The file itself stays as it is. Two classes that it uses are replaced, in this process, which does nothing else.
+    """
+    plain_mismatch = Metrics.mismatch
 
     def mismatch_and_masks(self, old_logprobs, batch, weight_version, rows=None) -> None:
-        mismatch(self, old_logprobs, batch, weight_version, rows)
+        plain_mismatch(self, old_logprobs, batch, weight_version, rows)
         record_masks(self, old_logprobs, batch, rows)
 
     Metrics.mismatch = mismatch_and_masks
@@ -192,6 +195,7 @@ def run(cell: Cell, folder: Path, steps: int) -> str:
             file.write_text(variants.source(variant))
         run_dir = Path(scratch) / "run"
         log = Path(scratch) / "log"
+        log.touch()  # a process that is killed at once writes none
         process = multiprocessing.get_context("spawn").Process(
             target=learn_with_log,
             args=(cell.k, str(file), [*flags, "--run-dir", str(run_dir)], log),
@@ -201,7 +205,8 @@ def run(cell: Cell, folder: Path, steps: int) -> str:
         rows, about = study.result(run_dir, process.exitcode, log.read_text())
     about |= {"staleness": cell.k, "correction": cell.correction, "seed": cell.seed, "flags": " ".join(flags)}
     study.write_run(cell.file(folder), rows, about, COLUMNS)
-    return f"{study.final_accuracy(rows):.1%} in {sum(row.get('time/step', 0.0) for row in rows) / 60:.1f} minutes"
+    minutes = sum(row.get("time/step", 0.0) for row in rows) / 60
+    return f"{study.final_accuracy(rows):.1%} in {minutes:.1f} minutes"
 
 
 def read_runs(folder: Path, task: str) -> dict[tuple[str, int], dict[int, list[dict]]]:
@@ -239,9 +244,10 @@ def marked(difference: study.Estimate | None) -> str:
     return f"**{difference}**" if difference.excludes_zero else str(difference)
 
 
-def mean_of(seeds: dict[int, list[dict]], column: str) -> float:
-    """Mean of a column over all steps of all runs."""
-    return statistics.mean(row[column] for rows in seeds.values() for row in rows if column in row)
+def mean_of(seeds: dict[int, list[dict]], column: str, form: str) -> str:
+    """Mean of a column over all steps of all runs, in that format. "" if a guard has ended them all in their first."""
+    values = [row[column] for rows in seeds.values() for row in rows if column in row]
+    return format(statistics.mean(values), form) if values else ""
 
 
 def table(folder: Path, task: str) -> str:
@@ -260,20 +266,21 @@ def table_lines(folder: Path, task: str) -> Iterator[str]:
             seeds = runs.get((correction, k))
             if seeds is None:
                 continue
-            from_fresh = minus(seeds, runs.get((correction, 0), {})) if k else None
-            from_none = minus(seeds, runs.get(("none", k), {})) if correction != "none" else None
+            minus_fresh = minus(seeds, runs.get((correction, 0), {})) if k else None
+            minus_none = minus(seeds, runs.get(("none", k), {})) if correction != "none" else None
             left_out = ""
             if correction in LEFT_OUT:
                 column, unit = LEFT_OUT[correction]
-                left_out = f"{mean_of(seeds, column):.2%} of {unit}"
+                share = mean_of(seeds, column, ".2%")
+                left_out = f"{share} of {unit}" if share else ""
             fields = (
                 str(k),
                 correction,
                 f"{len(seeds)}{ended_early(folder, task, correction, k, seeds)}",
                 str(mean_accuracy(seeds)),
-                marked(from_fresh),
-                marked(from_none),
-                f"{mean_of(seeds, 'mismatch/kl'):.1e}",
+                marked(minus_fresh),
+                marked(minus_none),
+                mean_of(seeds, "mismatch/kl", ".1e"),
                 left_out,
             )
             yield f"| {' | '.join(fields)} |"
@@ -339,13 +346,15 @@ def rebuild(folder: Path) -> None:
 
 
 def missing(args: Args, folder: Path) -> list[Cell]:
-    """The runs that are asked for and not done. A seed of all cells comes before the next, so that half of a study says
+    """The runs that are asked for and not done, each once. A seed of all comes before the next: half a study then says
     something.
     """
-    cells = [
-        Cell(args.task, correction, k, seed) for seed in args.seeds for k in args.ks for correction in args.corrections
-    ]
-    return [cell for cell in cells if not cell.file(folder).is_file()]
+    ordered: dict[Cell, None] = {}  # keys without values: a dict keeps their order and drops repeats
+    for seed in args.seeds:
+        for k in args.ks:
+            for correction in args.corrections:
+                ordered[Cell(args.task, correction, k, seed)] = None
+    return [cell for cell in ordered if not cell.file(folder).is_file()]
 
 
 def check_args(args: Args, folder: Path) -> None:

@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -83,7 +84,7 @@ def collapse(exit_code: int, printed: str) -> str | None:
     if exit_code == 0:
         return None
     guard = re.search(rf"error\[({'|'.join(COLLAPSES)})\]", printed)
-    if exit_code != 3 or guard is None:
+    if exit_code != 3 or guard is None:  # 3: a run failed (common/errors.py)
         raise RuntimeError(f"exit code {exit_code}:\n{printed[-2000:]}")
     return guard[1]
 
@@ -95,6 +96,8 @@ def result(run_dir: Path, exit_code: int, printed: str) -> tuple[list[dict], dic
     """
     ended_by = collapse(exit_code, printed)
     rows = read_metrics(run_dir)
+    if not rows:
+        raise RuntimeError(f"it ended before its first step:\n{printed[-2000:]}")
     about = json.loads((run_dir / "run.json").read_text())
     if not ended_by and rows[-1]["step"] != about["args"]["steps"]:
         raise RuntimeError(f"it was stopped after step {rows[-1]['step']}")
@@ -125,18 +128,20 @@ def check_jobs(jobs: int) -> None:
 def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
     """Call run(cell) for each cell, `jobs` at a time, each on a core of its own. Print what it returns.
 
-    Returns how many runs have failed. Another run may be under way, so a failure ends nothing.
+    run() raises RuntimeError, BadInput or CalledProcessError if a run fails. Another run may be under way, so that
+    ends nothing. Returns how many have failed.
     """
     cores: queue.Queue[int] = queue.Queue()
     for core in sorted(os.sched_getaffinity(0))[:jobs]:
         cores.put(core)
 
-    def numbered_run(work: tuple[int, Any]) -> bool:
+    def failed_run(work: tuple[int, Any]) -> bool:
+        """Run a cell, given with its number in the list. Returns whether it failed."""
         number, cell = work
         try:
             ended = run(cell)
             failed = False
-        except (RuntimeError, errors.BadInput) as error:
+        except (RuntimeError, errors.BadInput, subprocess.CalledProcessError) as error:
             ended = f"error: {error}"
             failed = True
         print(f"{number} of {len(cells)}: {cell}: {ended}", flush=True)
@@ -144,4 +149,4 @@ def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
 
     # A process that a thread starts inherits the thread's core.
     with ThreadPool(jobs, lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
-        return sum(pool.map(numbered_run, enumerate(cells, 1), chunksize=1))
+        return sum(pool.map(failed_run, enumerate(cells, 1), chunksize=1))

@@ -12,6 +12,7 @@ products per head, its backward five; a causal mask saves nothing. Nothing else 
 The clock stops the run at a product for which it has no formula. It would otherwise be a way around the clock.
 """
 
+import functools
 import re
 
 import torch
@@ -41,6 +42,7 @@ FREE = {"aten::linalg_vector_norm", "_C::create_onednn_mm_handler", "_C::release
 # Operations of these names may hide a product.
 MAY_MULTIPLY = re.compile(
     r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|convolution|conv\d|rnn|lstm|gru|fft|linalg|cdist|einsum|kron"
+    r"|(^|_)solve|cholesky|ormqr|embedding_bag"  # solving [[1, -A], [0, 1]] X = [[0], [B]] gives A B
 )
 NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "_C")
 
@@ -50,14 +52,21 @@ class NoFormula(Exception):
 
 
 class Clock(TorchDispatchMode):
+    """While a block with it lasts, torch calls __torch_dispatch__ in place of each operation of this thread."""
+
     def __init__(self):
         super().__init__()
-        self.flops = 0
+        self.flops = 0  # since it was made, over all blocks
         self.costs: dict = {}  # operation -> its cost(arguments, result), or None if it is free
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace == "vllm":  # Python code of vLLM: what it calls is to be counted
+        for kind in types:  # classes of arguments that are subclasses of Tensor
+            computes = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            if computes and not kind.__module__.startswith("torch."):  # torch's own is DTensor
+                raise NoFormula(f"the clock does not see what {kind.__name__}.__torch_dispatch__ computes")
+        if function.namespace == "vllm":
+            # Python code of vLLM: what it calls is to be counted. torch turns the clock off inside of this method.
             with self:
                 return function._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         if function not in self.costs:
@@ -73,11 +82,9 @@ def cost_of(namespace: str, name: str):
     """The function that computes an operation's FLOPs from its arguments and its result. Raises NoFormula."""
     name = name.removesuffix("_")  # addmm_ adds in place
     if name in PRODUCTS:
-        left = PRODUCTS[name]
-        return lambda args, result: 2 * (args[0] if result is None else result).numel() * args[left].shape[-1]
+        return functools.partial(product, PRODUCTS[name])
     if name in ATTENTION:
-        products, place = ATTENTION[name]
-        return lambda args, _: 2 * products * args[place].numel() * args[place + 1].shape[-2]
+        return functools.partial(attention, *ATTENTION[name])
     if name == PAGED_ATTENTION:
         return paged_attention
     if name in FREE or (namespace in NAMESPACES and not MAY_MULTIPLY.search(name.partition("::")[2])):
@@ -85,8 +92,27 @@ def cost_of(namespace: str, name: str):
     raise NoFormula(f"the clock has no formula for {name}; use another operation, or add one to speedrun/clock.py")
 
 
+def product(left: int, args, result) -> int:
+    """2 m n k. The result has m n numbers, and the left factor, args[left], has rows of k."""
+    if result is None:  # vLLM writes it into the first argument
+        result = args[0]
+    return 2 * result.numel() * args[left].shape[-1]
+
+
+def attention(products: int, place: int, args, _) -> int:
+    """That many products per head. args[place]: queries (..., heads, q, width), and the keys (..., k, width) follow."""
+    queries, keys = args[place : place + 2]
+    return 2 * products * queries.numel() * keys.shape[-2]
+
+
 def paged_attention(args, _) -> int:
-    """Two products per head. args: queries (tokens, heads, width), ..., the first query and number of keys of each."""
+    """Two products per head, of many sequences at once.
+
+    args: [0] queries (tokens, heads, width); [4] where the queries of each sequence begin, and the end; [5] how many
+    keys each has.
+    """
     query, starts, keys = args[0], args[4], args[5]
-    pairs = int((starts.diff() * keys[: len(starts) - 1]).sum())
-    return 4 * pairs * query[0].numel()
+    sequences = len(starts) - 1
+    pairs = int((starts.diff() * keys[:sequences]).sum())  # of a query and a key
+    heads_times_width = query[0].numel()
+    return 4 * pairs * heads_times_width

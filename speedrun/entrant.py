@@ -21,7 +21,7 @@ from common.rollout.vllm_engine import VLLMEngine
 
 
 class Wire:
-    """The line to the referee."""
+    """The connection to the referee."""
 
     def __init__(self, address: str):
         connection = socket.socket(socket.AF_UNIX)
@@ -29,16 +29,18 @@ class Wire:
         self.stream = connection.makefile("rw")
 
     def tell(self, **message) -> None:
+        """Send a message that has no answer."""
         self.stream.write(json.dumps(message) + "\n")
         self.stream.flush()
 
     def ask(self, **message):
+        """Send a message, and wait for its answer."""
         self.tell(**message)
         return json.loads(self.stream.readline())
 
 
 def reported(generate, wire: Wire, clock: Clock):
-    """generate() of an engine, which tells the referee what it has sampled."""
+    """generate() of an engine, which also tells the referee what it has sampled, before the entry sees it."""
 
     @functools.wraps(generate)
     def generate_and_tell(engine, prompt_ids, *given, **named):
@@ -61,7 +63,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
         scores = wire.ask(grade=[[item.prompt, item.response_ids] for item in items])
         return [Result(score, score) for score in scores]
 
-    rewards.BUILT_IN["referee"] = referee
+    rewards.BUILT_IN["referee"] = referee  # --reward referee, which referee.py adds to the flags
     sys.argv = [file, *flags]
     with clock:
         runpy.run_path(file, run_name="__main__")

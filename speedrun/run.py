@@ -1,16 +1,18 @@
 """Enter a record: run a file for each seed of the speedrun, and write speedrun/records/NAME.
 
+    python speedrun/run.py --try algos/mine.py --steps 2                        a trial in minutes; it writes nothing
     python speedrun/run.py 0002-mine algos/mine.py --steps 60 --learning-rate 3e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
-seed. It is written at the end, also for a run that misses the target: verify.py says whether it counts.
+seed. It is written at the end, also for a run that misses the target: verify.py says whether it counts. A trial is one
+seed, and an evaluation of 64 problems.
 """
 
 import csv
 import hashlib
 import json
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,59 +22,110 @@ from referee import ROOT, SPEEDRUN, Job, Outcome
 from rules import Refused
 
 from common import errors
+from common.preflight import folders
 from common.run import directory
 
 RECORDS = ROOT / "speedrun/records"
-USAGE = "python speedrun/run.py NAME FILE.py [flags of the file]"
+TRIAL = "--try"  # in the place of the record's name
 
 
 def machine(job: Job) -> dict:
-    """What a replay depends on: commit, versions, processor, start model."""
+    """What a replay depends on: commit, versions, processor, start model. Raises Refused."""
+    referee.check_machine(job)
     place = SimpleNamespace(size=1, device=torch.device("cpu"))
     about = directory.code_and_machine(place, ("common", "scripts", ":(glob)speedrun/*.py"))
     about["hardware"] = {"processor": about["hardware"]["device"], "cores": job.cores}
     return about | {"start_model": referee.digest_of(job.model)}
 
 
+def check_committed(about: dict) -> None:
+    """Raises Refused if verify.py would refuse the record for the code that it ran: better now than after hours."""
+    if not about["commit"]:
+        raise Refused("this is no git checkout, and a record names the commit that it ran; clone the repository")
+    if about["uncommitted_changes"]:
+        raise Refused("common/, scripts/ or speedrun/ has changes that are not committed; only your file may be new")
+
+
+def play_all(job: Job, file: Path, flags: list[str]) -> tuple[bytes, dict[int, Outcome]]:
+    """Play all seeds. Returns the file as it was played, and an outcome for each seed. Raises Refused."""
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        # A copy: the file may be edited while it runs, and all seeds must run the same.
+        copy = Path(scratch) / file.name
+        try:
+            source = file.read_bytes()
+        except OSError as error:
+            raise Refused(f"{file}: {error.strerror}") from None
+        copy.write_bytes(source)
+        for seed in job.seeds:
+            errors.say(f"seed {seed}")
+            outcomes[seed] = referee.play(job, copy, flags, seed)
+    return source, outcomes
+
+
 def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
-    """Play all seeds and write the record. Raises Refused."""
+    """Play all seeds and write the record, whole or not at all. Returns record.json. Raises Refused."""
     about = machine(job)
-    outcomes = {seed: referee.play(job, file, flags, seed) for seed in job.seeds}
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(file, folder / "train.py")
-    for seed, outcome in outcomes.items():
-        write_csv(folder / f"seed{seed}.csv", outcome)
+    source, outcomes = play_all(job, file, flags)
+    if machine(job) != about:
+        raise Refused("the code of the speedrun or the start model was changed while it ran; run it again")
     record = {
-        "train.py": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "train.py": hashlib.sha256(source).hexdigest(),
         "flags": flags,
         **about,
         "flops": max(outcome.claims["flops"] for outcome in outcomes.values()),
         "seeds": {str(seed): outcome.claims for seed, outcome in outcomes.items()},
     }
-    (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folders.written_whole(folder) as unfinished:
+        (unfinished / "train.py").write_bytes(source)
+        for seed, outcome in outcomes.items():
+            write_csv(unfinished / f"seed{seed}.csv", outcome)
+        (unfinished / "record.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 
 def write_csv(file: Path, outcome: Outcome) -> None:
+    """A row for each call of the engine."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, referee.COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(outcome.rows)
 
 
-def main(words: list[str]) -> None:
-    if len(words) < 2 or words[0].startswith("-") or not words[1].endswith(".py"):
-        sys.exit(f"usage: {USAGE}")
+def say_result(seed: int | str, claims: dict) -> None:
+    """Print what a seed has reached."""
+    errors.say(
+        f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%}) after "
+        f"{claims['flops']:,} FLOPs in {claims['seconds']} s"
+    )
+
+
+def main(words: list[str], job: Job = SPEEDRUN) -> None:
+    if words in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if len(words) < 2 or not words[1].endswith(".py"):
+        sys.exit(__doc__)
     name, file, *flags = words
     folder = RECORDS / name
-    if folder.exists():
-        sys.exit(f"error: {folder} exists; take another name")
     try:
-        record = enter(SPEEDRUN, folder, Path(file), flags)
+        if name == TRIAL:
+            _, outcomes = play_all(job.trial(), Path(file), flags)
+            for seed, outcome in outcomes.items():
+                say_result(seed, outcome.claims)
+            errors.say("A trial, not a record: the interval is of a few problems, and nothing was written.")
+            return
+        if name.startswith("-") or Path(name).name != name:
+            raise Refused(f"{name}: the first word is the name of a folder in speedrun/records, such as 0002-mine")
+        if folder.exists():
+            raise Refused(f"{folder} exists; take another name")
+        check_committed(machine(job))
+        record = enter(job, folder, Path(file), flags)
     except Refused as refused:
         sys.exit(f"refused: {refused}")
     for seed, claims in record["seeds"].items():
-        errors.say(f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} or more), {claims['flops']:,} FLOPs")
+        say_result(seed, claims)
     errors.say(f"written to {folder}; the next step is speedrun/verify.py on it, first with --check")
 
 

@@ -3,7 +3,7 @@
     python speedrun/verify.py speedrun/records/0001-grpo            checks, shows the file's diff, then replays it
     python speedrun/verify.py speedrun/records/0001-grpo --check    without a replay, in seconds
     python speedrun/verify.py                                       --check for all records, and is the table right?
-    python speedrun/verify.py speedrun/records/0001-grpo --seeds 7  a seed of your own: would it count as well?
+    python speedrun/verify.py speedrun/records/0001-grpo --seeds 7  trains with a seed of yours: how far does that get?
     python speedrun/verify.py --table                               writes the table into speedrun/README.md
 
 A replay trains again, with the record's file, flags and seeds, and compares what the referee has seen: all prompts,
@@ -40,11 +40,22 @@ class Args:
 
 
 def read(folder: Path) -> dict:
-    """record.json. Raises Refused."""
+    """record.json. Raises Refused for a file that no run.py has written."""
     try:
-        return json.loads((folder / "record.json").read_text())
+        record = json.loads((folder / "record.json").read_text())
     except (OSError, ValueError) as error:
         raise Refused(f"record.json: {error}") from None
+    kinds = {"train.py": str, "flags": list, "flops": int, "seeds": dict, "hardware": dict, "start_model": str}
+    for name, kind in kinds.items():
+        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
+            raise Refused(f'record.json: "{name}" is missing, or of another kind than {kind.__name__}')
+    if not all(isinstance(word, str) for word in record["flags"]):
+        raise Refused("record.json: a flag is not a text")
+    for seed, claims in record["seeds"].items():
+        for name in ("flops", "right", "low", "high", "accuracy", "responses", "seconds"):
+            if not isinstance(claims, dict) or not isinstance(claims.get(name), int | float):
+                raise Refused(f'record.json: "{name}" of seed {seed} is not a number')
+    return record
 
 
 def read_csv(file: Path) -> list[dict]:
@@ -64,7 +75,8 @@ def read_csv(file: Path) -> list[dict]:
 
 def counts(job: Job, record: dict) -> bool:
     """Whether the lower end of the interval is over the target, for all seeds of the speedrun."""
-    return all(record["seeds"][str(seed)]["low"] > job.target for seed in job.seeds)
+    seeds = record["seeds"]
+    return all(str(seed) in seeds and seeds[str(seed)]["low"] > job.target for seed in job.seeds)
 
 
 def check(job: Job, folder: Path) -> dict:
@@ -78,6 +90,8 @@ def check(job: Job, folder: Path) -> dict:
         raise Refused(f"record.json: the seeds are {', '.join(record['seeds'])}, not {job.seeds}")
     for seed, claims in record["seeds"].items():
         rows = read_csv(folder / f"seed{seed}.csv")
+        if not 0 <= claims["right"] <= job.held_out:
+            raise Refused(f"seed {seed}: record.json says right {claims['right']}, of {job.held_out} problems")
         summed = referee.totals(rows) | referee.interval(claims["right"], job.held_out)
         for name, value in summed.items():
             if claims[name] != value:
@@ -92,7 +106,7 @@ def check(job: Job, folder: Path) -> dict:
 
 
 def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None:
-    """Train again and compare. Raises Refused."""
+    """Train again and compare. seeds: to train with; none: the record's. Raises Refused."""
     here = run.machine(job)
     if here["start_model"] != record["start_model"]:
         raise Refused(f"the start model is {here['start_model']}, the record's {record['start_model']}")
@@ -100,16 +114,14 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
     if changed:
         errors.say(f"other {' and '.join(changed)} here than in the record, {record['hardware']}: a replay may differ")
     for seed in seeds or job.seeds:
+        # A seed of the reader's own has nothing to be compared with.
         recorded = record["seeds"].get(str(seed))
         expected = read_csv(folder / f"seed{seed}.csv") if recorded else None
         try:
             claims = referee.play(job, folder / "train.py", record["flags"], seed, expected).claims
         except Refused as refused:
             raise Refused(f"seed {seed}: {refused}") from None
-        errors.say(
-            f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%}) after "
-            f"{claims['flops']:,} FLOPs in {claims['seconds']} s"
-        )
+        run.say_result(seed, claims)
         for name, now in claims.items():
             if recorded and name != referee.NOT_REPEATED and recorded[name] != now:
                 raise Refused(f"seed {seed}: {name} {recorded[name]} (replay: {now})")
@@ -122,6 +134,7 @@ def table(job: Job, folder: Path = run.RECORDS) -> str:
         "|---|" + "---|" * 5,
     ]
     records = [(path.parent, read(path.parent)) for path in sorted(folder.glob("*/record.json"))]
+    # False comes before True.
     records.sort(key=lambda each: (not counts(job, each[1]), each[1]["flops"]))
     for path, record in records:
         seeds = record["seeds"].values()
@@ -145,18 +158,32 @@ def main(args: Args, job: Job = SPEEDRUN) -> None:
     failed = False
     for folder in args.records or sorted(path.parent for path in run.RECORDS.glob("*/record.json")):
         try:
-            record = check(job, folder)
-            if args.records and not args.check:
-                errors.say(rules.nearest_diff(folder / "train.py"))
-                replay(job, folder, record, args.seeds)
-            errors.say(f"{folder.name}: verified; {'it counts' if counts(job, record) else 'it misses the target'}")
-        except (Refused, KeyError) as refused:
+            errors.say(f"{folder.name}: {verified(job, folder, args)}")
+        except Refused as refused:
             errors.say(f"{folder.name}: refused: {refused}")
             failed = True
-    if not args.records and table(job) not in PAGE.read_text():
+        except KeyError as missing:
+            errors.say(f"{folder.name}: refused: record.json has no {missing}")
+            failed = True
+    # The table has a line for each record, so it can be compared only if all of them can be read.
+    if not args.records and not failed and table(job) not in PAGE.read_text():
         errors.say("speedrun/README.md: the table is not up to date; python speedrun/verify.py --table")
         failed = True
     sys.exit(failed)
+
+
+def verified(job: Job, folder: Path, args: Args) -> str:
+    """Check a record and, if that was asked for, replay it. Returns what is now known. Raises Refused, KeyError."""
+    record = check(job, folder)
+    verdict = "it counts" if counts(job, record) else "it misses the target"
+    if not args.records or args.check:
+        return f"its files agree, and nothing was replayed; {verdict}"
+    errors.say(rules.nearest_diff(folder / "train.py"))
+    replay(job, folder, record, args.seeds)
+    not_replayed = {str(seed) for seed in job.seeds} - {str(seed) for seed in args.seeds or job.seeds}
+    if not_replayed:
+        return f"verified, except for seed {', '.join(sorted(not_replayed))}, which was not replayed; {verdict}"
+    return f"verified; {verdict}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ RTM_NEWLINK = 16
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_EXCL, NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 IFLA_IFNAME, IFLA_LINKINFO, IFLA_NET_NS_FD = 3, 18, 28
 IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
-LINK = bytes(16)  # an ifinfomsg without values
+NO_LINK = bytes(16)  # an ifinfomsg without values: which interface it is, its attributes say
+NLMSGHDR = "IHHII"  # the header of a netlink message: length, type, flags, sequence number, port
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,23 +70,24 @@ def two_nodes() -> Iterator[list[Node]]:
     """The nodes, as long as the block lasts. Raises OSError where this machine doesn't allow them."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True) as holder:
+        # Without an answer the holder has ended, and its traceback stands above.
         answer = json.loads(holder.stdout.readline())
         if "refused" in answer:
             raise OSError(*answer["refused"])
-        nodes = []
-        for number, paths in enumerate(answer["nodes"]):
-            namespaces = [os.open(f"/proc/{holder.pid}/{path}", os.O_RDONLY) for path in paths]
-            nodes.append(Node(number, ADDRESSES[number], holder, namespaces))
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(holder.kill)  # the kernel removes namespaces that have no process
+            nodes = []
+            for number, paths in enumerate(answer["nodes"]):
+                namespaces = []
+                for path in paths:
+                    namespaces.append(os.open(f"/proc/{holder.pid}/{path}", os.O_RDONLY))
+                    stack.callback(os.close, namespaces[-1])
+                nodes.append(Node(number, ADDRESSES[number], holder, namespaces))
             yield nodes
-        finally:
-            for node in nodes:
-                for descriptor in node.namespaces:
-                    os.close(descriptor)
-            holder.kill()  # the kernel removes namespaces that have no process
 
 
 def check(result: int) -> None:
+    """Raises OSError if a call of libc has failed."""
     if result:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -100,8 +102,9 @@ def hold() -> None:
             namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY))
             # A socket stays in the namespace that it was made in.
             controls.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-        connect(namespaces[0])
+        connect(namespaces[0])  # this process is in the other node's namespace, which it made last
         for control, address in zip(controls, ADDRESSES):
+            # A struct ifreq: the interface's name, then a sockaddr_in with port 0, then padding.
             request = struct.pack("16sHH4s16x", INTERFACE.encode(), socket.AF_INET, 0, socket.inet_aton(address))
             fcntl.ioctl(control, SIOCSIFADDR, request)
             switch(control, "lo", IFF_UP)
@@ -117,10 +120,13 @@ def hold() -> None:
 
 
 def new_user() -> list[str]:
-    """If this user may not make network namespaces, make a user namespace. Returns its path, or nothing."""
+    """Become a user who may make network namespaces. Returns the path of the user namespace, or [] without one.
+
+    Root makes a network namespace at once. Anyone else first needs a user namespace, in which they are root.
+    """
     user, group = os.geteuid(), os.getegid()
     try:
-        check(libc.unshare(CLONE_NEWNET))
+        check(libc.unshare(CLONE_NEWNET))  # whether that is allowed; hold() makes the nodes' own
         return []
     except PermissionError:
         check(libc.unshare(CLONE_NEWUSER))
@@ -137,14 +143,16 @@ def write(path: str, text: str) -> None:
 
 def connect(other: int) -> None:
     """Put a pair of virtual interfaces between this namespace and another one."""
-    peer = LINK + attribute(IFLA_IFNAME, INTERFACE.encode()) + attribute(IFLA_NET_NS_FD, struct.pack("I", other))
+    peer = NO_LINK + attribute(IFLA_IFNAME, INTERFACE.encode()) + attribute(IFLA_NET_NS_FD, struct.pack("I", other))
     kind = attribute(IFLA_INFO_KIND, b"veth")
     kind += attribute(IFLA_INFO_DATA, attribute(VETH_INFO_PEER, peer))
-    body = LINK + attribute(IFLA_IFNAME, INTERFACE.encode()) + attribute(IFLA_LINKINFO, kind)
+    body = NO_LINK + attribute(IFLA_IFNAME, INTERFACE.encode()) + attribute(IFLA_LINKINFO, kind)
     flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        kernel.send(struct.pack("IHHII", 16 + len(body), RTM_NEWLINK, flags, 1, 0) + body)
-        (error,) = struct.unpack_from("i", kernel.recv(4096), 16)
+        header_bytes = struct.calcsize(NLMSGHDR)
+        kernel.send(struct.pack(NLMSGHDR, header_bytes + len(body), RTM_NEWLINK, flags, 1, 0) + body)
+        # The answer is a header and, behind it, an error number: 0, or a negative one.
+        (error,) = struct.unpack_from("i", kernel.recv(4096), header_bytes)
     if error:
         raise OSError(-error, os.strerror(-error))
 
@@ -155,6 +163,7 @@ def attribute(kind: int, value: bytes) -> bytes:
 
 
 def switch(control: socket.socket, interface: str, flags: int) -> None:
+    """Set an interface's flags, in the namespace of the socket: IFF_UP, or 0 for down."""
     fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", interface.encode(), flags))
 
 

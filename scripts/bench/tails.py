@@ -42,8 +42,9 @@ from common.rollout.servers import client
 ROOT = Path(__file__).parents[2]
 GROUP = 16  # responses to a prompt, the last of which is long
 TIMES = 8  # as many tokens as a short one
-MOST_AHEAD = 4
+MOST_AHEAD = 4  # the largest --max-inflight-batches of ROWS
 DRAINING = MOST_AHEAD - 1  # steps at the end of a run, in which no further sampling begins
+SHARING = MOST_AHEAD - 1  # batches that have the same weights if K = 4 and updates go in between responses
 ROWS = {  # name -> --max-inflight-batches, --inflight-updates
     "synchronous": (1, "none"),
     "one ahead": (2, "none"),
@@ -51,6 +52,7 @@ ROWS = {  # name -> --max-inflight-batches, --inflight-updates
     "K = 4, recompute": (4, "recompute"),
     "K = 4, keep": (4, "keep"),
 }
+# The parts of a step that have a metric of their own.
 PARTS = tuple(f"time/{part}" for part in ("rollout", "reward", "wait", "logprobs", "update", "sync"))
 
 
@@ -120,6 +122,8 @@ def cores() -> list[int]:
 
 
 def in_own_process(function, flags: list[str], log: Path, *more) -> None:
+    """Call function(flags, log, *more) in a new process, and wait. Raises RuntimeError if it fails."""
+    log.touch()  # a process that is killed at once writes none
     process = multiprocessing.get_context("spawn").Process(target=function, args=(flags, log, *more))
     process.start()
     process.join()
@@ -128,7 +132,7 @@ def in_own_process(function, flags: list[str], log: Path, *more) -> None:
 
 
 def begin(log: Path) -> None:
-    """What is printed goes to a file, this process keeps to two cores, and responses get their lengths."""
+    """Prepare a new process: it prints into a file and keeps to two cores, and responses get their lengths."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -200,8 +204,10 @@ def decoding(engine, prompts: list[list[int]], lengths: list[int]) -> dict[int, 
 
 
 def prefilling(engine, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds for a token of a prompt. Each of these long ones is read once, so that none comes from the cache."""
+    """Seconds for a token of a prompt. Each of these long ones is read once, so none of it comes from the cache."""
     ids = list(itertools.chain(*prompts))
+    if len(ids) < 16 * tokens:
+        raise ValueError(f"--short: 16 prompts of {tokens} tokens do not fit into the {len(ids)} of all problems")
     long = [ids[i * tokens : (i + 1) * tokens] for i in range(16)]
     began = time.perf_counter()
     engine.generate(long, 1, 1.0, 1, 0)
@@ -228,15 +234,17 @@ def busy():
 
 
 def total(row: dict, *names: str) -> float:
+    """The sum of some metrics of a step. One that the run does not have is 0."""
     return sum(row.get(name, 0.0) for name in names)
 
 
 def training_seconds(rows: list[dict]) -> float:
+    """Mean seconds of a step in which the trainer computes."""
     return statistics.mean(total(row, "time/logprobs", "time/update") for row in rows)
 
 
-def figures(rows: list[dict], tokens: int) -> dict:
-    """What a run of a row gives."""
+def summary(rows: list[dict], tokens: int) -> dict:
+    """What the JSON file keeps of one run: means over its counted steps, `rows`. tokens: of each step."""
     steps = [row["time/step"] for row in rows]
     return {
         "tokens_per_s": tokens / statistics.mean(steps),
@@ -245,7 +253,7 @@ def figures(rows: list[dict], tokens: int) -> dict:
         "sync": statistics.mean(row["time/sync"] for row in rows),
         "reward": statistics.mean(total(row, "time/reward", "overlapped/reward") for row in rows),
         "waited": statistics.mean(total(row, "time/rollout", "time/wait") for row in rows),
-        "rest": statistics.mean(row["time/step"] - total(row, *PARTS) for row in rows),
+        "rest": statistics.mean(row["time/step"] - total(row, *PARTS) for row in rows),  # none of the parts
         "staleness": statistics.mean(row["mismatch/staleness"] for row in rows),
         "staleness_max": max(row["mismatch/staleness_max"] for row in rows),
     }
@@ -291,16 +299,19 @@ def table(data: dict) -> str:
 
 def main(args: Args) -> None:
     counted = args.steps - args.warmup - DRAINING
-    if counted < 1 or counted % DRAINING:
-        # With K = 4 and updates between responses, three batches share their weights and come together.
-        raise SystemExit(f"--steps {args.steps} --warmup {args.warmup}: {counted} steps count; take a multiple of 3")
+    if counted < 1 or counted % SHARING:
+        # Batches that share their weights come together. A part of such a group would bend the mean.
+        raise SystemExit(
+            f"--steps {args.steps} --warmup {args.warmup}: {counted} steps count, without {DRAINING} at the end; "
+            f"let it be a multiple of {SHARING}"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(Path(scratch), args)
         job.prepare()
         rates = job.rates()
         tokens = sum(job.lengths)
         places = len(job.lengths)
-        # With all places taken, `places` tokens take rates["alone"][places] seconds.
+        # With all places taken, `places` tokens take rates["alone"][places] seconds. JSON made the key a text.
         sampling = rates["alone"][str(places)] * tokens / places
         epochs = args.epochs or choose_epochs(job, sampling)
         rows = {name: [] for name in ROWS}
@@ -308,7 +319,7 @@ def main(args: Args) -> None:
             for name, (inflight, updates) in ROWS.items():
                 settings = (args.steps, epochs, inflight, updates)
                 steps = job.run(f"{turn}-{inflight}-{updates}", *settings)
-                rows[name].append(figures(steps[args.warmup : -DRAINING], tokens))
+                rows[name].append(summary(steps[args.warmup : -DRAINING], tokens))
                 print(f"round {turn + 1}, {name}: {rows[name][-1]['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
     data = {
         "lengths": job.lengths,

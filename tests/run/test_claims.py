@@ -70,6 +70,7 @@ def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
     finished(tmp_path, "no-std", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1})
     finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70})
     assert line(tmp_path, "std")[5] == "3"
+    assert line(tmp_path, "std")[7:9] == ["82.0", "80.0"], "means of the same three seeds, which differ by 2.0"
     assert line(tmp_path, "std")[-2:] == ["2.0 [-0.5, 4.5]", "**3 of 5 seeds**"]
     finished(tmp_path, "no-std", {4: 0.81})
     finished(tmp_path, "grpo", {1: 0.91, 2: 0.72, 3: 0.09, 4: 0.80})
@@ -127,7 +128,7 @@ def test_rows_are_claims_or_all_of_a_kind_of_task():
 @pytest.fixture
 def ended(monkeypatch):
     """run() starts no process: this stands in for its algorithm's file and for the evaluation."""
-    state = SimpleNamespace(exit_code=0, printed="", last_step=3, file="", flags=[], evaluated="")
+    state = SimpleNamespace(exit_code=0, printed="", last_step=3, checkpoints=1, file="", flags=[], evaluated="")
 
     def start(words, **named):
         if "merge_lora" in words[1]:
@@ -136,8 +137,10 @@ def ended(monkeypatch):
         state.file = claims.Path(words[1]).read_text()
         state.flags = words[2:-2]
         run_dir = claims.Path(words[-1])
-        (run_dir / "checkpoints/step_000003/model").mkdir(parents=True)
-        (run_dir / "checkpoints/step_000003/state.json").write_text("{}")
+        run_dir.mkdir()
+        if state.checkpoints:
+            (run_dir / "checkpoints/step_000003/model").mkdir(parents=True)
+            (run_dir / "checkpoints/step_000003/state.json").write_text("{}")
         about = {"commit": "c", "uncommitted_changes": False, "versions": {}, "hardware": {}, "args": {"steps": 3}}
         (run_dir / "run.json").write_text(json.dumps(about))
         rows = [{"step": step, "eval/accuracy": step / 4} for step in range(state.last_step + 1)]
@@ -151,7 +154,6 @@ def ended(monkeypatch):
 
     monkeypatch.setattr(claims.subprocess, "run", start)
     monkeypatch.setattr(claims.baselines, "evaluate", evaluate)
-    monkeypatch.setattr(claims.folders, "complete", lambda run_dir: [run_dir / "checkpoints/step_000003"])
     return state
 
 
@@ -181,6 +183,32 @@ def test_a_run_that_was_stopped_is_not_kept(ended, tmp_path):
     with pytest.raises(RuntimeError, match="step 2"):
         claims.run(claims.Cell("arithmetic", "grpo", 0), tmp_path)
     assert not claims.read_runs(tmp_path, "arithmetic", "grpo")
+
+
+def test_a_run_that_collapsed_counts_with_its_last_checkpoint(ended, tmp_path):
+    ended.exit_code, ended.printed, ended.last_step = 3, "error[no-signal]: nothing to learn", 2
+    claims.run(claims.Cell("arithmetic", "grpo", 0), tmp_path)
+    assert claims.read_runs(tmp_path, "arithmetic", "grpo")[0].about["ended_by"] == "no-signal"
+
+
+@pytest.mark.parametrize("last_step", [0, -1])
+def test_a_run_that_collapsed_before_its_first_checkpoint_fails_alone(ended, tmp_path, capsys, last_step):
+    """There is no model to evaluate, and with last_step -1 not even a row. The other runs go on."""
+    ended.exit_code, ended.printed, ended.last_step, ended.checkpoints = 3, "error[no-signal]: at once", last_step, 0
+    cells = [claims.Cell("arithmetic", "grpo", seed) for seed in (0, 1)]
+    assert study.run_all(cells, lambda cell: claims.run(cell, tmp_path), jobs=1) == 2
+    assert "seed 1: error: " in capsys.readouterr().out
+    assert not claims.read_runs(tmp_path, "arithmetic", "grpo")
+
+
+def test_a_model_that_cannot_be_evaluated_fails_alone(ended, monkeypatch, tmp_path, capsys):
+    def evaluate(*given):
+        raise subprocess.CalledProcessError(2, "scripts/evaluate.py")
+
+    monkeypatch.setattr(claims.baselines, "evaluate", evaluate)
+    cells = [claims.Cell("arithmetic", "grpo", seed) for seed in (0, 1)]
+    assert study.run_all(cells, lambda cell: claims.run(cell, tmp_path), jobs=1) == 2
+    assert "evaluate.py" in capsys.readouterr().out
 
 
 def test_a_baseline_of_sums_is_read_where_it_is_and_made_by_its_own_script(ended, tmp_path):
@@ -230,6 +258,25 @@ def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_
     assert len(shown) == 64 * len(problems) and all(len(row["solution"]) == claims.REVERSED for row in shown)
     assert 30 < sum(row["solution"] == row["answer"] for row in shown) < 100
     assert len(commands) == 1 and "algos/sft.py" in commands[0]
+
+
+def test_training_the_start_of_reversal_can_be_repeated_after_an_interruption(monkeypatch, tmp_path):
+    """A run directory with metrics is refused, so what an interrupted run has left must not be in the way."""
+    held = []
+
+    def interrupted(words, **named):
+        metrics = tmp_path / words[-1] / "metrics.jsonl"
+        held.append(metrics.exists())
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        metrics.write_text("")
+        raise subprocess.CalledProcessError(130, words)
+
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(claims.subprocess, "run", interrupted)
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError):
+            claims.make_reversal()
+    assert held == [False, False]
 
 
 def test_an_arm_differs_from_its_control_in_one_thing():

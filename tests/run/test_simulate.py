@@ -181,6 +181,14 @@ def test_the_steps_that_may_begin_are_those_of_the_loop(inflight):
     assert run.begun == STEPS
 
 
+def test_a_rate_from_the_first_step_on_begins_with_the_run():
+    """10 tokens by second 4, and 20 more by second 10."""
+    steps = [model.Trained(1, 10, 4.0, 0, 0), model.Trained(2, 20, 10.0, 0, 0)]
+    assert model.rate(steps, 0, 2) == 3.0
+    assert model.rate(steps, 0, 1) == 2.5
+    assert model.rate(steps, 1, 2) == pytest.approx(20 / 6)
+
+
 def made_up(seconds: dict[str, float]) -> dict:
     """What tails.py writes. A step has 15 responses of 16 tokens and one of 80, and a token takes 0.1 s."""
     rows = {}
@@ -225,6 +233,13 @@ def test_updates_amid_responses_take_what_they_took_in_their_own_row():
     assert slower == ["K = 4, recompute", "K = 4, keep"]
 
 
+def test_a_row_without_warmup_counts_all_steps_but_the_draining_ones():
+    """A synchronous run is as fast in each step."""
+    data = made_up(dict.fromkeys(tails.ROWS, 18.0))
+    expected = simulate.predicted(data, "synchronous")
+    assert simulate.predicted(data | {"warmup": 0}, "synchronous") == pytest.approx(expected)
+
+
 def test_between_measured_numbers_of_responses_the_pace_is_interpolated():
     decode = simulate.interpolated({"64": 0.05, "4": 0.02, "1": 0.01})
     assert [decode(count) for count in (1, 4, 34, 64)] == pytest.approx([0.01, 0.02, 0.035, 0.05])
@@ -261,6 +276,28 @@ def test_at_scale_each_layout_stays_below_its_bound_and_colocated_gpus_do_both()
     assert colocated == pytest.approx(simulate.speed(replace(full, full=8)) / 2)
     ahead = simulate.tokens_per_gpu(full, 8, 64, model.Loop(4, "keep"), False)
     assert split < ahead <= second / 2 * (1 + 1e-9)
+
+
+def test_with_one_batch_in_flight_all_steps_count():
+    args = simulate.Args(steps=4, inflight=(1,), responses=(64,), update=0.0, sigma=0.0, full=16)
+    assert simulate.tokens_per_gpu(args, 8, 64, model.Loop(), False) == pytest.approx(simulate.speed(args) / 4)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"steps": 30}, "--steps 30: with --inflight 16 use 31 or more"),  # 15 at each end do not count
+        ({"inflight": ()}, "--inflight"),
+        ({"inflight": (0,)}, "--inflight"),
+        ({"gpus": (8, 1)}, "--gpus"),
+        ({"responses": (0,)}, "--responses"),
+        ({"lost": 1.0}, "--lost 1.0"),
+    ],
+)
+def test_numbers_that_no_run_can_have_are_refused(changes, says):
+    simulate.check_args(simulate.Args(steps=31))
+    with pytest.raises(SystemExit, match=says):
+        simulate.check_args(simulate.Args(**changes))
 
 
 def test_at_scale_a_server_works_on_no_more_responses_than_in_a_run(monkeypatch):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from cases import ALGORITHMS
 from conftest import ROOT, launch
 from helpers import load
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from common.data import arithmetic
@@ -193,6 +194,10 @@ def edit(folder: Path, old: str, new: str) -> None:
         (lambda folder: claim(folder, flops=1), "fewer FLOPs"),
         (lambda folder: change(folder, flops=1), "not the most"),
         (lambda folder: change(folder, seeds={}), "the seeds are"),
+        (lambda folder: change(folder, seeds={"0": "all right"}), "of seed 0 is not a number"),
+        (lambda folder: change(folder, seeds=["0"]), '"seeds" is missing'),
+        (lambda folder: change(folder, flags=[3]), "a flag is not a text"),
+        (lambda folder: claim(folder, right=999, **referee.interval(999, JOB.held_out)), "right 999, of 300"),
         (lambda folder: change(folder, flags=["--eval-prompts", "8"]), "--eval-prompts"),
         (lambda folder: change(folder, uncommitted_changes=True), "no commit"),
     ],
@@ -203,7 +208,126 @@ def test_files_that_do_not_agree_are_refused_without_a_replay(record, tamper, sa
         verify.check(JOB, record)
 
 
+def test_a_record_that_cannot_be_read_is_refused_and_not_a_traceback(honest, monkeypatch, tmp_path, capsys):
+    """As a disk that was full leaves it. The other records are still checked."""
+    monkeypatch.setattr(run, "RECORDS", tmp_path)
+    shutil.copytree(honest, tmp_path / "0001-a")
+    (tmp_path / "0001-a/record.json").write_text('{"flops": 1')
+    shutil.copytree(honest, tmp_path / "0002-b")
+    with pytest.raises(SystemExit) as left:
+        verify.main(verify.Args(), JOB)
+    said = capsys.readouterr().out
+    assert left.value.code == 1 and "0001-a: refused: record.json" in said and "0002-b: its files agree" in said
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ({"check": True}, "nothing was replayed"),
+        ({"seeds": (7,)}, "except for seed 0"),
+        ({"seeds": (0,)}, "verified; it"),
+    ],
+)
+def test_only_what_was_replayed_is_called_verified(honest, monkeypatch, args, says):
+    monkeypatch.setattr(verify, "replay", lambda *given: None)
+    assert says in verify.verified(JOB, honest, verify.Args(records=(honest,), **args))
+
+
+# Entering
+
+
+OUTCOME = referee.Outcome(
+    [dict.fromkeys(referee.COLUMNS, 1)],
+    {"flops": 7, "right": 150, "seconds": 60, "weights": "w", "solved": "s", **referee.interval(150, 300)},
+)
+
+
+def test_a_record_has_the_file_that_ran_also_if_it_was_edited_meanwhile(monkeypatch, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("first = 1\n")
+    played = []
+
+    def play(job, file, flags, seed):
+        played.append(file.read_text())
+        mine.write_text("second = 2\n")
+        return OUTCOME
+
+    monkeypatch.setattr(referee, "play", play)
+    run.enter(dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine", mine, [])
+    assert played == ["first = 1\n"] * 2 and (tmp_path / "0002-mine/train.py").read_text() == "first = 1\n"
+
+
+def test_a_record_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
+    def write_csv(file, outcome):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
+    monkeypatch.setattr(run, "write_csv", write_csv)
+    with pytest.raises(OSError, match="No space"):
+        run.enter(JOB, tmp_path / "records/0002-mine", GRPO, [])
+    assert not list((tmp_path / "records").iterdir()), "the name is free for the next try"
+
+
+@pytest.mark.parametrize(
+    "words, git, says",
+    [
+        (["0002-mine", "algos/grpo.py"], {"commit": "c", "uncommitted_changes": True}, "not committed"),
+        (["0002-mine", "algos/grpo.py"], {"commit": None, "uncommitted_changes": None}, "no git checkout"),
+        (["0002-mine", "algos/mien.py"], {"commit": "c", "uncommitted_changes": False}, "algos/mien.py: No such file"),
+        (["../mine", "algos/grpo.py"], {}, "the name of a folder"),
+        (["--tyr", "algos/grpo.py"], {}, "the name of a folder"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, git, says):
+    monkeypatch.setattr(run.directory, "code_and_machine", lambda *given: git | {"hardware": {"device": "a CPU"}})
+    monkeypatch.setattr(referee, "play", lambda *given: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit, match=f"refused: .*{says}"):
+        run.main(words, JOB)
+
+
+@pytest.mark.slow
+def test_a_trial_is_one_seed_and_a_short_evaluation_and_writes_nothing(monkeypatch, tmp_path, capsys):
+    """With adapters: only the merged model has the tensors of the start model."""
+    monkeypatch.setattr(run, "RECORDS", tmp_path / "records")
+    run.main(["--try", str(GRPO), *FLAGS, "--lora-rank", "4"], dataclasses.replace(JOB, seeds=(0, 1)))
+    said = capsys.readouterr().out
+    assert "rollout 2: reward" in said and "seed 0: " in said and "seed 1" not in said and "not a record" in said
+    assert not (tmp_path / "records").exists()
+
+
 # The referee
+
+
+def test_no_file_has_an_answer_while_the_entry_runs(monkeypatch, tmp_path):
+    """Whatever the entry's process could read of the referee's."""
+    monkeypatch.setattr(referee.tempfile, "tempdir", str(tmp_path))
+
+    def watch(job, trace, folder, flags):
+        assert (folder / "questions.jsonl").is_file()
+        assert not [file for file in tmp_path.rglob("*.jsonl") if "answer" in file.read_text()]
+        raise Refused("it has looked")
+
+    monkeypatch.setattr(referee, "watch", watch)
+    with pytest.raises(Refused, match="it has looked"):
+        referee.play(JOB, GRPO, FLAGS, 0)
+
+
+def test_the_evaluation_takes_the_weights_of_the_entry_and_nothing_else(tmp_path):
+    """A chat template could compute the answers."""
+    checkpoint = tmp_path / "run/checkpoints/step_000002"
+    shutil.copytree(JOB.model, checkpoint / "model")
+    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "model/chat_template.jinja").write_text("The answer is 85.")
+    (checkpoint / "model/tokenizer.json").write_text("{}")
+    (tmp_path / "private").mkdir()
+    model = referee.trained_model(JOB, tmp_path, tmp_path / "private")
+    assert (model / "tokenizer.json").read_bytes() == (JOB.model / "tokenizer.json").read_bytes()
+    assert not (model / "chat_template.jinja").exists()
+    assert referee.digest_of(model) == referee.digest_of(JOB.model)
+    other = {"model.embed_tokens.weight": torch.zeros(2, 2)}
+    save_file(other, checkpoint / "model/model.safetensors")
+    with pytest.raises(Refused, match="other tensors"):
+        referee.trained_model(JOB, tmp_path, tmp_path / "private")
 
 
 def a_trace() -> referee.Trace:
@@ -265,6 +389,29 @@ def test_a_reward_is_no_way_to_ask_for_an_answer(tmp_path):
         assert referee.converse(listener, process, trace, log) == 2
         thread.join()
     assert replies == [[0.0], [1.0]]
+
+
+@pytest.mark.parametrize("sent", ['{"prompts": [[1, 2', "", '{"grade": [["47+38=", [5]]]}\n'])
+def test_a_process_that_is_killed_amid_a_message_has_not_reached_its_end(tmp_path, sent):
+    """In the last case it is gone before its answer comes."""
+    (tmp_path / "log").write_text("out of memory")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "referee"))
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / "referee"))
+            connection.sendall(sent.encode())
+        process = SimpleNamespace(poll=lambda: None, wait=lambda: -9)
+        with pytest.raises(Refused, match="did not reach its end:\nout of memory"):
+            referee.converse(listener, process, a_trace(), tmp_path / "log")
+
+
+@pytest.mark.parametrize("prompts, responses", [(["47+38="], []), ([], []), (["47+38=", "10+11="], [[5]])])
+def test_a_rollout_without_as_many_responses_to_each_prompt_is_refused(prompts, responses):
+    trace = a_trace()
+    ids = [trace.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    with pytest.raises(Refused, match=f"rollout 1: {len(responses)} responses to {len(prompts)} prompts"):
+        trace.add(ids, responses, flops=7)
 
 
 def test_any_token_any_reward_and_any_earlier_rollout_changes_the_digest():
@@ -330,7 +477,32 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
         ("import torch\ntorch._C", "no use for ._C"),
         ("import torch\ntorch.mm = print", "changes torch.mm"),
         ("from common.rollout import engines\nengines.VLLMEngine.generate = print", "changes engines"),
+        # Through what other modules have imported.
+        ("from torch import os", "imports torch.os"),
+        ("import torch.multiprocessing as mp", "imports torch.multiprocessing"),
+        ("from torch.utils.data import DataLoader", "imports torch.utils.data"),
+        ("from dataclasses import builtins", "imports dataclasses.builtins"),
+        ("from common.preflight.prepare import prepare, data", "imports common.preflight.prepare.data"),
+        ("from common.run.job import evaluation", "imports common.run.job.evaluation"),
+        ("from common.trainer.lora import Path", "imports common.trainer.lora"),
+        # To the answers of the built-in task, which is in this repository.
+        ("args = dataclasses.replace(args, dataset=('sums',))", "sets dataset"),
+        ("args.reward = ('gsm8k',)", "sets .reward"),
+        ("right = prompts[0].answer", "no use for .answer"),
+        # To the referee's files.
+        ("job.Path('/tmp').rglob('*.jsonl')", "no use for .Path"),
+        ("settings.run_dir.write_text('x')", "no use for .write_text"),
+        ("import torch\ntorch.save({}, '/tmp/evaluation.json')", "no use for .save"),
+        # Away from the clock.
+        ("from torch.utils._python_dispatch import _disable_current_modes", "imports torch.utils._python_dispatch"),
+        ("import clock", "imports clock"),
+        ("class Unseen(torch.Tensor):\n    def __torch_dispatch__(cls): ...", "no use for __torch_dispatch__"),
+        # Code that is a string.
+        ("from pydantic import ImportString", "imports pydantic.ImportString"),
+        ("from typing import get_type_hints", "imports typing.get_type_hints"),
+        ("__builtins__['open']", "no use for __builtins__"),
         ("x = 1 +", "invalid syntax"),
+        ("x = '\0'", "null"),
         (f"answers = '{'7' * rules.LONGEST}'", "bytes"),
     ],
 )
@@ -338,6 +510,11 @@ def test_a_file_that_reaches_for_answers_or_for_the_clock_is_refused(tmp_path, l
     (tmp_path / "mine.py").write_text(f"{line}\n")
     with pytest.raises(Refused, match=says):
         rules.check_file(tmp_path / "mine.py")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(Refused, match="mien.py: .*No such file"):
+        rules.check_file(tmp_path / "mien.py")
 
 
 @pytest.mark.parametrize("flag", ["--model", "--seed=3", "--run_dir", "--eval-prompts", "--reward", "--resume"])
@@ -413,9 +590,32 @@ def test_products_count_in_whatever_way_they_are_written():
 
 
 def test_a_product_without_a_formula_stops_the_run():
-    for function in (lambda x: F.conv1d(x[None], x[None]), lambda x: torch.cdist(x, x), torch.linalg.inv):
+    indices, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    for function in (
+        lambda x: F.conv1d(x[None], x[None]),
+        lambda x: torch.cdist(x, x),
+        torch.linalg.inv,
+        lambda x: torch.cholesky_solve(x, x),
+        lambda x: torch.triangular_solve(x, x),
+        lambda x: torch.ormqr(x, x[0], x),
+        lambda x: F.embedding_bag(indices, x, per_sample_weights=weights, mode="sum"),
+    ):
         with pytest.raises(clock.NoFormula), clock.Clock():
             function(torch.eye(4))
+
+
+class Unseen(torch.Tensor):
+    """torch turns the clock off before it calls this, so products in here would be free."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return torch.eye(4) @ torch.eye(4)
+
+
+def test_a_tensor_that_would_compute_unseen_stops_the_run():
+    unseen = torch.ones(3).as_subclass(Unseen)
+    with pytest.raises(clock.NoFormula, match="Unseen"), clock.Clock():
+        unseen * 2
 
 
 # The page
@@ -424,9 +624,10 @@ def test_a_product_without_a_formula_stops_the_run():
 def test_the_table_has_the_fewest_flops_first_and_records_that_miss_the_target_last(tmp_path):
     good, bad = referee.interval(1400, 2048), referee.interval(1000, 2048)
     for name, flops, after in (("0001-a", 5e15, good), ("0002-b", 1e15, bad), ("0003-c", 4e15, good)):
-        seeds = {str(seed): {"responses": 100, "seconds": 60, **after} for seed in (0, 1)}
+        claims = {"responses": 100, "seconds": 60, "flops": int(flops), "right": 1, **after}
+        record = {"train.py": "", "flags": [], "hardware": {}, "start_model": "", "flops": int(flops)}
         (tmp_path / name).mkdir()
-        (tmp_path / name / "record.json").write_text(json.dumps({"flops": int(flops), "seeds": seeds}))
+        (tmp_path / name / "record.json").write_text(json.dumps(record | {"seeds": {"0": claims, "1": claims}}))
     lines = verify.table(referee.SPEEDRUN, tmp_path).splitlines()[3:-1]
     assert [re.search(r"\[(.*?)\]", line)[1] for line in lines] == ["0003-c", "0001-a", "0002-b"]
     assert [line.split(" | ")[-1].rstrip(" |") for line in lines] == ["yes", "yes", "no"]

@@ -193,6 +193,31 @@ def test_a_run_is_kept_if_it_is_whole_or_collapsed(monkeypatch, tmp_path, exit_c
     assert Process.file == staleness.variants.source("icepop"), "it ran the variant"
 
 
+def test_a_process_that_is_killed_before_its_first_word_fails_alone(monkeypatch, tmp_path, capsys):
+    """It has not even opened its log."""
+    process = SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=-9)
+    context = SimpleNamespace(Process=lambda target, args: process)
+    monkeypatch.setattr(staleness.multiprocessing, "get_context", lambda kind: context)
+    cells = [staleness.Cell("arithmetic", "none", 0, seed) for seed in (0, 1)]
+    assert staleness.study.run_all(cells, lambda cell: staleness.run(cell, tmp_path, 0), jobs=1) == 2
+    assert "seed 1: error: exit code -9" in capsys.readouterr().out
+
+
+def test_runs_that_a_guard_has_ended_in_their_first_step_have_a_line(tmp_path):
+    """Their one row is the evaluation before it, which has no KL and leaves nothing out."""
+    cell = staleness.Cell("arithmetic", "icepop", 8, 0)
+    rows = [{"step": 0, "eval/accuracy": 0.5}]
+    staleness.study.write_run(cell.file(tmp_path), rows, {"ended_by": "non-finite"}, staleness.COLUMNS)
+    (line,) = staleness.table(tmp_path, "arithmetic").splitlines()[2:]
+    assert line == "| 8 | icepop | 1 (1 ended early) | 50.0 |  |  |  |  |"
+
+
+def test_a_run_that_is_named_twice_is_made_once(tmp_path):
+    """Two jobs would write the same files at the same time."""
+    cells = staleness.missing(staleness.Args(ks=(0, 2, 0), corrections=("tis",), seeds=(0, 0)), tmp_path)
+    assert [(cell.k, cell.seed) for cell in cells] == [(0, 0), (2, 0)]
+
+
 @pytest.fixture
 def study(tmp_path):
     """Three seeds of 80, 90 and 94 % without staleness. Then the accuracy falls by 10, 11 and 12 points."""
