@@ -116,14 +116,6 @@ def test_a_record_that_claims_another_seed_differs_in_the_first_rollout(record):
 
 
 @pytest.mark.slow
-def test_a_record_that_claims_other_flags_differs_as_soon_as_they_matter(record):
-    """The learning rate changes what is sampled after the first update."""
-    change(record, flags=[*FLAGS[:-1], "1e-3"])
-    with pytest.raises(Refused, match=r"seed 0: rollout 2: .*digest"):
-        verify.replay(JOB, record, verify.check(JOB, record), ())
-
-
-@pytest.mark.slow
 def test_a_file_that_changes_its_prompts_is_refused_in_the_first_rollout(tmp_path):
     plain = "[prompt.ids for prompt in prompts],"
     source = GRPO.read_text()

@@ -114,8 +114,7 @@ def gaps(*command, ranks: int = 1, dtype: str = "float32", worker: Path = SYNC, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, tp", [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("kind, ranks, tp", [("tied", 1, 1), ("tied", 2, 1), ("tied", 2, 2), ("untied", 2, 2)])
 def test_engine_follows_the_trainer(models, kind, ranks, tp):
     measured = gaps(models[kind], tp, "vllm", ranks=ranks)
     assert len(measured) == 6 and max(measured) <= 1e-5, measured
