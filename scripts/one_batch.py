@@ -60,7 +60,7 @@ class Trace:
     micro_batches: list[list[int]]  # for each optimizer step: tokens in each of its forwards
     losses: list[dict]  # for each call of policy_loss: what it got and what it returned
     learning_rates: list[float]  # of each optimizer step
-    gradients: list[torch.Tensor]  # of each optimizer step, all parameters in one vector
+    gradients: list[torch.Tensor]  # of each optimizer step, before clipping; all parameters in one vector
     weights: list[torch.Tensor]  # before each optimizer step, and after the last; all parameters in one vector
     pushed: dict[str, torch.Tensor]  # what the engine is sent after the step: full tensors, under its own names
 
@@ -77,8 +77,13 @@ class Recorder:
         """A hook of torch: runs at the beginning of each optimizer step."""
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.kept["learning_rates"].append(optimizer.param_groups[0]["lr"])
-        self.kept["gradients"].append(vector([parameter.grad for parameter in self.parameters]))
         self.kept["weights"].append(vector(self.parameters))
+
+    def clip(self, clip, parameters, *given):
+        """Calls clip_grad_norm_, and keeps the gradient from before."""
+        parameters = list(parameters)
+        self.kept["gradients"].append(vector([parameter.grad for parameter in parameters]))
+        return clip(parameters, *given)
 
     def policy_loss(self, compute, **given) -> torch.Tensor:
         """Calls the file's policy_loss, and keeps its arguments and its result."""
@@ -149,6 +154,7 @@ def trace(algorithm: ModuleType, rows: list[dict], args) -> Trace:
         tempfile.TemporaryDirectory() as run_dir,
         mock.patch.object(algorithm, "policy_loss", partial(recorder.policy_loss, algorithm.policy_loss)),
         mock.patch.object(model, "choose_forward", choose_packed),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", partial(recorder.clip, torch.nn.utils.clip_grad_norm_)),
         mock.patch.object(batching, "split", partial(recorder.split, batching.split)),
         mock.patch.object(weight_sync, "push", recorder.push),
         mock.patch.object(job.Run, "end_step", lambda *given, **named: recorder.end_step(*given, **named)),

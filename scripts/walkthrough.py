@@ -60,6 +60,7 @@ BATCHES = {
     "sums": "",  # the first step of the embedded job, as it is
     "cool": "--temperature 0.6 --prompts-per-step 16",
     "bf16": "--dtype bfloat16 --prompts-per-step 16",
+    "short": "--max-response-tokens 22 --prompts-per-step 16",
     "calculator": "--environment calculator --prompts-per-step 16",
     "maze": "--model baselines/maze-start --dataset maze --max-prompt-tokens 64 --max-response-tokens 20 "
     "--prompts-per-step 16 --learning-rate 2e-4 --warmup-steps 2",
@@ -86,10 +87,12 @@ CASES = {
     "positions": (Case("sums"),),
     "shared-prompt": (Case("sums"),),
     "mean-of-means": (Case("maze", "--token-budget 500"),),
+    "accumulation": (Case("maze", "--token-budget 500"),),
     "counted-rows": (Case("sums"),),
     "token-mean": (Case("sums"), Case("maze")),
     "holes": (Case("calculator"),),
     "end-token": (Case("sums"),),
+    "truncated": (Case("short"),),
     "groups": (Case("sums"),),
     "std": (Case("sums"),),
     "clip-side": (Case("sums", "--warmup-steps 1 --epochs 4"),),
@@ -260,17 +263,16 @@ def walk() -> dict[str, str]:
         return " ".join(f"{value:z.{digits}f}" for value in values.tolist())
 
     def last_tokens(row: int) -> str:
-        """The last four tokens of a response: ids, text, and log-probs of the engine and of the trainer."""
+        """The last four tokens of a response: text, ids, and log-probs of the engine and of the trainer."""
         ids = batch["response_ids"][row]
         last = slice(len(ids) - 4, len(ids))
-        text = " ".join(f"{tokenizer.decode([token]) if token != ids[-1] else '<end>':>7}" for token in ids[last])
-        lines = [
-            f"row {row}  ...{text}",
-            "  response_ids        " + " ".join(f"{token:>7}" for token in ids[last]),
-            "  rollout_logprobs    " + " ".join(f"{value:z7.3f}" for value in batch["rollout_logprobs"][row, last]),
-            "  old_logprobs        " + " ".join(f"{value:z7.3f}" for value in traced["old_logprobs"][row, last]),
-        ]
-        return "\n".join(lines)
+        columns = {
+            f"row {row}, last tokens": [tokenizer.decode([token]) for token in ids[last][:-1]] + ["<end>"],
+            "  response_ids": ids[last],
+            "  rollout_logprobs": [f"{value:z.3f}" for value in batch["rollout_logprobs"][row, last].tolist()],
+            "  old_logprobs": [f"{value:z.3f}" for value in traced["old_logprobs"][row, last].tolist()],
+        }
+        return "\n".join(f"{name:20}" + "".join(f"{value:>8}" for value in row) for name, row in columns.items())
 
     updates = ["update   rows  tokens in the forward  smallest ratio  largest ratio  clipped  loss      gradient norm"]
     for number, (given, tokens, gradient) in enumerate(
@@ -302,9 +304,9 @@ def walk() -> dict[str, str]:
         "walk-sample": fenced(
             f"rows           {len(batch['response_ids'])} = {len(batch['prompts'])} prompts x 8 responses",
             f"response_mask  {tuple(mask.shape)}, {int(mask.sum())} of {mask.numel()} are True",
-            f"row 0          {batch['responses'][0]!r}",
             f"row 1          {batch['responses'][1]!r}",
-            f"row 0          {batch['response_ids'][0]}",
+            f"row 0          {batch['responses'][0]!r}",
+            f"its ids        {batch['response_ids'][0]}",
             f"its mask       {''.join('1' if value else '0' for value in mask[0].tolist())}",
         ),
         "walk-grade": fenced(
@@ -321,7 +323,7 @@ def walk() -> dict[str, str]:
         "walk-updates": fenced(*updates, f"denominator {int(traced['losses'][0]['denominator'])} in each update"),
         "walk-weights": fenced(
             f"learning rate                       {traced['learning_rates'][0]:g}",
-            f"moved by the first update           {first_move.median():.6f} in the median, {first_move.max():.6f} most",
+            f"moved by the first update           {first_move.median():.6f}, the median over all weights",
             f"one weight, before and after each   {' '.join(f'{value:.5f}' for value in one)}",
         ),
         "walk-push": fenced(
