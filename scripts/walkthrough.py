@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,7 @@ import variants
 import baselines
 from algos import grpo
 from common import errors
+from common.run import estimates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/how-it-works.md"
@@ -86,8 +88,8 @@ CASES = {
     "neighbours": (Case("sums"),),
     "positions": (Case("sums"),),
     "shared-prompt": (Case("sums"),),
-    "mean-of-means": (Case("maze", "--token-budget 500"),),
-    "accumulation": (Case("maze", "--token-budget 500"),),
+    "mean-of-means": (Case("maze", "--token-budget 80"),),
+    "accumulation": (Case("maze", "--token-budget 80"),),
     "counted-rows": (Case("sums"),),
     "token-mean": (Case("sums"), Case("maze")),
     "holes": (Case("calculator"),),
@@ -98,6 +100,7 @@ CASES = {
     "clip-side": (Case("sums", "--warmup-steps 1 --epochs 4"),),
     "masters": (Case("sums", "--learning-rate 1e-6 --warmup-steps 1"), Case("sums")),
 }
+SEEDS = (0, 1, 2)  # of `learn`
 # Ablations that are trained with: flags beyond those of the embedded job.
 LEARNED = {
     "groups": "",
@@ -112,7 +115,7 @@ LEARNED = {
 class Args:
     action: tyro.conf.Positional[Literal["walk", "measure", "learn", "rebuild", "record"]]
     names: tyro.conf.Positional[tuple[str, ...]] = ()  # Of ablations, or of batches for `record`. Default: all.
-    seeds: tuple[int, ...] = (0, 1, 2)  # Of `learn`.
+    seeds: tuple[int, ...] = SEEDS  # Of `learn`.
     folder: str = str(FOLDER.relative_to(ROOT))  # Where everything is. Runs of `learn` that are there are skipped.
 
 
@@ -539,8 +542,8 @@ def final_accuracies(files: list[Path]) -> dict[int, float]:
 
 
 def controls() -> list[Path]:
-    """The CSVs of the embedded job as it is, which docs/claims.md compares with."""
-    return sorted((claims.COMMITTED / "arithmetic/grpo").glob("seed*.csv"))
+    """The CSVs of the embedded job as it is, from docs/claims.md. Only the seeds that `learn` has."""
+    return [claims.COMMITTED / f"arithmetic/grpo/seed{seed}.csv" for seed in SEEDS]
 
 
 # --- what the page says -----------------------------------------------------------------------------------------------
@@ -548,7 +551,7 @@ def controls() -> list[Path]:
 
 def sentence(numbers: dict) -> str:
     """What one case of CASES shows."""
-    where = str(Case(numbers["batch"], numbers["flags"]))
+    where = f"on {Case(numbers['batch'], numbers['flags'])}"
     if numbers["difference"] < NOTHING:
         return f"{where}: the same gradient (relative difference under 1e-5)."
     text = (
@@ -556,30 +559,45 @@ def sentence(numbers: dict) -> str:
         f"one is {numbers['cosine']:z.3f}. All updates of the step move the weights with a cosine of "
         f"{numbers['move_cosine']:z.3f}."
     )
-    limit = GAP_LIMIT["bfloat16" if "bfloat16" in BATCHES[numbers["batch"]] else "float32"]
-    if numbers["gap"] > limit:
-        text += f" The gap to the engine is {numbers['gap']:.2g} nats a token, so the run stops after this step."
+    if is_stopped(numbers):
+        text += f" The gap to the engine is {nats(numbers['gap'])}, so the run stops after this step."
     return text
 
 
+def is_stopped(numbers: dict) -> bool:
+    """Whether --max-logprob-gap would end the run."""
+    dtype = "bfloat16" if "bfloat16" in BATCHES[numbers["batch"]] else "float32"
+    return numbers["gap"] > GAP_LIMIT[dtype]
+
+
+def nats(gap: float) -> str:
+    return f"{gap:.2f} nats a token" if gap > 0.1 else f"{gap:.1g} nats a token"
+
+
 def says_measured(cases: list[dict]) -> str:
-    return "\n".join(sentence(numbers) for numbers in cases)
+    return measured_lines(*map(sentence, cases))
+
+
+def measured_lines(*lines: str) -> str:
+    """One paragraph, or a list if there are several."""
+    if len(lines) == 1:
+        return f"**Measured** {lines[0]}"
+    return "\n".join(f"- **Measured** {line}" for line in lines)
 
 
 def says_engine_logprobs(cases: list[dict]) -> str:
     float32, bfloat16 = cases
-    return (
-        f"{sentence(float32)}\n{sentence(bfloat16)} There the engine's log-probs are {bfloat16['gap']:.2g} nats a "
-        f"token from the trainer's, so the first ratios, which should be 1, are up to {bfloat16['largest_ratio']:.2g} "
-        f"off, and {bfloat16['clipped']:.1%} of the step's tokens are clipped instead of "
-        f"{bfloat16['right_clipped']:.1%}."
+    more = (
+        f" The gap is {nats(bfloat16['gap'])}, and the first update's ratios, which should be 1, are up to "
+        f"{bfloat16['largest_ratio']:.2f} off."
     )
+    return measured_lines(sentence(float32), sentence(bfloat16) + more)
 
 
 def says_shared_prompt(cases: list[dict]) -> str:
     (numbers,) = cases
     saved = 1 - numbers["tokens"] / numbers["right_tokens"]
-    return (
+    return measured_lines(
         f"{sentence(numbers)} The forwards have {numbers['tokens']} tokens instead of {numbers['right_tokens']}, "
         f"{saved:.0%} fewer, though a prompt has only six tokens here."
     )
@@ -587,40 +605,40 @@ def says_shared_prompt(cases: list[dict]) -> str:
 
 def says_mean_of_means(cases: list[dict]) -> str:
     (numbers,) = cases
-    return f"{sentence(numbers)} The step has {numbers['forwards']} forwards in four updates."
+    return measured_lines(f"{sentence(numbers)} The step has {numbers['forwards']} forwards in four updates.")
 
 
 def says_clip_side(cases: list[dict]) -> str:
     (numbers,) = cases
-    return (
-        f"`sums` with `{numbers['flags']}`: the first update is the same, because its ratios are 1. All 16 updates of "
-        f"the step move the weights with a cosine of {numbers['move_cosine']:z.3f}. {numbers['clipped']:.1%} of the "
-        f"tokens end outside the clip on the side where the right code drops them; with the right code "
-        f"{numbers['right_clipped']:.1%} do."
+    return measured_lines(
+        f"on {Case(numbers['batch'], numbers['flags'])}, so 16 updates at the full learning rate. The first is the "
+        f"same, because its ratios are 1. All of them move the weights with a cosine of {numbers['move_cosine']:z.3f}. "
+        f"Over the step, {numbers['clipped']:.1%} of the tokens are where the right code would drop them. With the "
+        f"right code {numbers['right_clipped']:.1%} are."
     )
 
 
 def says_masters(cases: list[dict]) -> str:
     lines = []
-    for numbers, rate in zip(cases, ("1e-6", "1e-4")):
+    for numbers, rate in zip(cases, ("1e-6", "1e-4"), strict=True):
         lines.append(
-            f"Learning rate {rate}: the last three updates change {numbers['moved']:.1%} of the weights instead of "
-            f"{numbers['right_moved']:.1%}."
+            f"on `{numbers['batch']}` at a learning rate of {rate}: the last three updates change "
+            f"{numbers['moved']:.1%} of the weights instead of {numbers['right_moved']:.1%}."
         )
-    return "\n".join(lines)
+    return measured_lines(*lines)
 
 
 def says_equal_rewards(found: dict) -> str:
-    return (
-        f"Of {found['groups']:.0f} groups of equal rewards (sizes 2 to 16, rewards 0.1 to 0.9), {found['wrong']:.0f} "
-        f"get an advantage that isn't 0, up to {found['largest']:.2f}. With the line: {found['right_largest']:.0f} in "
-        "all groups."
+    return measured_lines(
+        f"on {found['groups']:.0f} groups of equal rewards (sizes 2 to 16, rewards 0.1 to 0.9): {found['wrong']:.0f} "
+        f"get an advantage that isn't 0, up to {found['largest']:.2f}. With the line, the largest is "
+        f"{found['right_largest']:.0f}."
     )
 
 
 def says_nan(found: dict) -> str:
-    return (
-        "Two responses, one with a ratio of e^100 and advantage 0, one with NaN outside its mask: the loss is "
+    return measured_lines(
+        "on two responses, one with a ratio of e^100 and advantage 0, the other with NaN outside its mask: the loss is "
         f"{found['broken']:.2f} instead of {found['right']:.2f}."
     )
 
@@ -640,15 +658,16 @@ def says_kl(found: dict) -> str:
 
 
 def says_token_ids(found: dict) -> str:
-    return (
-        f"Of {found['responses']:.0f} recorded responses, {found['changed']:.0f} have other ids after decoding and "
+    return measured_lines(
+        f"on the {found['responses']:.0f} recorded responses: {found['changed']:.0f} have other ids after decoding and "
         "encoding again."
     )
 
 
 def says_push(found: dict) -> str:
-    return (
-        f"The run ends in step {found['step']} with `error[{found['code']}]`: a gap of {found['gap']:.3g} nats a token."
+    return measured_lines(
+        f"with a real run: it ends in step {found['step']} with `error[{found['code']}]`, because of a gap of "
+        f"{nats(found['gap'])}."
     )
 
 
@@ -667,51 +686,68 @@ SAYS: dict[str, Callable[[Any], str]] = {
 
 
 def learned(name: str, folder: Path) -> str:
-    """What the runs of `learn` show, next to the control with the same seeds. "" without a run."""
+    """What the runs of `learn` show, next to the control with the same seeds."""
+    broken = final_accuracies(sorted((folder / "learning" / name).glob("seed*.csv")))
+    control = final_accuracies(controls())
+    difference = study.paired(broken, control)
+    if difference is None:
+        return f"**Trained with it:** not yet. `python scripts/walkthrough.py learn {name}` does it."
+    seeds = sorted(broken.keys() & control.keys())
+    ends = ", ".join(f"{broken[seed]:.1%}" for seed in seeds)
+    right = ", ".join(f"{control[seed]:.1%}" for seed in seeds)
+    count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    text = f"**Trained with it,** {count}: greedy accuracy after 52 steps is {ends}. The control has {right}."
+    if not math.isnan(difference.low):
+        text += f" The difference is {difference} points."
+    return text
+
+
+def learned_difference(name: str, folder: Path) -> str:
+    """Broken minus control, in points, and the number of seeds. "" for a detail without a run."""
     broken = final_accuracies(sorted((folder / "learning" / name).glob("seed*.csv")))
     control = final_accuracies(controls())
     difference = study.paired(broken, control)
     if difference is None:
         return ""
-    seeds = sorted(broken.keys() & control.keys())
-    ends = ", ".join(f"{broken[seed]:.1%}" for seed in seeds)
-    right = ", ".join(f"{control[seed]:.1%}" for seed in seeds)
-    text = (
-        f"**Trained with it,** {len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'}: greedy accuracy after 52 steps "
-    )
-    text += f"is {ends}. The control has {right}."
-    if not math.isnan(difference.low):
-        text += f" The difference is {difference} points."
-    return text
+    seeds = len(broken.keys() & control.keys())
+    return f"{difference} ({'1 seed' if seeds == 1 else f'{seeds} seeds'})"
 
 
 def seeds_differ() -> str:
     """The spread of the control's seeds, and of which differences 3 and 5 seeds can tell from 0."""
     finals = list(final_accuracies(controls()).values())
     deviation = statistics.stdev(finals)
-    return (
-        f"The control's {len(finals)} seeds end at {min(finals):.1%} to {max(finals):.1%}. Their standard deviation is "
-        f"{100 * deviation:.1f} points. An interval of 95 % from three such seeds is "
-        f"{100 * 4.303 * deviation / math.sqrt(3):.0f} points wide on each side, from five "
-        f"{100 * 2.776 * deviation / math.sqrt(5):.0f}, and a single seed has none."
+    return measured_lines(
+        f"on the control: its {len(finals)} seeds end at {min(finals):.1%} to {max(finals):.1%}. Their standard "
+        f"deviation is {100 * deviation:.1f} points. With so much noise, the 95 % interval of a mean over three "
+        f"seeds reaches {half_width(deviation, 3):.0f} points to each side, and over ten seeds "
+        f"{half_width(deviation, 10):.0f}. A single run has none."
     )
+
+
+def half_width(deviation: float, seeds: int) -> float:
+    """Half of Student's 95 % interval of a mean over so many seeds, in points."""
+    degrees = seeds - 1
+    quantile = study.FEW_SEEDS.get(degrees, estimates.student(degrees))
+    return 100 * quantile * deviation / math.sqrt(seeds)
 
 
 def norms() -> str:
     """How often --max-grad-norm has clipped in the control's runs. A step's norm is the mean of its four updates."""
     values = [row["train/grad_norm"] for file in controls() for row in baselines.read_curve(file) if row["step"]]
     above = sum(value > 1 for value in values)
-    return (
-        f"In {len(values)} steps of the embedded job's {len(controls())} control runs, the mean norm of a step's four "
-        f"updates is {statistics.median(values):.2f} in the median and {max(values):.2f} at most. It is above 1 in "
-        f"{above} of them."
+    return measured_lines(
+        f"on the {len(values)} steps of the control's {len(controls())} runs: the norm, as the mean of a step's four "
+        f"updates, is {statistics.median(values):.2f} in the median and {max(values):.2f} at most. It is above 1 in "
+        f"{above} steps."
     )
 
 
 def texts(folder: Path) -> dict[str, str]:
     """name of a mark -> its text, for all marks of the page."""
     results = json.loads((folder / MEASURED).read_text())
-    known = dict(results["walk"]) | {"seeds": seeds_differ(), "norms": norms()}
+    known = dict(results["walk"])
+    known |= {"seeds": seeds_differ(), "norms": norms(), "summary": summary(results, folder)}
     found = {}
     for name in marked(PAGE.read_text()):
         if name in known:
@@ -723,7 +759,59 @@ def texts(folder: Path) -> dict[str, str]:
         if name in LEARNED:
             parts.append(learned(name, folder))
         found[name] = "\n\n".join(filter(None, parts))
+    return {name: wrapped(text) for name, text in found.items()}
+
+
+def wrapped(text: str) -> str:
+    """The text with lines of at most 140 characters, as on the rest of the page. Tables and blocks stay as they are."""
+    if text.startswith(("|", "```")):
+        return text
+    lines = []
+    for line in text.splitlines():
+        indent = "  " if line.startswith("- ") else ""
+        lines += textwrap.wrap(line, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
+    return "\n".join(lines)
+
+
+def summary(results: dict, folder: Path) -> str:
+    """A line for each detail that was broken on a batch, or in training."""
+    lines = [
+        "| detail | batch | first gradient, cosine | weights' move, cosine | stopped by the gap | trained, points |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, name in titles(PAGE.read_text()):
+        if name not in CASES and name not in LEARNED:
+            continue
+        cells = {"batch": "", "cosine": "", "move": "", "stops": ""}
+        if name in results:
+            numbers = results[name][-1]  # of several cases the last
+            cells = {
+                "batch": f"`{numbers['batch']}`",
+                "cosine": f"{numbers['cosine']:z.3f}",
+                "move": f"{numbers['move_cosine']:z.3f}",
+                "stops": "yes" if is_stopped(numbers) else "",
+            }
+        link = f"[{title}](#{anchor(title)})"
+        lines.append(f"| {link} | {' | '.join(cells.values())} | {learned_difference(name, folder)} |")
+    return "\n".join(lines)
+
+
+def titles(page: str) -> list[tuple[str, str]]:
+    """(title, name of the first mark below it) of each detail, such as ("12. Masks have holes", "holes")."""
+    found = []
+    for section in re.split(r"^### ", page, flags=re.MULTILINE):
+        title = section.partition("\n")[0]
+        marks = marked(section)
+        if re.match(r"\d+\. ", title) and marks:
+            found.append((title, marks[0]))
     return found
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def rebuild(folder: Path) -> None:

@@ -55,16 +55,11 @@ def test_every_ablation_is_on_the_page_and_every_mark_has_a_text():
     assert not empty
 
 
-def anchors(page: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_links_to_sections_exist():
     for file, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", PAGE):
         target = walkthrough.PAGE.parent / file if file else walkthrough.PAGE
-        assert anchor in anchors(target.read_text()), f"{file}#{anchor}"
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        assert anchor in map(walkthrough.anchor, headings), f"{file}#{anchor}"
 
 
 @pytest.mark.slow
@@ -133,17 +128,22 @@ def test_a_run_of_a_seed_is_compared_with_the_control_of_that_seed(tmp_path, mon
         rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 52, "eval/accuracy": accuracy}]
         walkthrough.study.write_run(file, rows, {}, ("step", "eval/accuracy"))
 
-    assert walkthrough.learned("noise", tmp_path) == ""
     for seed, accuracy in enumerate((0.9, 0.8, 0.7)):
         write(tmp_path / f"claims/arithmetic/grpo/seed{seed}.csv", accuracy)
+    assert "not yet" in walkthrough.learned("noise", tmp_path)
+    assert walkthrough.learned_difference("noise", tmp_path) == ""
     write(tmp_path / "learning/noise/seed1.csv", 0.7)
-    assert "one seed: greedy accuracy after 52 steps is 70.0%. The control has 80.0%." in walkthrough.learned(
-        "noise", tmp_path
-    )
+    text = walkthrough.learned("noise", tmp_path)
+    assert "one seed" in text and "is 70.0%. The control has 80.0%." in text
+    assert walkthrough.learned_difference("noise", tmp_path) == "-10.0 (1 seed)"
     write(tmp_path / "learning/noise/seed2.csv", 0.6)
-    assert "70.0%, 60.0%. The control has 80.0%, 70.0%. The difference is -10.0 [-10.0, -10.0] points." in (
-        walkthrough.learned("noise", tmp_path)
-    )
+    text = walkthrough.learned("noise", tmp_path)
+    assert "70.0%, 60.0%. The control has 80.0%, 70.0%. The difference is -10.0 [-10.0, -10.0] points." in text
+
+
+def test_half_an_interval_is_students():
+    assert walkthrough.half_width(0.03, 3) == pytest.approx(3 * 4.303 / 3**0.5)
+    assert walkthrough.half_width(0.03, 10) == pytest.approx(3 * 2.262 / 10**0.5, rel=1e-3)
 
 
 def test_a_recorded_batch_is_what_the_engine_returned(tmp_path):
