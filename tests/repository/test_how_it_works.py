@@ -46,6 +46,15 @@ def test_the_page_is_what_the_script_writes():
     assert walkthrough.filled(PAGE, walkthrough.texts(walkthrough.FOLDER)) == PAGE
 
 
+def test_the_runs_were_made_with_the_bugs_that_the_page_shows():
+    for file in (walkthrough.FOLDER / "learning").glob("*/seed*.json"):
+        about = json.loads(file.read_text())
+        assert about["diff"] == DIFFS[file.parent.name], file
+        control = walkthrough.claims.COMMITTED / "arithmetic/grpo" / file.name
+        assert about["flags"] == json.loads(control.read_text())["flags"], file
+        assert about["commit"] and not about["uncommitted_changes"], file
+
+
 def test_every_ablation_is_on_the_page_and_every_mark_has_a_text():
     marks = walkthrough.marked(PAGE)
     assert len(marks) == len(set(marks)) == PAGE.count("<!-- /measured -->")
