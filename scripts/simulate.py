@@ -12,7 +12,6 @@ import json
 import math
 import random
 import statistics
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +125,7 @@ def tokens_per_gpu(args: Args, gpus: int, responses: int, loop: Loop, colocated:
 
 
 def at_scale(args: Args) -> str:
-    """What each loop makes of these GPUs, in Markdown. The caption has the assumptions."""
+    """What each loop makes of these GPUs, in Markdown. A first table has the assumptions."""
     synchronous = Loop(lost=args.lost, save_every=args.save_every, seed=args.seed)
     loops = {
         "synchronous, colocated": (synchronous, True),
@@ -136,16 +135,23 @@ def at_scale(args: Args) -> str:
     for inflight in args.inflight:
         loops[f"K = {inflight}, keep"] = (replace(synchronous, inflight=inflight, updates="keep"), False)
     most = speed(args) / 2
-    caption = (
-        f"Tokens a second and GPU. Assumed, not measured: log-normal lengths (median {args.median:g}, sigma "
-        f"{args.sigma:g}, cut off at {args.longest}); a server on each GPU, which takes {1000 * args.base:g} ms and "
-        f"{1000 * args.each:g} ms for each response under way until all have their next token; a GPU that trains as "
-        f"fast as a server with {args.full} responses samples; {args.update:g} s for an update; a probability of "
-        f"{args.lost:g} that a step loses a server. With such servers and trainers always busy it would be {most:.0f}."
-    )
+    assumptions = {
+        "lengths": f"log-normal, median {args.median:g}, sigma {args.sigma:g}, cut off at {args.longest}",
+        "a server on each GPU": f"{1000 * args.base:g} ms per decoding step, plus {1000 * args.each:g} ms for each "
+        "unfinished response",
+        "a GPU that trains": f"as many tokens a second as a server samples with {args.full} responses",
+        "an update of the servers' weights": f"{args.update:g} s",
+        "probability that a step loses a server": f"{args.lost:g}",
+    }
     lines = [
         "<!-- scale -->",
-        textwrap.fill(caption, 120),
+        "These numbers are assumed, not measured:",
+        "",
+        "| assumed | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in assumptions.items()),
+        "",
+        f"Tokens a second per GPU. If servers and trainers were always busy, it would be {most:.0f}:",
         "",
         f"| GPUs | responses a step | {' | '.join(loops)} |",
         "|---" * (2 + len(loops)) + "|",
