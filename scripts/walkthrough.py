@@ -49,6 +49,7 @@ import baselines
 from algos import grpo
 from common import errors
 from common.data import tasks
+from common.preflight import prepare
 from common.preflight.run_directory import read_metrics
 from common.run import estimates
 
@@ -57,7 +58,6 @@ PAGE = ROOT / "docs/how-it-works.md"
 FOLDER = ROOT / "baselines/walkthrough"
 MEASURED = "measured.json"
 NOTHING = 1e-5  # relative differences below this are rounding
-GAP_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}  # --max-logprob-gap, if it is not given
 START = ROOT / "baselines/warm-start"  # the embedded model
 TEACHER = ROOT / "baselines/teacher"  # another model with the same tokenizer
 
@@ -105,14 +105,7 @@ CASES = {
     "masters": (Case("sums", "--learning-rate 1e-6 --warmup-steps 1"), Case("sums")),
 }
 SEEDS = (0, 1, 2)  # of `learn`
-# Ablations that are trained with: flags beyond those of the embedded job.
-LEARNED = {
-    "groups": "",
-    "end-token": "",
-    "noise": "",
-    "masters": "",
-    "clip-side": "",
-}
+LEARNED = ("groups", "end-token", "noise", "masters", "clip-side")  # Ablations that are trained with.
 
 
 @dataclasses.dataclass
@@ -536,7 +529,7 @@ class Cell:
         return folder / "learning" / self.name / f"seed{self.seed}.csv"
 
     def flags(self) -> str:
-        return " ".join(f"{claims.TASKS['arithmetic']} {LEARNED[self.name]} --seed {self.seed}".split())
+        return f"{claims.TASKS['arithmetic']} --seed {self.seed}"
 
 
 def learn(cell: Cell, folder: Path) -> str:
@@ -600,8 +593,8 @@ def sentence(numbers: dict) -> str:
 
 def is_stopped(numbers: dict) -> bool:
     """Whether --max-logprob-gap would end the run."""
-    dtype = "bfloat16" if "bfloat16" in BATCHES[numbers["batch"]] else "float32"
-    return numbers["gap"] > GAP_LIMIT[dtype]
+    dtype = torch.bfloat16 if "bfloat16" in BATCHES[numbers["batch"]] else torch.float32
+    return numbers["gap"] > prepare.MAX_GAP[dtype]
 
 
 def nats(gap: float) -> str:
@@ -729,18 +722,28 @@ SAYS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def learned(name: str, folder: Path) -> str:
-    """What the runs of `learn` show, next to the control with the same seeds."""
+def trained(name: str, folder: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Accuracies with a detail broken, and those of the control: seed -> accuracy, of the seeds that both have."""
     broken = final_accuracies(sorted((folder / "learning" / name).glob("seed*.csv")))
     control = final_accuracies(controls())
+    seeds = sorted(broken.keys() & control.keys())
+    return {seed: broken[seed] for seed in seeds}, {seed: control[seed] for seed in seeds}
+
+
+def count_seeds(seeds: dict) -> str:
+    return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+
+
+def learned(name: str, folder: Path) -> str:
+    """What the runs of `learn` show, next to the control with the same seeds."""
+    broken, control = trained(name, folder)
     difference = study.paired(broken, control)
     if difference is None:
         return f"**Trained with it:** not yet. `python scripts/walkthrough.py learn {name}` does it."
-    seeds = sorted(broken.keys() & control.keys())
-    ends = ", ".join(f"{broken[seed]:.1%}" for seed in seeds)
-    right = ", ".join(f"{control[seed]:.1%}" for seed in seeds)
-    count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
-    text = f"**Trained with it,** {count}: greedy accuracy after 52 steps is {ends}. The control has {right}."
+    ends = ", ".join(f"{accuracy:.1%}" for accuracy in broken.values())
+    right = ", ".join(f"{accuracy:.1%}" for accuracy in control.values())
+    text = f"**Trained with it,** {count_seeds(broken)}: greedy accuracy after 52 steps is {ends}. "
+    text += f"The control has {right}."
     if not math.isnan(difference.low):
         text += f" The difference is {difference} points."
     return text
@@ -748,17 +751,13 @@ def learned(name: str, folder: Path) -> str:
 
 def learned_difference(name: str, folder: Path) -> str:
     """Broken minus control, in points, and the number of seeds. "" for a detail without a run."""
-    broken = final_accuracies(sorted((folder / "learning" / name).glob("seed*.csv")))
-    control = final_accuracies(controls())
+    broken, control = trained(name, folder)
     difference = study.paired(broken, control)
-    if difference is None:
-        return ""
-    seeds = len(broken.keys() & control.keys())
-    return f"{difference} ({'1 seed' if seeds == 1 else f'{seeds} seeds'})"
+    return "" if difference is None else f"{difference} ({count_seeds(broken)})"
 
 
 def seeds_differ() -> str:
-    """The spread of the control's seeds, and of which differences 3 and 5 seeds can tell from 0."""
+    """The spread of the control's seeds, and how wide an interval it makes."""
     finals = list(final_accuracies(controls()).values())
     deviation = statistics.stdev(finals)
     return measured_lines(
@@ -813,9 +812,8 @@ def wrapped(text: str) -> str:
     lines = []
     for line in text.splitlines():
         indent = "  " if line.startswith("- ") else ""
-        lines += textwrap.wrap(line, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
-            ""
-        ]
+        pieces = textwrap.wrap(line, 140, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += pieces or [""]  # an empty line stays
     return "\n".join(lines)
 
 

@@ -143,7 +143,7 @@ def test_a_run_of_a_seed_is_compared_with_the_control_of_that_seed(tmp_path, mon
     assert walkthrough.learned_difference("noise", tmp_path) == ""
     write(tmp_path / "learning/noise/seed1.csv", 0.7)
     text = walkthrough.learned("noise", tmp_path)
-    assert "one seed" in text and "is 70.0%. The control has 80.0%." in text
+    assert "1 seed:" in text and "is 70.0%. The control has 80.0%." in text
     assert walkthrough.learned_difference("noise", tmp_path) == "-10.0 (1 seed)"
     write(tmp_path / "learning/noise/seed2.csv", 0.6)
     text = walkthrough.learned("noise", tmp_path)
