@@ -1,6 +1,7 @@
 """Accuracy of an engine's responses."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import sources
@@ -8,6 +9,7 @@ from common.data.prompts import Prompt
 from common.errors import RunFailed
 from common.placement import World
 from common.rewards.mixture import Rewards
+from common.run import outcomes
 from common.run.sampling import texts_of
 
 
@@ -71,12 +73,15 @@ class Evaluator:
                 metrics.mean("eval/turns", sum(len(turns.texts) for turns in rollout.episodes), len(rollout.episodes))
         return graded
 
-    def greedy_accuracy(self, prompts: list[Prompt], metrics=None) -> float:
+    def greedy_accuracy(self, prompts: list[Prompt], metrics=None, file: Path | None = None) -> float:
         """Share of the graded prompts of all ranks whose answer at temperature 0 is right.
 
-        metrics: gets eval/NAME/accuracy as well, if the prompts come from several data sets.
+        metrics: gets eval/NAME/accuracy as well, if the prompts come from several data sets. file: gets the outcome of
+        each graded prompt.
         """
         graded = self.evaluate(prompts, metrics=metrics)
+        if file is not None:
+            outcomes.write(file, outcomes_of(prompts, graded), self.world)
         if metrics is not None:
             self.log_each(prompts, graded, metrics)
         accuracies = [responses[0].acc for _, responses in graded]
@@ -95,3 +100,24 @@ class Evaluator:
             # Without a graded prompt there is no accuracy, and 0 would be a wrong one.
             if self.world.sum(len(accuracies)):
                 metrics.mean(f"eval/{name}/accuracy", sum(accuracies), len(accuracies))
+
+
+def outcomes_of(prompts: list[Prompt], graded: GradedPrompts) -> list[outcomes.Outcome]:
+    """The outcome of each graded prompt, whose first response counts. prompts: those of all ranks."""
+    # The prompts that could not be graded are missing, so a place in `graded` is not the place of a prompt.
+    places = {(prompt.dataset, prompt.id): place for place, prompt in enumerate(prompts)}
+    found = []
+    for prompt, (response, *_) in graded:
+        found.append(
+            outcomes.Outcome(
+                index=places[prompt.dataset, prompt.id],
+                id=prompt.id,
+                dataset=prompt.dataset,
+                prompt=prompt.text,
+                answer=prompt.answer,
+                response=response.text,
+                acc=response.acc,
+                truncated=response.truncated,
+            )
+        )
+    return found

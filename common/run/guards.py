@@ -108,10 +108,8 @@ def check(metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[
     explain(max_logprob_gap): (error code, sentence) that say why the gap is too large; see diagnosis.explain_gap.
     """
     gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
-    too_large = gap > max_logprob_gap
+    too_large = gap > largest_gap(metrics, max_logprob_gap)
     if metrics.get("mismatch/staleness", 0.0) > 0:
-        # The gap of tokens of older weights holds what the policy has learned since.
-        too_large = gap > max(10 * max_logprob_gap, STALE_GAP)
         # The gap of tokens of current weights is rounding. The mean of a few is no measure: one of them may be rare.
         rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)
         if rounding > max_logprob_gap and metrics["mismatch/current_tokens"] >= ENOUGH_TOKENS:
@@ -124,3 +122,11 @@ def check(metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[
             f"{max_logprob_gap:g}; {reason}",
             code=code,
         )
+
+
+def largest_gap(metrics: dict[str, float], max_logprob_gap: float) -> float:
+    """The largest mean gap between trainer and engine that a step may have."""
+    if metrics.get("mismatch/staleness", 0.0) > 0:
+        # The gap of tokens of older weights holds what the policy has learned since.
+        return max(10 * max_logprob_gap, STALE_GAP)
+    return max_logprob_gap

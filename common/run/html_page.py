@@ -11,7 +11,9 @@ def head(title: str, style: str) -> str:
     """Everything before the contents of the page. title is escaped, style is not."""
     return "\n".join(
         [
-            "<!doctype html><meta charset=utf-8>",
+            "<!doctype html><html lang=en><meta charset=utf-8>",
+            # Without it, a phone shows the page as wide as a desktop's, and tiny.
+            '<meta name=viewport content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             f"<title>{html.escape(title)}</title><style>{style}</style>",
         ]

@@ -33,7 +33,7 @@ from common.placement import World
 from common.preflight.offline import OfflineSettings
 from common.preflight.prepare import Settings
 from common.preflight.run_directory import saved_step
-from common.run import checkpoint, diagnosis, evaluation, guards, sampling
+from common.run import checkpoint, diagnosis, evaluation, guards, outcomes, sampling
 from common.run.sampling import Batch, Sample
 from common.run.tracking import Tracker
 
@@ -121,11 +121,12 @@ class Run:
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
         self.weight_version = 0  # of the engine's weights at the start of this step's update; set in steps()
         if settings.held_out and not settings.resume:
-            self.tracker.first(self.accuracy())
+            self.tracker.first(self.accuracy(0))
 
-    def accuracy(self) -> float:
-        """Greedy accuracy on the held-out prompts."""
-        return self.evaluator.greedy_accuracy(self.settings.held_out, metrics=self.tracker)
+    def accuracy(self, step: int) -> float:
+        """Greedy accuracy on the held-out prompts after a step. Writes their responses to evaluations/."""
+        file = outcomes.path_of(self.tracker.run_dir, step)
+        return self.evaluator.greedy_accuracy(self.settings.held_out, metrics=self.tracker, file=file)
 
     def steps(self, sample: Sample) -> Iterator[tuple[int, Batch]]:
         """Yield (step, batch) for the remaining steps, up to --steps or until a signal asks the run to stop."""
@@ -191,7 +192,7 @@ class Run:
             if self.evaluates(step):
                 with tracker.time("eval"):
                     self.prefetcher.settle()  # the engine may still be sampling later steps
-                    tracker.mean("eval/accuracy", self.accuracy())
+                    tracker.mean("eval/accuracy", self.accuracy(step))
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.settle)
             guards.check(metrics, self.settings.max_logprob_gap, explain)

@@ -17,7 +17,7 @@ from common.placement import World
 from common.preflight import folders
 from common.preflight.run_directory import flags, read_metrics
 from common.rollout.rollout import Rollout
-from common.run import response_table, traces, trackers
+from common.run import outcomes, response_table, traces, trackers
 from common.run.directory import check_shared, describe
 from common.run.guards import Trends
 from common.trainer.batching import MicroBatch
@@ -213,7 +213,7 @@ class Tracker(Metrics):
         self.table_characters = response_table.characters_of_each(2 + steps // every)
 
     def forget_steps_after(self, start: int) -> set[int]:
-        """Delete the metrics and rollouts of steps that a resumed run repeats: those after its checkpoint.
+        """Delete the metrics, rollouts and evaluations of steps that a resumed run repeats: those after its checkpoint.
 
         Returns the steps whose rollouts it has deleted.
         """
@@ -226,6 +226,9 @@ class Tracker(Metrics):
                     file.unlink()
                     if file.name.startswith("step_"):
                         repeated.add(step)
+            for step, file in outcomes.saved(self.run_dir).items():
+                if step > start:
+                    file.unlink()
             if self.metrics_file.is_file():
                 rows = read_metrics(self.run_dir)  # without the last row if it is incomplete
         lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= start]

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, launch
 from helpers import metrics, same, weights
 
-from common.run.report import PHASES
+from common.run.charts import PHASES
 
 GRPO, PATCHED = ROOT / "algos/grpo.py", ROOT / "tests/workers/patched.py"
 SMALL = ["--prompts-per-step", "8", "--mini-batches", "2", "--eval-prompts", "32"]

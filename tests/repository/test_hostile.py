@@ -23,7 +23,7 @@ from common.errors import BadInput, RunFailed
 from common.preflight import folders
 from common.rewards.grading import Item, Result
 from common.rewards.service import MAX_REPLY_BYTES, RewardService
-from common.run import report, traces
+from common.run import outcomes, report, traces
 
 view = load("scripts/view_rollouts.py")
 MARKUP = "</pre></script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\u2028\u202e\0\x1b]0;t\x07"
@@ -79,6 +79,10 @@ def evil_run(tmp_path) -> Path:
     texts = dict.fromkeys(("id", "prompt", "response", "answer", "extracted", "finish_reason"), MARKUP)
     info = {MARKUP: MARKUP, "ungraded": MARKUP, "parts": {MARKUP: MARKUP}}
     write_rows(folder / "rollouts/step_000001.jsonl", a_row(**texts, info=info), a_row(score=None))
+    problem = dict.fromkeys(("id", "dataset", "prompt", "answer", "response"), MARKUP)
+    for step in (0, 2):
+        path = outcomes.path_of(folder, step)
+        write_rows(path, problem | {"index": 0, "acc": 1.0, "truncated": False})
     metrics = [{"step": step, MARKUP: 1.0, "reward/mean": 0.5, "eval/accuracy": math.nan} for step in range(3)]
     write_rows(folder / "metrics.jsonl", *metrics)
     args = {"model": str(arithmetic.WARM_START), MARKUP: MARKUP}
@@ -91,8 +95,9 @@ def test_the_report_shows_markup_as_text(evil_run):
     found = Page(page)
     assert not {"script", "img", "iframe", "object", "a", "form"} & found.tags
     assert not [name for name in found.attributes if name.startswith("on") or name in ("src", "srcset", "formaction")]
-    # The prompt, the response, what was found, the reference, the end; and four times in run.json.
-    assert found.text.count("<script>alert(1)</script>") == 9
+    # The prompt, the response, what was found, the reference, the end; the algorithm; the command; four times in
+    # run.json; and for the held-out problem its id, reference and prompt, and two responses.
+    assert found.text.count("<script>alert(1)</script>") == 16
     assert "default-src 'none'" in page, "a page that loads nothing"
 
 
@@ -100,8 +105,8 @@ def test_a_step_shows_markup_as_text(evil_run, tmp_path, capsys):
     view.main(view.Args(evil_run, html=str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     found = Page(page)
-    assert found.tags <= {"meta", "title", "style", "p", "pre", "span", "i"}
-    assert found.attributes <= {"charset", "http-equiv", "content", "class", "title", "style"}
+    assert found.tags <= {"html", "meta", "title", "style", "p", "pre", "span", "i"}
+    assert found.attributes <= {"lang", "charset", "name", "http-equiv", "content", "class", "title", "style"}
     capsys.readouterr()
     view.main(view.Args(evil_run))
     terminal = capsys.readouterr().out

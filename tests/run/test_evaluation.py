@@ -76,6 +76,23 @@ def test_a_prompt_that_cannot_be_graded_is_neither_right_nor_wrong(world):
     assert metrics.sums == {"eval/reward": [(-1.5 + 0.25 - 1.5, 3)]}
 
 
+def test_a_file_gets_the_outcome_of_each_graded_prompt(world, tmp_path):
+    """Each at its place in the data, also after one that nobody could grade."""
+    evaluator, prompts = prepared(world, ["yes"], ["bad"], ["no"], ["yes"])
+    # Two data sets may name their rows alike.
+    prompts[2] = replace(prompts[2], id="p:3", dataset="other")
+    file = tmp_path / "evaluations/step_000010.jsonl"
+    evaluator.greedy_accuracy(prompts, file=file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["index"], row["id"], row["dataset"], row["acc"]) for row in rows] == [
+        (0, "p:0", "", 1.0),
+        (2, "p:3", "other", 0.0),
+        (3, "p:3", "", 1.0),
+    ]
+    assert rows[0]["prompt"] == "p0" and rows[0]["answer"] == "1" and rows[0]["response"] == "yes"
+    assert [row["truncated"] for row in rows] == [False] * 3
+
+
 def test_without_any_graded_prompt_there_is_no_accuracy(world):
     evaluator, prompts = prepared(world, ["bad"], ["bad"])
     with pytest.raises(RunFailed) as failed:

@@ -234,6 +234,7 @@ class Run(job.Run):
         self.probe = None
         self.evaluator = SimpleNamespace(greedy_accuracy=self.evaluate)
         self.evaluated = []  # what was evaluated, and how many batches had begun and not ended
+        self.files = []  # that got the responses
         self.begun = []  # steps whose sampling has begun
         self.ended = []
         self.fails_at = 0
@@ -249,8 +250,9 @@ class Run(job.Run):
         self.ended.append(step)
         return Batch.of(rollout, [Prompt("p", "p", [9], "1")], ["a", "b"], [Result(0.0, 0.0), Result(1.0, 1.0)])
 
-    def evaluate(self, prompts, metrics) -> float:
+    def evaluate(self, prompts, metrics, file) -> float:
         self.evaluated.append((prompts, len(self.begun) - len(self.ended)))
+        self.files.append(file.relative_to(self.tracker.run_dir).as_posix())
         return 0.25
 
     def train(self, step: int, batch: Batch) -> None:
@@ -328,6 +330,7 @@ def test_nothing_is_sampled_that_is_too_early_or_too_late_to_be_trained_on(run):
 def test_an_evaluation_waits_for_the_engine_and_has_the_held_out_prompts(run):
     for step, batch in run.steps(run.sample):
         run.train(step, batch)
+    assert run.files == ["evaluations/step_000003.jsonl", "evaluations/step_000006.jsonl"]
     assert run.evaluated == [(["held out"], 0)] * 2 and run.saver.metrics["eval/accuracy"] == 0.25
     assert [step for step in range(1, 7) if run.evaluates(step)] == [3, 6]
     run.args.eval_every = 0

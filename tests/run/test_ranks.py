@@ -6,7 +6,7 @@ import math
 import pytest
 from conftest import ROOT, launch
 
-from common.run import traces
+from common.run import outcomes, traces
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,15 @@ def test_a_rollout_file_has_the_prompts_of_all_ranks_in_their_order(ranks):
     assert [row["index"] for row in rows] == [number for number in range(24) for _ in range(2)]
     assert all(row["id"] == f"{row['index']}" and row["response_ids"][0] == row["index"] for row in rows)
     assert [row["index"] for row in rows if row["dropped"]] == [3, 3]
+
+
+@pytest.mark.slow
+def test_an_evaluation_file_has_the_prompts_of_all_ranks_in_their_order(ranks):
+    found = outcomes.read(outcomes.path_of(ranks[0], 1))
+    assert [outcome.index for outcome in found] == [0, 1, 2, 4, 5, 6, 7, 8, 9], "nobody graded 3"
+    assert all(outcome.id == outcome.prompt == f"{outcome.index}" for outcome in found)
+    assert [outcome.index for outcome in found if outcome.solved] == [0, 6, 9]
+    assert [outcome.dataset for outcome in found] == ["a.jsonl"] * 7 + ["b.jsonl"] * 2
 
 
 @pytest.mark.slow

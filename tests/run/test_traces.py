@@ -17,7 +17,7 @@ from common.data import arithmetic as embedded
 from common.data.prompts import Prompt
 from common.rewards import grading
 from common.rollout import rollout
-from common.run import report, traces
+from common.run import charts, report, traces
 from common.run.sampling import Batch
 
 view, replay = load("scripts/view_rollouts.py"), load("scripts/replay.py")
@@ -335,30 +335,39 @@ def test_the_report_shows_mixed_groups_first_and_the_best_and_worst_of_each():
     chosen = [[row["response"] for row in group] for group in report.choose(rows)]
     assert chosen == [["1:0.9", "1:0.8", "1:0.2", "1:0.1"], ["3:1", "3:0"], ["0:1"] * 4, ["2:0"] * 2]
     page = report.responses(rows)
-    assert page.count("prompt 1") == 1 and page.count("<td>8<td>7<td") == 12
+    assert page.count("prompt 1") == 1 and page.count("found 8") == 12 and page.count("reference <b>7</b>") == 4
+
+
+def panels(rows: list[dict]) -> dict[str, list[str]]:
+    """title -> metrics, of all panels that a report of these rows shows."""
+    every = [panel for section in charts.SECTIONS.values() for panel in section]
+    return {panel.title: names for panel in every if (names := charts.shown(panel, rows))}
 
 
 def test_the_report_has_a_panel_for_each_kind_of_metric_that_is_there():
     rows = [{"step": 0, "eval/accuracy": 0.5}]
     names = ["reward/mean", "reward/gsm8k/mean", "reward/format/mean", "train/grad_norm", "critic/grad_norm", "loss/kl"]
     names += ["train/clip_frac", "group/zero_std_frac", "response/truncated_frac", "time/step", "time/rollout"]
+    names += ["mismatch/staleness", "mismatch/staleness_max"]
     rows += [{"step": step, **dict.fromkeys(names, 0.1 * step)} for step in (1, 2)]
-    found = report.panels(rows)
-    assert found["seconds a step"] == ["time/rollout"], "phases that are not there are not in the legend"
-    assert found["mean of each reward"] == ["reward/format/mean", "reward/gsm8k/mean"]
-    assert len(found) == 9 and "entropy, nats a token" not in found
-    assert [report.label(name, found["gradient norm"]) for name in found["gradient norm"]] == ["critic", "train"]
-    assert report.draw(rows).count("<svg") == 1 and report.draw([]).count("<svg") == 1
+    found = panels(rows)
+    assert found["Seconds of a step"] == ["time/rollout"], "phases that are not there are not in the legend"
+    assert found["Each reward"] == ["reward/format/mean", "reward/gsm8k/mean"]
+    assert len(found) == 10 and "Entropy" not in found
+    assert [charts.label(name, found["Gradient norm"]) for name in found["Gradient norm"]] == ["critic", "train"]
+    assert charts.draw(rows).count("<svg") == len(found) and charts.draw([]) == ""
+    current = [row | {"mismatch/staleness": 0.0} for row in rows[1:]]
+    assert "Age of the weights" in found and "Age of the weights" not in panels(current)
 
 
 def test_the_report_of_training_without_sampling_gives_no_advice_about_sampling():
     rows = [{"step": step, "train/loss": 1.0, "time/step": 2.0, "reward/accuracy": 0.5} for step in (1, 2)]
-    assert report.summary(rows) == "<p></p>"
-    pairs = report.panels([row | {"reward/chosen": 1.0, "reward/rejected": 0.0} for row in rows])
-    assert list(pairs)[:3] == ["training loss", "implicit rewards of the pairs", "share right"]
+    assert report.times(rows) == ""
+    pairs = panels([row | {"reward/chosen": 1.0, "reward/rejected": 0.0} for row in rows])
+    assert list(pairs) == ["Share right", "Training loss", "Implicit rewards"]
 
 
 def test_the_report_shows_what_only_one_algorithm_measures():
     rows = [{"step": 1, "time/step": 2.0, "time/rollout": 0.5, "time/<i>": 1.5, "teacher/kl": 0.1, "mismatch/kl": 0.1}]
-    assert report.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.summary(rows)
-    assert report.panels(rows)["KL to another model, nats"] == ["teacher/kl"]
+    assert charts.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.times(rows)
+    assert panels(rows)["KL to another model"] == ["teacher/kl"]

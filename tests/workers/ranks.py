@@ -20,6 +20,7 @@ from common.data import arithmetic
 from common.data.prompts import Prompt, PromptLoader
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
+from common.run import outcomes
 from common.run.evaluation import Evaluator
 from common.run.sampling import PromptSampler
 from common.run.tracking import Tracker
@@ -74,7 +75,8 @@ def main(run_dir: str) -> None:
     tracker.save_rollouts(1, batch, batch.scores)
     tracker.max("advantage/abs_max", batch.scores.max())
     evaluator = Evaluator(engine, rewards, tokenizer, world, 5)
-    tracker.mean("eval/accuracy", evaluator.greedy_accuracy(prompts_held_out(), tracker))
+    file = outcomes.path_of(tracker.run_dir, 1)
+    tracker.mean("eval/accuracy", evaluator.greedy_accuracy(prompts_held_out(), tracker, file))
     said["metrics"] = tracker.write(1)
 
     def generate(prompts, draw, grading):
