@@ -5,13 +5,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # In the order in which the layers import each other (tests/repository/test_structure.py), the loop's own first.
 PACKAGES = {
-    "run": "the loop's books",
-    "preflight": "before the first step",
-    "trainer": "model, batches, log-probs",
-    "rollout": "engines and environments",
-    "rewards": "graders",
-    "data": "rows, prompts, tasks",
-    "processes": "killable workers",
+    "run": "The steps of a run: sampling, evaluation, metrics, checkpoints, reports",
+    "preflight": "What is checked and computed before the first step: flags, folders, memory",
+    "trainer": "Loading a model, packing batches, and computing log-probs",
+    "rollout": "The engines that sample, and the environments that answer them",
+    "rewards": "The rewards that `--reward` names, and the workers that grade",
+    "data": "Reading data sets, and turning rows into prompts as token ids",
+    "processes": "Worker processes that can be killed, and the sandbox for programs",
 }
 TOP = ("placement", "weight_sync", "errors")
 TITLES = {"api/common.md": "API: common"} | {f"api/{name}.md": f"API: common.{name}" for name in PACKAGES}
@@ -34,6 +34,6 @@ def pages() -> dict[str, str]:
     first += f"| package | what is in it |\n|---|---|\n{rows}\n"
     found = {"api/common.md": first + "".join(f"\n::: common.{name}\n" for name in TOP)}
     for name, what in PACKAGES.items():
-        text = f"# API: common.{name}\n\n{what.capitalize()}.\n"
+        text = f"# API: common.{name}\n\n{what}.\n"
         found[f"api/{name}.md"] = text + "".join(f"\n::: {module}\n" for module in modules(name))
     return found

@@ -52,10 +52,11 @@ def figure(name: str) -> str:
     parts = ["Thick: accuracy on held-out prompts. Thin: the reward while training. Each seed has its colour."]
     for task in tasks(name):
         data = {"title": TITLES.get(task, task), "names": SHOWN, "seeds": seeds(task, name)}
+        alt = f"{name}: accuracy on {task} against responses, among all runs"
         parts.append(
             f'<figure class="curve" data-task="{task}"><figcaption>{html.escape(data["title"])}</figcaption>'
             f'<script type="application/json">{json.dumps(data)}</script>'
             f'<div class="plot"></div>'
-            f'<noscript><img src="../../baselines/{task}/curves.svg" alt="Curves of all runs"></noscript></figure>'
+            f'<noscript><img src="../../baselines/{task}/curves.svg" alt="{alt}"></noscript></figure>'
         )
     return "\n\n".join(parts)

@@ -64,6 +64,8 @@ class Site:
     def prepare(self, source: str, page: str, text: str) -> str:
         if source == "docs/metrics.md":
             text = metric_headings(text)
+        if source == "README.md":
+            text = text.replace("# onefile-rl\n", "# Overview\n", 1)  # the front page has the other heading
         if source == "docs/index.md":
             text = text.replace("<!-- algorithms -->", rebased(readme_section("Which algorithm")))
         text = outside_fences(text, lambda part: self.relink(source, page, part))
