@@ -5,8 +5,8 @@ RUN pip install --no-cache-dir uv==0.13.9
 RUN useradd --create-home user && install --directory --owner user /onefile-rl
 USER user
 WORKDIR /onefile-rl
-# Compiled once here, and not in each container.
-ENV MACHINE=cpu UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1
+# The packages for this kind of machine, also if a container sees another one.
+ENV MACHINE=cpu UV_NO_CACHE=1
 # What the packages depend on comes first, so that a change of the code keeps this layer.
 COPY --chown=user scripts/install.sh scripts/
 COPY --chown=user requirements-cpu.txt pyproject.toml README.md ./

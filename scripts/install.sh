@@ -45,7 +45,6 @@ if [ -n "$uv" ]; then
 else
   tool=pip
   make_venv() { "$python" -m venv .venv; }
-  # As uv does, leave compiling to the first import: a run imports a small part of all files.
   install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 fi
 
@@ -61,6 +60,8 @@ if [ ! -e "$stamp" ]; then
       install --no-deps -r "$torch" --extra-index-url https://download.pytorch.org/whl/cpu
   fi
   install --no-deps -r "$lock"  # the lock names every package, so nothing is left to resolve
+  # On all cores. pip compiles on one, and uv leaves it to the first import, whose result may not be kept.
+  .venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # some packages ship files for other versions of Python
   install --no-deps --no-build-isolation --editable .  # `algos` and `common` from any working directory
   touch "$stamp"
 fi
