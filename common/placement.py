@@ -22,6 +22,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from common.cores import cores_of_this_rank, usable_cores
+
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
 EXIT_PAUSE_SECONDS = 0.2
 HOLE_BYTES = 2 * 2**30
@@ -155,7 +157,7 @@ def take_device(layout: Layout) -> torch.device:
         torch.cuda.set_device(device)
         return device
     if layout.rollout_devices:
-        os.sched_setaffinity(0, os.sched_getaffinity(0) - set(layout.rollout_devices))
+        os.sched_setaffinity(0, set(usable_cores()) - set(layout.rollout_devices))
     return torch.device("cpu")
 
 
@@ -199,8 +201,7 @@ def engine_count(size: int, rollout_tp: int, layout: Layout) -> int:
 
 def use_cores() -> None:
     """Give this rank its share of the cores. Two ranks with all cores each would fight: 0.3 s becomes 13 s."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.set_num_threads(cores_of_this_rank())
 
 
 def rank_memory() -> float:

@@ -20,9 +20,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.cores import cores_of_this_rank
 from common.errors import BadInput, RunFailed, say
 from common.processes.child import Handler
-from common.processes.pool import Failure, Pool, Program, cores_of_this_rank
+from common.processes.pool import Failure, Pool, Program
 
 HELD_OUT = 256  # problems of the test split
 TRAINED_ON = 5000  # problems of the training split, unless the parameter `size` says otherwise

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from common.cores import usable_cores
 from common.errors import BadInput
 from common.placement import Layout, Sharding
 
@@ -94,6 +95,8 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
             f"--inflight-updates {layout.inflight_updates} needs --max-inflight-batches 2 or more: with 1 no response "
             "is under way when new weights come"
         )
+    if backend == "vllm" and not urls and find_spec("vllm") is None:
+        raise BadInput("--rollout-backend vllm: not installed (there is no vLLM for macOS); use --rollout-backend hf")
     if not layout.split:
         if backend == "sglang":
             raise BadInput("--rollout-backend sglang needs --rollout-placement split and --rollout-urls")
@@ -126,7 +129,9 @@ def check_devices(devices: tuple[int, ...], rollout_tp: int) -> None:
         present = list(range(torch.cuda.device_count()))
     else:
         kind = "cores"
-        present = sorted(os.sched_getaffinity(0))
+        if not hasattr(os, "sched_setaffinity"):
+            raise BadInput("--rollout-devices: only Linux binds servers to cores; start servers, pass --rollout-urls")
+        present = usable_cores()
     if len(set(devices)) < len(devices) or not set(devices) <= set(present):
         raise BadInput(f"--rollout-devices {devices}: expected different ones of this node's {kind}, {present}")
     # A device's number means nothing on another node.

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.cores import cores_of_this_rank
 from common.errors import RunFailed
 
 ROOT = Path(__file__).parents[2]
@@ -286,8 +287,3 @@ class Pool:
         for worker in workers:
             worker.stop()
             self.idle.put(worker)
-
-
-def cores_of_this_rank() -> int:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here)

