@@ -3,7 +3,7 @@
 # uv installs them if it is on the PATH, pip otherwise. UV=/path/to/uv names another uv, and UV= (empty) means pip.
 # When .venv already holds them it only asks torch for the GPUs. PYTHON=python3.12 picks the interpreter.
 # MACHINE=gpu bash scripts/install.sh: for GPUs that this machine does not have, as in a docker build or on a login node.
-# EXTRAS=trackers,docs bash scripts/install.sh: more packages, pyproject.toml names the groups.
+# EXTRAS=trackers,reasoning-gym bash scripts/install.sh: more packages, pyproject.toml names the groups.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -67,6 +67,6 @@ if [ ! -e "$stamp" ]; then
 fi
 if [ -n "${EXTRAS:-}" ]; then
   # Not with the versions of the lock: trackers want older ones of pillow, protobuf and three others.
-  install --no-build-isolation --editable ".[$EXTRAS]"
+  install --editable ".[$EXTRAS]"
 fi
 check_driver

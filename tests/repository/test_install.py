@@ -117,9 +117,9 @@ if {fails}; then exit 1; fi
         f"{pip} --no-deps --no-build-isolation --editable .",
     ]
     assert install() == (0, "") and said.read_text().splitlines() == asked
-    monkeypatch.setenv("EXTRAS", "docs,trackers")
+    monkeypatch.setenv("EXTRAS", "reasoning-gym,trackers")
     assert install()[0] == 0
-    assert said.read_text().splitlines() == [*asked, f"{pip} --no-build-isolation --editable .[docs,trackers]"]
+    assert said.read_text().splitlines() == [*asked, f"{pip} --editable .[reasoning-gym,trackers]"]
 
 
 def test_the_cpu_lock_names_the_versions_of_the_gpu_lock():
