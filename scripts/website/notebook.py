@@ -1,7 +1,10 @@
 """A notebook as a Markdown page: its text, its code and what the code printed."""
 
 import json
+import re
 from pathlib import Path
+
+BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture from elsewhere, which the site doesn't load
 
 
 def markdown(path: Path) -> str:
@@ -9,7 +12,7 @@ def markdown(path: Path) -> str:
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(BADGE.sub(r"\1", source))
         if cell["cell_type"] == "code":
             parts.append(f"```python\n{source}\n```")
             parts += [shown(output) for output in cell["outputs"]]

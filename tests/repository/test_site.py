@@ -118,13 +118,15 @@ def test_a_notebook_becomes_a_page(tmp_path):
     printed = {"output_type": "stream", "text": ["2\n", "3\n"]}
     value = {"output_type": "execute_result", "data": {"text/plain": ["5"]}}
     picture = {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]}}
+    text = "# First steps\n\n[![Open](https://x.y/z.svg)](https://x.y) Add."
     cells = [
-        {"cell_type": "markdown", "source": ["# First steps\n", "\n", "Add."]},
+        {"cell_type": "markdown", "source": [text]},
         {"cell_type": "code", "source": ["print(2)"], "outputs": [printed, value, picture]},
     ]
     (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
     page = load("scripts/website/notebook.py").markdown(tmp_path / "x.ipynb")
-    parts = ["# First steps\n\nAdd.", "```python\nprint(2)\n```", "```text\n2\n3\n```", "```text\n5\n```"]
+    text = "# First steps\n\n[Open](https://x.y) Add."
+    parts = [text, "```python\nprint(2)\n```", "```text\n2\n3\n```", "```text\n5\n```"]
     assert page == "\n\n".join([*parts, '<img alt="output" src="data:image/png;base64,AAAA">']) + "\n"
 
 
