@@ -186,7 +186,7 @@ def trace(case: Case, diff: str = "") -> dict[str, Any]:
         process.join()
         if process.exitcode:
             raise RuntimeError(f"{case}: exit code {process.exitcode}:\n{log.read_text()[-2000:]}")
-        return torch.load(output, weights_only=False)
+        return torch.load(output, weights_only=True)
 
 
 def run_one_batch(code: Path, words: list[str], log: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_worker_is_quiet_and_light(pool):
 def test_a_bad_item_fails_alone(pool, response, kind, message):
     start = time.monotonic()
     bad, *good = graded(pool, response, "uninformed", "fine", "fine")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # far from a timeout of minutes, also on a busy machine
     assert isinstance(bad, Failure) and bad.kind == kind and message in bad.message
     assert [result.score for result in good] == [1, 1, 1]
     assert good[0].info == {}
