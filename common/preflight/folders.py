@@ -213,6 +213,16 @@ def write(path: Path, text: str | Iterable[str]) -> None:
     scratch.replace(path)
 
 
+def files_of_steps(folder: Path) -> dict[int, Path]:
+    """Step -> file, for all step_000010.jsonl in a folder of a run, oldest first. {} without the folder."""
+    # Files of other names are not ours, such as refused_000007.jsonl or an editor's copy.
+    files = {}
+    for path in folder.glob("step_*.jsonl"):
+        if step := re.fullmatch(r"step_(\d{6,18})", path.stem):
+            files[int(step[1])] = path
+    return dict(sorted(files.items()))
+
+
 def flush(path: Path) -> None:
     """Move a file's contents, or a folder's names, from the system's memory to the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -6,7 +6,6 @@ compares the first file of a run with the last one.
 
 import itertools
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +72,7 @@ def write(path: Path, outcomes: list[Outcome], world: World) -> None:
 
 def saved(run_dir: Path) -> dict[int, Path]:
     """Step -> file, for all evaluations that are saved, oldest first."""
-    files = {}
-    for path in run_dir.glob("evaluations/step_*.jsonl"):
-        if step := re.fullmatch(r"step_(\d{6,18})", path.stem):
-            files[int(step[1])] = path
-    return dict(sorted(files.items()))
+    return folders.files_of_steps(run_dir / "evaluations")
 
 
 def read(path: Path) -> list[Outcome]:

@@ -4,7 +4,6 @@ People look at them with scripts/view_rollouts.py; scripts/replay.py computes th
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,12 +149,7 @@ def sampled_tokens(batch, row: int) -> list[int]:
 
 def saved(run_dir: Path) -> dict[int, Path]:
     """Step -> file, for all steps that are saved, oldest first."""
-    # Files of other names are not ours, such as refused_000007.jsonl or an editor's copy.
-    files = {}
-    for path in run_dir.glob("rollouts/step_*.jsonl"):
-        if step := re.fullmatch(r"step_(\d{6,18})", path.stem):
-            files[int(step[1])] = path
-    return dict(sorted(files.items()))
+    return folders.files_of_steps(run_dir / "rollouts")
 
 
 def find(run_dir: Path, step: int = 0) -> Path:
