@@ -16,7 +16,6 @@ last checkpoint does on the held-out problems: greedy, sampled (mean@8) and pass
 import dataclasses
 import itertools
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -264,14 +263,7 @@ def train(cell: Cell, scratch: Path) -> tuple[list[dict], dict, Path]:
         file = scratch / f"{arm.algorithm}_variant.py"
         file.write_text(variants.source(arm.variant))
     run_dir = scratch / "run"
-    ended = subprocess.run(
-        [sys.executable, str(file), *cell.flags().split(), "--run-dir", str(run_dir)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    ended = study.launch(file, [*cell.flags().split(), "--run-dir", str(run_dir)])
     rows, about = study.result(run_dir, ended.returncode, ended.stdout)
     checkpoints = folders.complete(run_dir)
     if not checkpoints:

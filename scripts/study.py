@@ -16,6 +16,7 @@ import queue
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -25,6 +26,7 @@ from common import errors
 from common.preflight.run_directory import read_metrics
 from common.run import estimates
 
+ROOT = Path(__file__).resolve().parents[1]
 COLLAPSES = ("non-finite", "all-truncated", "no-signal")  # errors that are a result of a run, and not of this machine
 # Quantiles of Student's t for which the expansion in common/run/estimates.py is too small.
 FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182}
@@ -59,8 +61,15 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     degrees = len(values) - 1
     if degrees < 1:
         return Estimate(mean)
-    half = FEW_SEEDS.get(degrees, estimates.student(degrees)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = half_width(statistics.stdev(values), len(values))
     return Estimate(mean, mean - half, mean + half)
+
+
+def half_width(deviation: float, count: int) -> float:
+    """Half of Student's 95 % interval of a mean of `count` values, two or more, with this standard deviation."""
+    degrees = count - 1
+    quantile = FEW_SEEDS.get(degrees, estimates.student(degrees))
+    return quantile * deviation / math.sqrt(count)
 
 
 def paired(first: dict[int, float], second: dict[int, float]) -> Estimate | None:
@@ -74,6 +83,18 @@ def paired(first: dict[int, float], second: dict[int, float]) -> Estimate | None
 def final_accuracy(rows: list[dict]) -> float:
     """Greedy accuracy of the last evaluation."""
     return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
+
+
+def launch(file: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run an algorithm's file, or a copy of it that lies elsewhere, with one thread. stdout: all that it prints."""
+    return subprocess.run(
+        [sys.executable, str(file), *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def collapse(exit_code: int, printed: str) -> str | None:

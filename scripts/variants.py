@@ -63,8 +63,7 @@ def apply(diff: str, source: str) -> str:
         places = source.count(before)
         if places != 1:
             raise errors.BadInput(
-                f"docs/variants.md: {places} places in the file to change ({base(diff)} on the page) are like this, "
-                f"expected one:\n{before}"
+                f"{places} places in {base(diff)}, or in the file in its place, are like this, expected one:\n{before}"
             )
         source = source.replace(before, after)
     return source
@@ -84,10 +83,15 @@ def source(name: str, file: str = "") -> str:
 
 def load(name: str, file: str = "") -> ModuleType:
     """A variant as a module, without writing it."""
-    module = ModuleType(f"variant {name}")
-    sys.modules[module.__name__] = module  # dataclasses look up their module there
-    exec(compile(source(name, file), module.__name__, "exec"), vars(module))
-    return module
+    return module(f"variant {name}", source(name, file))
+
+
+def module(name: str, text: str) -> ModuleType:
+    """The text of a Python file as a module."""
+    made = ModuleType(name)
+    sys.modules[name] = made  # dataclasses look up their module there
+    exec(compile(text, name, "exec"), vars(made))
+    return made
 
 
 def main(args: Args) -> None:

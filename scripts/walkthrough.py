@@ -51,7 +51,6 @@ from common import errors
 from common.data import tasks
 from common.preflight import prepare
 from common.preflight.run_directory import read_metrics
-from common.run import estimates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/how-it-works.md"
@@ -136,10 +135,7 @@ def broken_source(diff: str) -> str:
 
 def broken_grpo(name: str) -> ModuleType:
     """algos/grpo.py with a detail broken, as a module."""
-    module = ModuleType(f"broken {name}")
-    sys.modules[module.__name__] = module  # dataclasses look up their module there
-    exec(compile(broken_source(diff_of(name)), module.__name__, "exec"), vars(module))
-    return module
+    return variants.module(f"broken {name}", broken_source(diff_of(name)))
 
 
 def marked(page: str) -> list[str]:
@@ -439,15 +435,7 @@ def without_push() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "grpo_broken.py"
         file.write_text(broken_source(diff_of("push")))
-        words = f"{file} --steps 10 --eval-prompts 0 --run-dir {scratch}/run".split()
-        ended = subprocess.run(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        ended = study.launch(file, f"--steps 10 --eval-prompts 0 --run-dir {scratch}/run".split())
     code, step = re.search(r"error\[([\w-]+)\]: step (\d+)", ended.stdout).groups()
     gap = re.search(r"disagree by ([\d.e-]+) per token", ended.stdout)[1]
     return {"code": code, "step": int(step), "gap": float(gap)}
@@ -539,14 +527,7 @@ def learn(cell: Cell, folder: Path) -> str:
         file = Path(scratch) / "grpo_broken.py"
         file.write_text(broken_source(diff))
         run_dir = Path(scratch) / "run"
-        ended = subprocess.run(
-            [sys.executable, str(file), *cell.flags().split(), "--run-dir", str(run_dir)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        ended = study.launch(file, [*cell.flags().split(), "--run-dir", str(run_dir)])
         rows, about = study.result(run_dir, ended.returncode, ended.stdout)
     about |= {"flags": cell.flags(), "seed": cell.seed, "diff": diff}
     study.write_run(cell.file(folder), rows, about, claims.COLUMNS)
@@ -763,16 +744,9 @@ def seeds_differ() -> str:
     return measured_lines(
         f"on the control: its {len(finals)} seeds end at {min(finals):.1%} to {max(finals):.1%}. Their standard "
         f"deviation is {100 * deviation:.1f} points. With so much noise, the 95 % interval of a mean over three "
-        f"seeds reaches {half_width(deviation, 3):.0f} points to each side, and over ten seeds "
-        f"{half_width(deviation, 10):.0f}. A single run has none."
+        f"seeds reaches {100 * study.half_width(deviation, 3):.0f} points to each side, and over ten seeds "
+        f"{100 * study.half_width(deviation, 10):.0f}. A single run has none."
     )
-
-
-def half_width(deviation: float, seeds: int) -> float:
-    """Half of Student's 95 % interval of a mean over so many seeds, in points."""
-    degrees = seeds - 1
-    quantile = study.FEW_SEEDS.get(degrees, estimates.student(degrees))
-    return 100 * quantile * deviation / math.sqrt(seeds)
 
 
 def norms() -> str:
