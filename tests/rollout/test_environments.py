@@ -780,8 +780,8 @@ def test_a_name_that_is_no_environment_is_refused(spec, message):
 
 
 def test_the_page_about_environments_has_code_that_runs(tmp_path):
-    """Hangman and Shop of docs/environments.md, as files of a user."""
-    hangman, shop, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    """Shop and Hangman of docs/environments.md, as files of a user."""
+    shop, hangman, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
     assert len(hangman.split("class Hangman")[1].strip().splitlines()) <= 15
     (tmp_path / "hangman.py").write_text(hangman)
     (tmp_path / "shop.py").write_text(shop)
