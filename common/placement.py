@@ -47,25 +47,26 @@ class Sharding:
     """How the trainer is laid over the ranks."""
 
     sequence_parallel: PositiveInt = 1
-    """ranks that compute one row together: a sequence this many times as long fits a rank"""
+    """Ranks that compute one row together. A sequence this many times as long then fits a rank."""
     shard_size: NonNegativeInt = 0
-    """ranks that hold one sharded copy of the weights, for example those of a node; 0 means all"""
+    """Ranks that hold one sharded copy of the weights, such as those of a node. 0: all."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where responses are generated, and what the engine may take."""
 
-    rollout_placement: Literal["colocate", "split"] = "colocate"  # split: vLLM servers on devices of their own generate
+    rollout_placement: Literal["colocate", "split"] = "colocate"
+    """Where the engines are: on the trainer's devices, or as servers on devices of their own (split)."""
     rollout_devices: tuple[NonNegativeInt, ...] = ()
-    """split: this node's GPUs (or CPU cores) for servers that this run starts"""
-    rollout_urls: tuple[str, ...] = ()  # split: running servers to use instead (scripts/serve_rollout.sh)
+    """With split: this node's GPUs (or CPU cores) for servers that this run starts."""
+    rollout_urls: tuple[str, ...] = ()  # With split: running servers to use instead (scripts/serve_rollout.sh).
     max_inflight_batches: PositiveInt = 1
-    """K > 1: later steps are sampled while one trains, with weights up to K - 1 updates old; needs split"""
+    """K > 1: later steps are sampled while one trains, with weights up to K - 1 updates old. Needs split."""
     inflight_updates: Literal["none", "recompute", "keep"] = "none"
-    """new weights go in amid responses, whose keys and values are recomputed or kept; none: between responses"""
+    """New weights go in amid responses, whose keys and values are recomputed or kept. none: between responses."""
     rollout_memory: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of a GPU's memory for the engine; 0: as much as its responses need"""
+    """Share of a GPU's memory for the engine. 0: as much as its responses need."""
 
     @property
     def split(self) -> bool:

@@ -28,6 +28,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
+import blocks
 import pictures
 import tyro
 from matplotlib.axes import Axes
@@ -39,7 +40,6 @@ from common.preflight.run_directory import comparable, flat, read_metrics
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "baselines"
-BEGIN, END = "<!-- baselines {} -->", "<!-- /baselines {} -->"  # the table between them is generated
 COLUMNS = (
     "step",
     "reward/mean",
@@ -341,9 +341,9 @@ def pages(task: str) -> list[Path]:
     return [BASELINES / "README.md", *[ROOT / "README.md"] * (task in ("arithmetic", "sums"))]
 
 
-def block(task: str, page: Path) -> str:
-    """The table of a page between its marks. The README's is shorter."""
-    return f"{BEGIN.format(task)}\n{table(task, best=page == ROOT / 'README.md')}\n{END.format(task)}"
+def page_table(task: str, page: Path) -> str:
+    """The table of a page. The README's is shorter."""
+    return table(task, best=page == ROOT / "README.md")
 
 
 def table(task: str, best: bool = False) -> str:
@@ -527,8 +527,7 @@ def main(args: Args) -> None:
             if task == "sums":
                 draw_front()
             for page in pages(task):
-                before, rest = page.read_text().split(BEGIN.format(task))
-                page.write_text(before + block(task, page) + rest.split(END.format(task))[1])
+                blocks.write(page, f"baselines {task}", page_table(task, page))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Literal
 import tyro
 
 sys.path.append(str(Path(__file__).parent))
+import blocks
 import study
 import variants
 
@@ -39,7 +40,6 @@ from common.preflight import folders
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "baselines/claims"
 PAGE = ROOT / "docs/claims.md"
-BEGIN, END = "<!-- claims -->", "<!-- /claims -->"  # the table between them is generated
 ONE_PROBLEM = "runs/one-problem.jsonl"
 REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
 REVERSED = 6  # digits of a problem of `reversal`
@@ -401,8 +401,7 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
 
 def rebuild() -> None:
     """Write the table of the committed runs into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(COMMITTED)}\n{END}{rest.split(END)[1]}")
+    blocks.write(PAGE, "claims", table(COMMITTED))
 
 
 def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:

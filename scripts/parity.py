@@ -32,6 +32,7 @@ import torch
 import tyro
 
 sys.path.append(str(Path(__file__).parent))
+import blocks
 import variants
 
 from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo, sdpo
@@ -41,7 +42,7 @@ from common.trainer.logits import LogitShape
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "tests/parity.json"
 PEERS = ("verl==0.9.1", "trl==1.16.0")
-BEGIN, END = "<!-- parity -->", "<!-- /parity -->"  # the table between them is generated
+PAGE = ROOT / "docs/parity.md"
 G = 4  # responses to each prompt
 LOW = 0.2  # the ratio is clipped at 1 - LOW
 HIGH = 0.28  # the ratio is clipped at 1 + HIGH
@@ -839,10 +840,7 @@ def table() -> str:
 def main(args: Args) -> None:
     if args.record:
         record()
-    page = ROOT / "docs/parity.md"
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    blocks.write(PAGE, "parity", table())
     print(table())
 
 

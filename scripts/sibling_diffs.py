@@ -12,9 +12,11 @@ from pathlib import Path
 
 import tyro
 
+sys.path.append(str(Path(__file__).parent))
+import blocks
+
 ROOT = Path(__file__).parents[1]
-PAGE = "docs/algorithms/README.md"
-BEGIN, END = "<!-- siblings -->", "<!-- /siblings -->"  # the table between them is generated
+PAGE = ROOT / "docs/algorithms/README.md"
 SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "dr_grpo": ("grpo", "no std; a constant for each response's length"),
     "max_rl": ("dr_grpo", "the group's mean as unit of the advantage"),
@@ -69,9 +71,7 @@ def main(args: Args) -> None:
     if args.show:
         print("\n".join(changes(args.show)))
         return
-    page = ROOT / PAGE
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    blocks.write(PAGE, "siblings", table())
     print(table())
 
 

@@ -34,6 +34,7 @@ import torch
 import tyro
 
 sys.path.append(str(Path(__file__).parent))
+import blocks
 import pictures
 import study
 import variants
@@ -73,7 +74,6 @@ COLUMNS = (
     "time/step",
 )
 LEFT_OUT = {"icepop": ("masked/icepop", "tokens"), "sequence-mask": ("masked/sequence", "responses")}
-BEGIN, END = "<!-- staleness {} -->", "<!-- /staleness {} -->"  # the table between them is generated
 
 
 @dataclasses.dataclass
@@ -325,11 +325,9 @@ def draw(folder: Path, task: str) -> None:
 
 
 def block(folder: Path, task: str) -> str:
-    """What stands between the marks of the README: the table, and below it the figure."""
-    lines = [BEGIN.format(task)]
-    if text := table(folder, task):
-        lines += [text, "", f"![accuracy against staleness, a panel for each correction]({task}/accuracy.svg)"]
-    return "\n".join([*lines, END.format(task)])
+    """The table, and below it the figure."""
+    figure = f"![accuracy against staleness, a panel for each correction]({task}/accuracy.svg)"
+    return f"{table(folder, task)}\n\n{figure}"
 
 
 def rebuild(folder: Path) -> None:
@@ -341,8 +339,7 @@ def rebuild(folder: Path) -> None:
         print(f"{task}\n{table(folder, task)}")
         draw(folder, task)
         if page.is_file():
-            before, rest = page.read_text().split(BEGIN.format(task))
-            page.write_text(before + block(folder, task) + rest.split(END.format(task))[1])
+            blocks.write(page, f"staleness {task}", block(folder, task))
 
 
 def missing(args: Args, folder: Path) -> list[Cell]:

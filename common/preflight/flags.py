@@ -30,12 +30,12 @@ EMBEDDED = {  # Defaults that all files share without --model: two-digit additio
 
 @dataclass(frozen=True)
 class Saving:
-    resume: str = ""  # checkpoint folder to start from; "auto" takes the newest of run_dir, if there is one
-    save_every: NonNegativeInt = 0  # steps between checkpoints; 0 saves only after the last step and when asked to stop
+    resume: str = ""  # Checkpoint folder to start from. "auto" takes the newest of --run-dir, if there is one.
+    save_every: NonNegativeInt = 0  # Steps between checkpoints. 0: only after the last step and when asked to stop.
     keep_checkpoints: NonNegativeInt = 0
-    """how many of the newest stay, besides the best by eval/accuracy; 0 keeps all"""
-    async_save: bool = False  # write from a copy in host memory while the next step runs
-    dry_run: bool = False  # check flags and data, print the plan, and leave before a model is loaded
+    """How many of the newest stay, besides the best by eval/accuracy. 0: all."""
+    async_save: bool = False  # Write from a copy in host memory while the next step runs.
+    dry_run: bool = False  # Check flags and data, print the plan, and leave before a model is loaded.
 
 
 @dataclass

@@ -77,10 +77,20 @@ def test_a_file_names_the_result_of_its_baseline():
             assert f"{100 * mean:.1f} %" in result, path
 
 
-@pytest.mark.parametrize("script, page", [("sibling_diffs", "docs/algorithms/README.md"), ("parity", "docs/parity.md")])
-def test_generated_tables_are_up_to_date(script, page):
+@pytest.mark.parametrize("script, name", [("sibling_diffs", "siblings"), ("parity", "parity"), ("list_flags", "flags")])
+def test_generated_tables_are_up_to_date(script, name):
     module = load(f"scripts/{script}.py")
-    assert f"{module.BEGIN}\n{module.table()}\n{module.END}" in (ROOT / page).read_text()
+    assert load("scripts/blocks.py").read(module.PAGE, name) == module.table()
+
+
+def test_a_script_writes_its_part_of_a_page_and_nothing_else(tmp_path):
+    blocks, page = load("scripts/blocks.py"), tmp_path / "page.md"
+    page.write_text("# Page\n\n<!-- a -->\nold\n<!-- /a -->\n\ntext <!-- b -->\nb\n<!-- /b -->\nend\n")
+    blocks.write(page, "a", "new\nlines")
+    assert page.read_text() == "# Page\n\n<!-- a -->\nnew\nlines\n<!-- /a -->\n\ntext <!-- b -->\nb\n<!-- /b -->\nend\n"
+    assert blocks.read(page, "a") == "new\nlines" and blocks.read(page, "b") == "b"
+    with pytest.raises(ValueError):
+        blocks.write(page, "c", "nowhere")
 
 
 def test_a_baseline_is_a_run_of_code_that_is_here():
@@ -103,7 +113,7 @@ def test_a_baseline_is_a_run_of_code_that_is_here():
 def test_the_baselines_tables_and_curves_are_what_the_csvs_give(task, monkeypatch, tmp_path):
     baselines = load("scripts/baselines.py")
     for page in baselines.pages(task):
-        assert baselines.block(task, page) in page.read_text()
+        assert load("scripts/blocks.py").read(page, f"baselines {task}") == baselines.page_table(task, page)
     shutil.copytree(ROOT / "baselines" / task, tmp_path / task, ignore=shutil.ignore_patterns("*.svg"))
     monkeypatch.setattr(baselines, "BASELINES", tmp_path)
     baselines.draw(task)

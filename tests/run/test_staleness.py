@@ -273,8 +273,7 @@ def test_a_study_that_was_stopped_goes_on_with_what_is_missing(study):
 
 def test_rebuilding_writes_the_table_between_the_marks_and_the_same_figure_each_time(study):
     page = study / "README.md"
-    marks = staleness.BEGIN.format("arithmetic"), staleness.END.format("arithmetic")
-    page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
+    page.write_text("before\n<!-- staleness arithmetic -->\nold\n<!-- /staleness arithmetic -->\nafter\n")
     staleness.rebuild(study)
     figure = (study / "arithmetic/accuracy.svg").read_bytes()
     text = page.read_text()
@@ -316,7 +315,8 @@ def test_the_committed_figure_is_what_the_csvs_give(task, tmp_path):
 
 @pytest.mark.parametrize("task", staleness.TASKS)
 def test_the_committed_table_is_what_the_csvs_give(task):
-    assert staleness.block(staleness.FOLDER, task) in (staleness.FOLDER / "README.md").read_text()
+    page = staleness.FOLDER / "README.md"
+    assert staleness.blocks.read(page, f"staleness {task}") == staleness.block(staleness.FOLDER, task)
 
 
 def test_the_committed_runs_are_of_one_recipe_and_of_committed_code():
