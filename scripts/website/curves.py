@@ -22,7 +22,7 @@ TITLES = {  # task: the heading of its figure, in the order of the page
     "functions": "Short Python functions, SmolLM2-135M",
     "reverse": "Words backwards, SmolLM2-135M",
     "maze": "Mazes, the embedded model",
-    "calculator": "Sums with a calculator, several turns",
+    "calculator": "Products with a calculator, several turns",
     "guess": "A guessing game, several turns",
     "squares": "Squares in images",
     "hybrid": "Embedded arithmetic, a hybrid model",
