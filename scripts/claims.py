@@ -375,8 +375,11 @@ def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS)) -> str:
 
 
 def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    yield "| claim | source | arm | control | task | seeds | measure | arm | control | difference | verdict |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "| claim | verdict | the claim expects | difference | measure | arm | control | task | seeds "
+        "| the arm is | the control is | source |"
+    )
+    yield "|---" * 12 + "|"
     for name in names:
         claim = CLAIMS[name]
         measure = MEASURES[claim.measure]
@@ -385,16 +388,17 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
         difference = study.paired(arm, control if claim.control else dict.fromkeys(arm, 0.0))
         fields = (
             f"[{name}](#{name})",
-            claim.source,
-            ARMS[claim.arm].text(),
-            ARMS[claim.control].text() if claim.control else "its start",
-            claim.task,
-            str(len(arm)),
+            f"**{verdict(claim, difference, len(arm))}**",
+            claim.expected,
+            "" if difference is None else difference.text(measure.scale, measure.digits),
             measure.label,
             measure.mean(arm),
             measure.mean(control),
-            "" if difference is None else difference.text(measure.scale, measure.digits),
-            f"**{verdict(claim, difference, len(arm))}**",
+            claim.task,
+            str(len(arm)),
+            ARMS[claim.arm].text(),
+            ARMS[claim.control].text() if claim.control else "its start",
+            claim.source,
         )
         yield f"| {' | '.join(fields)} |"
 

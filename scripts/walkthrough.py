@@ -314,7 +314,7 @@ def walk() -> dict[str, str]:
         "walk-logprobs": fenced(
             last_tokens(0),
             last_tokens(1),
-            f"largest difference of both, over {int(trained.sum())} tokens: {rounding(float(gap))}",
+            f"largest difference between them, over {int(trained.sum())} tokens: {rounding(float(gap))}",
         ),
         "walk-updates": fenced(*updates, f"denominator {int(traced['losses'][0]['denominator'])} in each update"),
         "walk-weights": fenced(
@@ -563,8 +563,8 @@ def sentence(numbers: dict) -> str:
     if numbers["difference"] < NOTHING:
         return f"{where}: the same gradient (relative difference under 1e-5)."
     text = (
-        f"{where}: the first update's gradient is {numbers['length']:.2f} times as long, and its cosine with the right "
-        f"one is {numbers['cosine']:z.3f}. All updates of the step move the weights with a cosine of "
+        f"{where}: the first update's gradient is {numbers['length']:.2f} times as long as the right one, and the "
+        f"cosine between them is {numbers['cosine']:z.3f}. For the weights' move in the whole step, the cosine is "
         f"{numbers['move_cosine']:z.3f}."
     )
     if is_stopped(numbers):
@@ -579,7 +579,7 @@ def is_stopped(numbers: dict) -> bool:
 
 
 def nats(gap: float) -> str:
-    return f"{gap:.2f} nats a token" if gap > 0.1 else f"{gap:.1g} nats a token"
+    return f"{gap:.2f} nats per token" if gap > 0.1 else f"{gap:.1g} nats per token"
 
 
 def says_measured(cases: list[dict]) -> str:
@@ -596,8 +596,8 @@ def measured_lines(*lines: str) -> str:
 def says_engine_logprobs(cases: list[dict]) -> str:
     float32, bfloat16 = cases
     more = (
-        f" The gap is {nats(bfloat16['gap'])}, and the first update's ratios, which should be 1, are up to "
-        f"{bfloat16['largest_ratio']:.2f} off."
+        f" The gap is {nats(bfloat16['gap'])}. The ratios of the first update should be 1, and are off by up to "
+        f"{bfloat16['largest_ratio']:.2f}."
     )
     return measured_lines(sentence(float32), sentence(bfloat16) + more)
 
@@ -606,23 +606,23 @@ def says_shared_prompt(cases: list[dict]) -> str:
     (numbers,) = cases
     saved = 1 - numbers["tokens"] / numbers["right_tokens"]
     return measured_lines(
-        f"{sentence(numbers)} The forwards have {numbers['tokens']} tokens instead of {numbers['right_tokens']}, "
+        f"{sentence(numbers)} The forward passes have {numbers['tokens']} tokens instead of {numbers['right_tokens']}, "
         f"{saved:.0%} fewer, though a prompt has only six tokens here."
     )
 
 
 def says_mean_of_means(cases: list[dict]) -> str:
     (numbers,) = cases
-    return measured_lines(f"{sentence(numbers)} The step has {numbers['forwards']} forwards in four updates.")
+    return measured_lines(f"{sentence(numbers)} The step has {numbers['forwards']} micro-batches in four updates.")
 
 
 def says_clip_side(cases: list[dict]) -> str:
     (numbers,) = cases
     return measured_lines(
-        f"on {Case(numbers['batch'], numbers['flags'])}, so 16 updates at the full learning rate. The first is the "
-        f"same, because its ratios are 1. All of them move the weights with a cosine of {numbers['move_cosine']:z.3f}. "
-        f"Over the step, {numbers['clipped']:.1%} of the tokens are where the right code would drop them. With the "
-        f"right code {numbers['right_clipped']:.1%} are."
+        f"on {Case(numbers['batch'], numbers['flags'])}, so 16 updates at the full learning rate. The first update is "
+        "the same, because its ratios are 1. For the weights' move in all 16, the cosine is "
+        f"{numbers['move_cosine']:z.3f}. In this step {numbers['clipped']:.1%} of the tokens are where the right clip "
+        f"would end their gradient. With the right code {numbers['right_clipped']:.1%} are."
     )
 
 
@@ -639,21 +639,21 @@ def says_masters(cases: list[dict]) -> str:
 def says_equal_rewards(found: dict) -> str:
     return measured_lines(
         f"on {found['groups']:.0f} groups of equal rewards (sizes 2 to 16, rewards 0.1 to 0.9): {found['wrong']:.0f} "
-        f"get an advantage that isn't 0, up to {found['largest']:.2f}. With the line, the largest is "
-        f"{found['right_largest']:.0f}."
+        f"get an advantage that isn't 0, up to {found['largest']:.2f}. With the right code, the largest "
+        f"is {found['right_largest']:.0f}."
     )
 
 
 def says_nan(found: dict) -> str:
     return measured_lines(
-        "on two responses, one with a ratio of e^100 and advantage 0, the other with NaN outside its mask: the loss is "
-        f"{found['broken']:.2f} instead of {found['right']:.2f}."
+        "on two responses. One has a token with a ratio of e^100 and advantage 0, and the other has NaN outside its "
+        f"mask. The loss is {found['broken']:.2f} instead of {found['right']:.2f}."
     )
 
 
 def says_kl(found: dict) -> str:
     lines = [
-        "| loss term | its mean, nats | standard deviation over tokens | gradient, length | gradient, cosine |",
+        "| loss term | mean, nats | standard deviation over tokens | length of the gradient | cosine of the gradient |",
         "|---|---|---|---|---|",
     ]
     for name, values in found.items():
@@ -667,8 +667,8 @@ def says_kl(found: dict) -> str:
 
 def says_token_ids(found: dict) -> str:
     return measured_lines(
-        f"on the {found['responses']:.0f} recorded responses: {found['changed']:.0f} have other ids after decoding and "
-        "encoding again."
+        f"on the {found['responses']:.0f} recorded responses: after decoding and encoding, {found['changed']:.0f} have "
+        "other ids."
     )
 
 
@@ -680,11 +680,11 @@ def says_push(found: dict) -> str:
 
 
 def says_prefix_cache(found: dict) -> str:
-    gaps = ", ".join(rounding(gap) for gap in found["broken"])
+    *first, last = [rounding(gap) for gap in found["broken"]]
     right = max(found["right"])
     return measured_lines(
-        f"with real runs of four steps on the same eight mazes: without the reset the gap of each step is {gaps} nats "
-        f"a token. With it, each is {rounding(right)}."
+        "with real runs of four steps on the same eight mazes. Without the reset, the gaps of the four steps are "
+        f"{', '.join(first)} and {last} nats per token. With it, each is {rounding(right)}."
     )
 
 
@@ -745,7 +745,7 @@ def seeds_differ() -> str:
         f"on the control: its {len(finals)} seeds end at {min(finals):.1%} to {max(finals):.1%}. Their standard "
         f"deviation is {100 * deviation:.1f} points. With so much noise, the 95 % interval of a mean over three "
         f"seeds reaches {100 * study.half_width(deviation, 3):.0f} points to each side, and over ten seeds "
-        f"{100 * study.half_width(deviation, 10):.0f}. A single run has none."
+        f"{100 * study.half_width(deviation, 10):.0f}. A single run has no interval at all."
     )
 
 
@@ -754,9 +754,9 @@ def norms() -> str:
     values = [row["train/grad_norm"] for file in controls() for row in baselines.read_curve(file) if row["step"]]
     above = sum(value > 1 for value in values)
     return measured_lines(
-        f"on the {len(values)} steps of the control's {len(controls())} runs: the norm, as the mean of a step's four "
-        f"updates, is {statistics.median(values):.2f} in the median and {max(values):.2f} at most. It is above 1 in "
-        f"{above} steps."
+        f"on the {len(values)} steps of the control's {len(controls())} runs, with the mean norm of each step's four "
+        f"updates. The median is {statistics.median(values):.2f}, and the largest is {max(values):.2f}. "
+        f"It is above 1, where the clip begins, in {above} steps."
     )
 
 
