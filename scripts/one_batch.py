@@ -1,6 +1,6 @@
 """Train on one recorded batch, and save all that went through the loop. scripts/walkthrough.py calls it.
 
-    python scripts/one_batch.py baselines/walkthrough/sums.jsonl.gz out.pt          (then flags of algos/grpo.py)
+    python scripts/one_batch.py baselines/walkthrough/embedded.jsonl.gz out.pt          (then flags of algos/grpo.py)
     python scripts/one_batch.py baselines/walkthrough/cool.jsonl.gz out.pt --temperature 0.6 --prompts-per-step 16
 
 The engine's responses are in the file, so all processors train on the same tokens. The rest is computed: main() of

@@ -62,7 +62,7 @@ TEACHER = ROOT / "baselines/teacher"  # another model with the same tokenizer
 
 # The recorded batches: the flags of algos/grpo.py that sampled them.
 BATCHES = {
-    "sums": "",  # the first step of the embedded job, as it is
+    "embedded": "",  # the first step of the embedded job, as it is
     "cool": "--temperature 0.6 --prompts-per-step 16",
     "bf16": "--dtype bfloat16 --prompts-per-step 16",
     "short": "--max-response-tokens 22 --prompts-per-step 16",
@@ -85,23 +85,23 @@ class Case:
 
 # Ablations that are measured on a batch: the name of the page's diff -> the cases.
 CASES = {
-    "engine-logprobs": (Case("sums"), Case("bf16")),
-    "shift": (Case("sums"),),
+    "engine-logprobs": (Case("embedded"), Case("bf16")),
+    "shift": (Case("embedded"),),
     "temperature": (Case("cool"),),
-    "neighbours": (Case("sums"),),
-    "positions": (Case("sums"),),
-    "shared-prompt": (Case("sums"),),
+    "neighbours": (Case("embedded"),),
+    "positions": (Case("embedded"),),
+    "shared-prompt": (Case("embedded"),),
     "mean-of-means": (Case("maze", "--token-budget 80"),),
     "accumulation": (Case("maze", "--token-budget 80"),),
-    "counted-rows": (Case("sums"),),
-    "token-mean": (Case("sums"), Case("maze")),
+    "counted-rows": (Case("embedded"),),
+    "token-mean": (Case("embedded"), Case("maze")),
     "holes": (Case("calculator"),),
-    "end-token": (Case("sums"),),
+    "end-token": (Case("embedded"),),
     "truncated": (Case("short"),),
-    "groups": (Case("sums"),),
-    "std": (Case("sums"),),
-    "clip-side": (Case("sums", "--warmup-steps 1 --epochs 4"),),
-    "masters": (Case("sums", "--learning-rate 1e-6 --warmup-steps 1"), Case("sums")),
+    "groups": (Case("embedded"),),
+    "std": (Case("embedded"),),
+    "clip-side": (Case("embedded", "--warmup-steps 1 --epochs 4"),),
+    "masters": (Case("embedded", "--learning-rate 1e-6 --warmup-steps 1"), Case("embedded")),
 }
 SEEDS = (0, 1, 2)  # of `learn`
 LEARNED = ("groups", "end-token", "noise", "masters", "clip-side")  # Ablations that are trained with.
@@ -245,7 +245,7 @@ def moved(traced: dict) -> float:
 
 def walk() -> dict[str, str]:
     """name of a mark -> what to print there: the first step of the embedded job, from prompt to weights."""
-    traced = right_trace(Case("sums"))
+    traced = right_trace(Case("embedded"))
     batch = traced["batch"]
     advantages = traced["advantages"]
     mask = batch["response_mask"]
@@ -374,11 +374,11 @@ def masked_nan() -> dict[str, float]:
 
 
 def kl_estimators() -> dict[str, dict[str, float]]:
-    """The KL from the embedded model to its teacher, at the tokens of `sums`: values and gradients of the estimators.
+    """The KL from the embedded model to its teacher, at the tokens of `embedded`: the estimators and their gradients.
 
     "exact" sums over the vocabulary: KL(policy || reference) at each token. Its gradient is what a penalty should have.
     """
-    rows = one_batch.read_batch(FOLDER / "sums.jsonl.gz")
+    rows = one_batch.read_batch(FOLDER / "embedded.jsonl.gz")
     policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     width = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)

@@ -61,31 +61,37 @@ def finished(folder, arm: str, sampled: dict[int, float], task: str = "arithmeti
         study.write_run(claims.Cell(task, arm, seed).file(folder), rows, about, claims.COLUMNS)
 
 
-def line(folder, name: str) -> list[str]:
-    return claims.table(folder, (name,)).splitlines()[2].strip("| ").split(" | ")
+def line(folder, name: str) -> dict[str, str]:
+    """Column -> what a claim's line has there."""
+    columns, _, fields = [row.strip("| ").split(" | ") for row in claims.table(folder, (name,)).splitlines()]
+    return dict(zip(columns, fields, strict=True))
 
 
 def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
     """Seeds 0, 1 and 2 differ by 1, 2 and 3 points: 2 +- 4.303 / sqrt(3). Seed 3 has no control yet."""
     finished(tmp_path, "no-std", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1})
     finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70})
-    assert line(tmp_path, "std")[5] == "3"
-    assert line(tmp_path, "std")[7:9] == ["82.0", "80.0"], "means of the same three seeds, which differ by 2.0"
-    assert line(tmp_path, "std")[-2:] == ["2.0 [-0.5, 4.5]", "**3 of 5 seeds**"]
+    found = line(tmp_path, "std")
+    assert found["seeds"] == "3" and found["verdict"] == "**3 of 5 seeds**"
+    assert (found["arm"], found["control"]) == ("82.0", "80.0"), "means of the same three seeds, which differ by 2.0"
+    assert found["difference"] == "2.0 [-0.5, 4.5]"
     finished(tmp_path, "no-std", {4: 0.81})
     finished(tmp_path, "grpo", {1: 0.91, 2: 0.72, 3: 0.09, 4: 0.80})
-    assert line(tmp_path, "std")[-2:] == ["1.0 [1.0, 1.0]", "**confirmed**"]
+    found = line(tmp_path, "std")
+    assert found["difference"] == "1.0 [1.0, 1.0]" and found["verdict"] == "**confirmed**"
 
 
 def test_a_row_without_runs_says_so(tmp_path):
-    assert line(tmp_path, "std")[-5:] == ["mean@8, %", "", "", "", "**0 of 5 seeds**"]
+    found = line(tmp_path, "std")
+    assert found["verdict"] == "**0 of 5 seeds**" and found["measure"] == "mean@8, %"
+    assert found["arm"] == found["control"] == found["difference"] == ""
 
 
 def test_a_gain_is_greedy_accuracy_over_that_of_the_first_row(tmp_path):
     """After training 70 and 80 % are right at temperature 0 (0.8 and 0.9 of the samples). Before, it was 50 %."""
     finished(tmp_path, "random-reward", {0: 0.8, 1: 0.9}, accuracy=[0.5, 0.1])
-    assert line(tmp_path, "random-reward")[-2].startswith("25.0 [")
-    assert line(tmp_path, "random-reward")[5] == "2"
+    found = line(tmp_path, "random-reward")
+    assert found["difference"].startswith("25.0 [") and found["seeds"] == "2"
 
 
 def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
@@ -100,7 +106,8 @@ def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
 def test_pass_at_8_has_a_measure_of_its_own(tmp_path):
     finished(tmp_path, "max_rl", {0: 0.6}, task="maze")
     finished(tmp_path, "grpo", {0: 0.4}, task="maze")
-    assert line(tmp_path, "max-rl")[-4:-1] == ["70.0", "50.0", "20.0"]
+    found = line(tmp_path, "max-rl")
+    assert (found["arm"], found["control"], found["difference"]) == ("70.0", "50.0", "20.0")
 
 
 def test_each_run_is_made_once_and_a_seed_of_all_comes_before_the_next():
