@@ -58,7 +58,7 @@ class Compute(Sharding):
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: NonNegativeInt = 0
-    """Train adapters of this rank (LoRA), with five to ten times the --learning-rate. 0: all weights."""
+    """Train adapters of this rank (LoRA). Choose a five to ten times larger --learning-rate. 0: all weights."""
     longest: tyro.conf.Suppress[NonNegativeInt] = 0  # Settled: tokens of the longest row, which longrope depends on.
     train_vision: bool = False  # Also train the vision encoder.
     freeze_router: bool = False  # Do not train the router of a mixture-of-experts model.
