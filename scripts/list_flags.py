@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import tyro
@@ -54,25 +53,28 @@ def default_of(defaults: dict[str, str]) -> str:
 
 def table() -> str:
     """Four tables, from the flags of all files to those of a few. A flag with two meanings has two lines."""
+    sampling = set()
     known: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # (flag, meaning) -> file -> default
     for name in NAMES:
-        for key, default in flags(name).items():
-            known[key][name] = default
+        for (flag, meaning), default in flags(name).items():
+            known[flag, meaning][name] = default
+            if flag == "--reward":
+                sampling.add(name)
 
-    sampling = {name for name in NAMES if any(flag == "--reward" for flag, _ in flags(name))}
-    tables: dict[str, list[str]] = {"All files": [], "All files that sample": [], "Some files that sample": []}
-    tables["Files that sample nothing"] = []
+    titles = ("All files", "All files that sample", "Some files that sample", "Files that sample nothing")
+    tables: dict[str, list[str]] = {title: [] for title in titles}
     for (flag, meaning), defaults in known.items():
         if len(defaults) == len(NAMES):
             title = "All files"
         elif sampling <= set(defaults):
             title = "All files that sample"
-            meaning += f" Also in {listed(sorted(set(defaults) - sampling))}." * (set(defaults) > sampling)
+            if more := sorted(set(defaults) - sampling):
+                meaning += f" Also in {listed(more)}."
         elif sampling & set(defaults):
             title = "Some files that sample"
         else:
             title = "Files that sample nothing"
-        files = "" if title.startswith("All") else f" {files_of(defaults, sampling)} |"
+        files = "" if title.startswith("All") else f" {files_of(list(defaults), sampling)} |"
         tables[title].append(f"| `{flag}` |{files} {default_of(defaults)} | {meaning} |")
 
     lines = []
@@ -82,15 +84,16 @@ def table() -> str:
     return "\n".join(lines[:-1])
 
 
-def files_of(defaults: Iterable[str], sampling: set[str]) -> str:
-    """Those files, or those that are missing, whichever are fewer."""
-    missing = [name for name in sorted(sampling) if name not in defaults]
-    return listed(list(defaults)) if len(list(defaults)) <= len(missing) else f"all but {listed(missing)}"
+def files_of(names: list[str], sampling: set[str]) -> str:
+    """Those files, or the sampling ones that are missing, whichever are fewer."""
+    missing = sorted(sampling - set(names))
+    return listed(names) if len(names) <= len(missing) else f"all but {listed(missing)}"
 
 
 def main() -> None:
-    blocks.write(PAGE, "flags", table())
-    print(table())
+    text = table()
+    blocks.write(PAGE, "flags", text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -840,8 +840,9 @@ def table() -> str:
 def main(args: Args) -> None:
     if args.record:
         record()
-    blocks.write(PAGE, "parity", table())
-    print(table())
+    text = table()
+    blocks.write(PAGE, "parity", text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ def main(args: Args) -> None:
     if args.show:
         print("\n".join(changes(args.show)))
         return
-    blocks.write(PAGE, "siblings", table())
-    print(table())
+    text = table()
+    blocks.write(PAGE, "siblings", text)
+    print(text)
 
 
 if __name__ == "__main__":
