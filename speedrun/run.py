@@ -4,15 +4,16 @@
     python speedrun/run.py 0002-mine algos/mine.py --steps 60 --learning-rate 3e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
-seed. It is written at the end, also for a run that misses the target: verify.py says whether it counts. A trial is one
-seed, and an evaluation of 64 problems.
+seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with the seeds that are
+missing. It is written also for a run that misses the target: verify.py says whether it counts. A trial is one seed, and
+an evaluation of 64 problems.
 """
 
 import csv
 import hashlib
 import json
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +23,11 @@ from referee import ROOT, SPEEDRUN, Job, Outcome
 from rules import Refused
 
 from common import errors
-from common.preflight import folders
 from common.run import directory
 
 RECORDS = ROOT / "speedrun/records"
 TRIAL = "--try"  # in the place of the record's name
+SO_FAR = "so_far.json"  # in NAME.unfinished: what record.json will have, with the seeds that are done
 
 
 def machine(job: Job) -> dict:
@@ -46,43 +47,64 @@ def check_committed(about: dict) -> None:
         raise Refused("common/, scripts/ or speedrun/ has changes that are not committed; only your file may be new")
 
 
-def play_all(job: Job, file: Path, flags: list[str]) -> tuple[bytes, dict[int, Outcome]]:
-    """Play all seeds. Returns the file as it was played, and an outcome for each seed. Raises Refused."""
-    outcomes = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        # A copy: the file may be edited while it runs, and all seeds must run the same.
-        copy = Path(scratch) / file.name
-        try:
-            source = file.read_bytes()
-        except OSError as error:
-            raise Refused(f"{file}: {error.strerror}") from None
-        copy.write_bytes(source)
-        for seed in job.seeds:
-            errors.say(f"seed {seed}")
-            outcomes[seed] = referee.play(job, copy, flags, seed)
-    return source, outcomes
-
-
 def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
-    """Play all seeds and write the record, whole or not at all. Returns record.json. Raises Refused."""
+    """Play the seeds and write the record. Returns record.json. Raises Refused.
+
+    A seed takes an hour or more, so each is kept in NAME.unfinished as soon as it is done.
+    """
     about = machine(job)
-    source, outcomes = play_all(job, file, flags)
-    if machine(job) != about:
-        raise Refused("the code of the speedrun or the start model was changed while it ran; run it again")
-    record = {
-        "train.py": hashlib.sha256(source).hexdigest(),
-        "flags": flags,
-        **about,
-        "flops": max(outcome.claims["flops"] for outcome in outcomes.values()),
-        "seeds": {str(seed): outcome.claims for seed, outcome in outcomes.items()},
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folders.written_whole(folder) as unfinished:
-        (unfinished / "train.py").write_bytes(source)
-        for seed, outcome in outcomes.items():
-            write_csv(unfinished / f"seed{seed}.csv", outcome)
-        (unfinished / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise Refused(f"{file}: {error.strerror}") from None
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    begun = {"train.py": hashlib.sha256(source).hexdigest(), "flags": flags, **about}
+    seeds = seeds_so_far(unfinished, begun)
+    # A copy: the file may be edited while it runs, and all seeds must run the same.
+    (unfinished / "train.py").write_bytes(source)
+    for seed in job.seeds:
+        if str(seed) in seeds:
+            errors.say(f"seed {seed} is done already; {unfinished} has it")
+            continue
+        errors.say(f"seed {seed}")
+        outcome = referee.play(job, unfinished / "train.py", flags, seed)
+        if machine(job) != about:
+            raise Refused("the code of the speedrun or the start model was changed while it ran; run it again")
+        write_csv(unfinished / f"seed{seed}.csv", outcome)
+        seeds[str(seed)] = outcome.claims
+        write_json(unfinished / SO_FAR, begun | {"seeds": seeds})
+    flops = max(claims["flops"] for claims in seeds.values())
+    record = begun | {"flops": flops, "seeds": seeds}
+    write_json(unfinished / "record.json", record)
+    (unfinished / SO_FAR).unlink()
+    unfinished.rename(folder)
     return record
+
+
+def seeds_so_far(unfinished: Path, begun: dict) -> dict[str, dict]:
+    """The seeds that an earlier call has played; makes the folder if there is none.
+
+    begun: file, flags, code and machine. Those of the folder must be the same: all seeds of a record run alike. Raises
+    Refused.
+    """
+    if not (unfinished / SO_FAR).is_file():  # also if the earlier call has not finished its first seed
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        return {}
+    so_far = json.loads((unfinished / SO_FAR).read_text())
+    seeds = so_far.pop("seeds")
+    differs = [name for name in begun if so_far.get(name) != begun[name]]
+    if differs:
+        other = f"another {' and '.join(differs)}"
+        raise Refused(f"{unfinished} has seed {', '.join(seeds)} of {other}; delete the folder to begin anew")
+    return seeds
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Whole or not at all: what was there stays until the new file is complete."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished.replace(file)
 
 
 def write_csv(file: Path, outcome: Outcome) -> None:
@@ -111,9 +133,9 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
     folder = RECORDS / name
     try:
         if name == TRIAL:
-            _, outcomes = play_all(job.trial(), Path(file), flags)
-            for seed, outcome in outcomes.items():
-                say_result(seed, outcome.claims)
+            trial = job.trial()
+            (seed,) = trial.seeds
+            say_result(seed, referee.play(trial, Path(file), flags, seed).claims)
             errors.say("A trial, not a record: the interval is of a few problems, and nothing was written.")
             return
         if name.startswith("-") or Path(name).name != name:

@@ -249,15 +249,63 @@ def test_a_record_has_the_file_that_ran_also_if_it_was_edited_meanwhile(monkeypa
     assert played == ["first = 1\n"] * 2 and (tmp_path / "0002-mine/train.py").read_text() == "first = 1\n"
 
 
-def test_a_record_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
+def test_a_record_has_its_name_only_when_all_of_it_is_written(monkeypatch, tmp_path):
     def write_csv(file, outcome):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
-    monkeypatch.setattr(run, "write_csv", write_csv)
-    with pytest.raises(OSError, match="No space"):
-        run.enter(JOB, tmp_path / "records/0002-mine", GRPO, [])
-    assert not list((tmp_path / "records").iterdir()), "the name is free for the next try"
+    folder = tmp_path / "records/0002-mine"
+    with monkeypatch.context() as full_disk, pytest.raises(OSError, match="No space"):
+        full_disk.setattr(run, "write_csv", write_csv)
+        run.enter(JOB, folder, GRPO, [])
+    assert not folder.exists(), "the name is free for the next try"
+    run.enter(JOB, folder, GRPO, [])
+    assert [path.name for path in folder.parent.iterdir()] == ["0002-mine"]
+    assert {path.name for path in folder.iterdir()} == {"train.py", "record.json", "seed0.csv"}
+
+
+def test_a_record_goes_on_with_the_seeds_that_are_missing(monkeypatch, tmp_path):
+    played = []
+
+    def play(job, file, flags, seed):
+        played.append(seed)
+        if played == [0, 1]:
+            raise Refused("the run did not reach its end")
+        return dataclasses.replace(OUTCOME, claims=OUTCOME.claims | {"seconds": len(played)})
+
+    monkeypatch.setattr(referee, "play", play)
+    both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
+    with pytest.raises(Refused, match="did not reach"):
+        run.enter(both, folder, GRPO, ["--steps", "3"])
+    record = run.enter(both, folder, GRPO, ["--steps", "3"])
+    assert played == [0, 1, 1], "seed 0 was kept"
+    assert [record["seeds"][seed]["seconds"] for seed in "01"] == [1, 3]
+    assert json.loads((folder / "record.json").read_text()) == record
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"file": ROOT / "algos/rloo.py"}, "of another train.py;"),
+        ({"flags": ["--steps", "4"]}, "of another flags;"),
+        ({"commit": "d"}, "of another commit;"),
+    ],
+)
+def test_the_seeds_of_a_record_run_alike(monkeypatch, tmp_path, changed, says):
+    def play(job, file, flags, seed):
+        if seed == 1:
+            raise Refused("killed")
+        return OUTCOME
+
+    monkeypatch.setattr(referee, "play", play)
+    both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
+    given = {"file": GRPO, "flags": ["--steps", "3"], "commit": "c"}
+    monkeypatch.setattr(run, "machine", lambda job: {"commit": given["commit"]})
+    with pytest.raises(Refused, match="killed"):
+        run.enter(both, folder, given["file"], given["flags"])
+    given |= changed
+    with pytest.raises(Refused, match=f"has seed 0 {says}"):
+        run.enter(both, folder, given["file"], given["flags"])
 
 
 @pytest.mark.parametrize(
