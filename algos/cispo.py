@@ -5,6 +5,7 @@
     L     = - 1/M sum_i sum_t w A_i logprobs
 
 M is the number of response tokens in the whole optimizer mini-batch, on all ranks, those of advantage 0 included.
+L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
 
 GRPO's clip takes the gradient away from tokens whose ratio has left the interval, and with it from rare tokens, such as
 "however" and "wait", which move most. Here the clip bounds the weight of a token, and every token keeps its gradient.

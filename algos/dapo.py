@@ -1,7 +1,7 @@
 """DAPO -- Decoupled clip and dynamic sampling (arXiv:2503.14476, eq. 8-13).
 
     R_i   = 2 score_i - 1 + overlong_penalty(|o_i|)      +1 or -1 for a score of 1 or 0; the penalty is <= 0
-    A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt
+    A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 

@@ -5,7 +5,7 @@
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks. K is --max-response-tokens, one
-constant for the whole run.
+constant for the whole run. L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
 
 Differs from grpo.py: no division by the group's std, which favours prompts that are nearly always or nearly never
 solved; none by each response's own length, which spares long wrong responses. Nothing else.

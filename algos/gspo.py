@@ -5,6 +5,7 @@
     L     = 1/S sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included.
+L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
 
 A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. The
 mean s_i stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 hardly anything would be clipped.

@@ -5,7 +5,7 @@
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks. K is --max-response-tokens, one
-constant for the whole run.
+constant for the whole run. L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
 
 With rewards of 0 and 1, mean(R) estimates the probability p of a right response. The gradient of p, which Dr. GRPO
 follows, is divided by p and becomes that of log p, the likelihood of being right: prompts that are seldom solved weigh
