@@ -166,14 +166,18 @@ def as_answer(where: str, row: dict, column: str) -> str | list | dict | None:
 def answer_of_solution(solution: Any) -> str | None:
     """The reference answer in a column "solution", where TRL's data often has it.
 
-    It is the content of the last box, or the whole text if that is nothing but one word or one formula. A worked
-    solution without a box is not taken for an answer.
+    It is the content of the last box; or what follows #### in the last line, as in GSM8K; or the whole text if that is
+    nothing but one word or one formula. Another text is a worked solution, and is not taken for an answer.
     """
     if not isinstance(solution, str):
         return None
     box = last_box(solution)
     if box:
         return box[1]
+    _, marker, behind = solution.rpartition("####")
+    # Followed by more lines it is a heading, as in "#### Step 2".
+    if marker and behind.strip() and "\n" not in behind.strip():
+        return behind.strip()
     formula = FORMULA.fullmatch(solution)
     if formula:
         return formula[2].strip()
