@@ -76,8 +76,8 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
     flops = max(claims["flops"] for claims in seeds.values())
     record = begun | {"flops": flops, "seeds": seeds}
     write_json(unfinished / "record.json", record)
-    (unfinished / SO_FAR).unlink()
     unfinished.rename(folder)
+    (folder / SO_FAR).unlink()
     return record
 
 
