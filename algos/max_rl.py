@@ -44,7 +44,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
@@ -108,7 +108,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -229,7 +229,7 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
                 if not mini_batch.micro_batches:
                     continue
 

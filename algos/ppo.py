@@ -8,14 +8,16 @@
 
 V_t is the critic's value before response token t, 0 after the last one: a response cut off by --max-response-tokens
 ends like any other. sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks.
-Tokens that the policy did not choose (mask False) are skipped by the recursion, wherever they stand.
+The mask m is False on tokens that the policy did not choose, and on all of a response that was not graded. The
+recursion skips them, wherever they stand.
 
 Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; advantages by token; the KL
 sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
-Differs from the papers: the critic starts as the policy with a zero head, keeps its own --critic-learning-rate and
-may train alone for --critic-warmup-steps, with lam = 1 for its targets; actor and critic may have different lam (the
-warm-up and the two lam are VC-PPO's, arXiv:2503.01491). kl_coef 0 by default.
+Differs from the papers: advantages are whitened, and the value loss is clipped (both from OpenAI's baselines); no
+entropy bonus; the critic starts as the policy with a zero head, and its --critic-learning-rate stays constant. It may
+train alone for --critic-warmup-steps, with lam = 1 for its targets, and have another lam than the actor (both are
+VC-PPO's, arXiv:2503.01491). kl_coef is 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
@@ -45,14 +47,14 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 256  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 1  # G, the number of responses to each prompt. The critic needs no group.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    value_clip: PositiveFloat = 0.2  # A value that has moved towards its return by more has no gradient.
+    value_clip: PositiveFloat = 0.2  # V has no gradient once it is further than this from V_old, towards the return.
     lam: ranges.Fraction = 1.0  # lambda of GAE (eq. 16 of the GAE paper) for the advantages.
     critic_lam: ranges.Fraction = 1.0  # lambda of GAE for the returns that the critic learns.
-    critic_warmup_steps: NonNegativeInt = 0  # First steps, in which only the critic learns. --schedule begins then.
+    critic_warmup_steps: NonNegativeInt = 0  # First of --steps: only the critic learns. --schedule begins after them.
     kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
@@ -76,7 +78,7 @@ EMBEDDED = flags.EMBEDDED | {
 
 
 def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
-    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
+    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef (old - ref) on each.
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
@@ -86,7 +88,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
 
 
 def compute_advantages(
@@ -99,18 +101,18 @@ def compute_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns (N, T) by GAE from token rewards and values (N, T); before whitening, 0 outside the mask.
 
-    bootstrap_value: (N,), the value after the last token, for responses that were cut off. None: this value is 0.
+    bootstrap_value: (N,), the value after the last token, for responses that were cut off. main() leaves it at 0.
     """
     advantages = torch.zeros_like(values)
-    to_come = torch.zeros_like(values[:, 0])  # (N,) advantage of the next response token
-    next_value = to_come if bootstrap_value is None else bootstrap_value  # (N,)
+    next_advantage = torch.zeros_like(values[:, 0])  # (N,) advantage of the next response token
+    next_value = next_advantage if bootstrap_value is None else bootstrap_value  # (N,)
     for t in reversed(range(values.shape[1])):
         in_response = response_mask[:, t].bool()
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        # Tokens outside the mask do not change either of them: they neither discount nor add a value.
-        to_come = torch.where(in_response, delta + gamma * lam * to_come, to_come)
+        # A token outside the mask changes neither: it does not discount, and adds no value.
+        next_advantage = torch.where(in_response, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(in_response, values[:, t], next_value)
-        advantages[:, t] = torch.where(in_response, to_come, 0.0)
+        advantages[:, t] = torch.where(in_response, next_advantage, 0.0)
     returns = torch.where(response_mask.bool(), advantages + values, 0.0)
     return advantages, returns
 
@@ -118,7 +120,7 @@ def compute_advantages(
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
 
-    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
+    total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
     count = total(response_mask.sum())
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
@@ -156,7 +158,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -177,7 +179,7 @@ def value_loss(values, old_values, returns, response_mask, *, clip: float, denom
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, total=float) -> float:
     """1 - Var(returns - values) / Var(returns) over the response tokens; 0 for constant returns.
 
-    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
+    total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
     count = max(1, total(response_mask.sum()))
 
@@ -335,20 +337,21 @@ def main(args: Args) -> None:
         tracker.mean("critic/explained_variance", explained)
 
         with tracker.time("update"):
-            policy_step = step - args.critic_warmup_steps  # the policy's schedule begins after the critic's warm-up
+            # The policy's schedule begins after the critic's warm-up. Until then policy_step is 0 or less, and the
+            # policy's optimizer makes no step.
+            policy_step = step - args.critic_warmup_steps
             policy_steps = args.steps - args.critic_warmup_steps
             decay = 1 - (policy_step - 1) / policy_steps if args.schedule == "linear" else 1.0
             for param_group in optimizer.param_groups:
                 param_group["lr"] = args.learning_rate * min(decay, policy_step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
-                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
                     values = model.response_values(critic, micro)  # (n, T)

@@ -7,15 +7,17 @@
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it
 
-phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. For p_t,
-r is divided by the largest |sum_{s>=t} r_s| of the batch on all ranks; otherwise the outcome drowns it. c_outcome is 1,
-because only the ratio of the two survives the whitening. Prompts are drawn until --prompts-per-step of them have a
-share of right responses within --accuracy-range, counted on raw correctness.
+phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. In the
+line of p_t, r is scaled: divided by the largest |sum_{s>=t} r_s| of the step on all ranks. Otherwise it would be tiny
+beside the outcome. c_outcome is 1, because only the ratio of the two survives the whitening. `correct` is 1 if the
+first --reward calls a response right. Prompts are drawn until --prompts-per-step of them have a share of right
+responses within --accuracy-range.
 
-Differs from rloo.py: the process reward model, its update, token rewards and their sums to come, whitening, the filter.
+Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter.
 
-Differs from the paper: the baseline is its formula, where the released code adds (r_t - mean r_i) / (G - 1); the last
-token's process reward counts; surplus groups are discarded where the recipe fills up with groups that fail the filter.
+Differs from the authors' code: the baseline is the paper's, to which that code adds (r_t - its response's mean r) /
+(G - 1); the last token's process reward counts; surplus groups are discarded, where that code fills up a step with
+groups that fail the filter. As in that code, and not in the paper's equations: the scale of r, and the whitening.
 
 Run:    python algos/prime.py                                           (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset train.jsonl
@@ -48,15 +50,15 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     gen_prompts: NonNegativeInt = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
-    max_gen_batches: PositiveInt = 10  # Largest number of draws in one step; then the run stops.
+    max_gen_batches: PositiveInt = 10  # Most draws in one step. If they don't fill it, the run fails.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
     accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
-    """Prompts with another share of right responses are dropped."""
+    """Prompts whose share of right responses is outside of this range are dropped."""
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
@@ -89,19 +91,19 @@ def implicit_rewards(
 
 
 def prm_loss(prm_logprobs, ref_logprobs, response_mask, beta: float, correct) -> torch.Tensor:
-    """(n,): cross entropy of sigmoid(sum of process rewards) against correct (n,), 0 or 1; 0 for an empty row."""
+    """(n,): cross entropy of sigmoid(sum of process rewards) against correct (n,), 0 or 1; 0 for a dummy."""
     scores = implicit_rewards(prm_logprobs, ref_logprobs, response_mask, beta).sum(1)
     loss = F.binary_cross_entropy_with_logits(scores, correct.to(scores.dtype), reduction="none")
     return loss * response_mask.bool().any(1)
 
 
 def normalize(process_rewards: torch.Tensor, response_mask: torch.Tensor, largest=float) -> torch.Tensor:
-    """(N, T): process rewards divided by 1e-6 + the largest |sum of a row's rewards from some token on|.
+    """(N, T): process rewards divided by 1e-6 + the largest |reward-to-go| of a response token.
 
-    largest: maximum of a number over the ranks (World.max). The default, float, is for the rows of one rank.
+    largest: maximum of a number over the ranks (World.max). The default, float, is for one rank alone.
     """
-    to_come = torch.where(response_mask.bool(), process_rewards, 0.0).flip(1).cumsum(1).flip(1)
-    scale = largest((to_come * response_mask).abs().max())
+    to_go = torch.where(response_mask.bool(), process_rewards, 0.0).flip(1).cumsum(1).flip(1)  # sum over s >= t
+    scale = largest((to_go * response_mask).abs().max())
     return process_rewards / (scale + 1e-6)
 
 
@@ -113,7 +115,7 @@ def compute_advantages(
     c_process: float = 1.0,
     c_outcome: float = 1.0,
 ) -> torch.Tensor:
-    """Process rewards (N, T), outcomes (N,) -> (N, T), minus the mean of the group's other responses. Not whitened."""
+    """Scaled process rewards (N, T), correct (N,) -> (N, T): A_t before whitening, 0 outside the mask."""
     response_mask = response_mask.bool()
     process_rewards = torch.where(response_mask, process_rewards, 0.0)
     means = process_rewards.sum(1) / response_mask.sum(1).clamp(min=1)  # (N,)
@@ -132,7 +134,7 @@ def compute_advantages(
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
 
-    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
+    total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
     count = total(response_mask.sum())
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
@@ -180,7 +182,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -215,7 +217,7 @@ def ranked_pairs(scores: torch.Tensor, correct: torch.Tensor, group_size: int) -
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
     if args.group_size < 2:
-        raise errors.BadInput(f"--group-size {args.group_size}: a group of one always equals its own mean; use >= 2")
+        raise errors.BadInput(f"--group-size {args.group_size}: its baseline is the mean of the others; use >= 2")
     low, high = args.accuracy_range
     if low > high:
         raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
@@ -232,9 +234,10 @@ def main(args: Args) -> None:
         prompts_per_draw=args.gen_prompts,
         most_draws=args.max_gen_batches,
     )
+    # batch.correct is the first reward's verdict. batch.scores, the weighted sum of all, is not used here.
     unused = [name for name, weight in [*settings.reward.weights.items()][1:] if weight]
     if unused:
-        raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME learns from the first reward's right or wrong alone")
+        raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong")
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
@@ -318,9 +321,10 @@ def main(args: Args) -> None:
         micro_batches = [micro for mini_batch in mini_batches for micro in mini_batch.micro_batches]
 
         with tracker.time("logprobs"):
-            # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
-            # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
+            # "Old" is the policy before this step's updates. The first update computes the same log-probs once more,
+            # with the same weights and packing, so its ratio is 1 (on a CPU exactly).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
+            # ref and phi have temperature 1: they judge text, and sample nothing.
             ref_logprobs = model.frozen_logprobs(ref_policy, batch, micro_batches, 1.0)  # (N, T)
 
         with tracker.time("prm"):
@@ -376,13 +380,11 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches:  # one optimizer step each
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
-                if not mini_batch.micro_batches or not learns:
+                if not learns:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
-                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.

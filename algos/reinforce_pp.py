@@ -43,7 +43,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     baseline: Literal["none", "group"] = "none"  # group: subtract the mean score of the prompt's responses.
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
@@ -65,7 +65,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 
 
 def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
-    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
+    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef (old - ref) on each.
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
@@ -75,7 +75,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
 
 
 def compute_advantages(token_rewards, scores, response_mask, group_size: int, baseline: str) -> torch.Tensor:
@@ -85,18 +85,18 @@ def compute_advantages(token_rewards, scores, response_mask, group_size: int, ba
     """
     response_mask = response_mask.bool()
     rewards = torch.where(response_mask, token_rewards, 0.0)
-    to_come = rewards.flip(1).cumsum(1).flip(1)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
     if baseline == "group":
         groups = scores.view(-1, group_size)  # (B, G)
         mean = groups.mean(1).clamp(groups.amin(1), groups.amax(1))  # (B,) clamped, so a mean of equal scores is exact
-        to_come = to_come - mean.repeat_interleave(group_size)[:, None]
-    return torch.where(response_mask, to_come, 0.0)
+        to_go = to_go - mean.repeat_interleave(group_size)[:, None]
+    return torch.where(response_mask, to_go, 0.0)
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
 
-    total: sums a number over the ranks (World.sum). The default, float, is for rows that no other rank shares.
+    total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
     count = total(response_mask.sum())
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
@@ -134,7 +134,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -260,13 +260,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
                 if not mini_batch.micro_batches or not learns:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
-                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
+                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
                     # (n, T) each. Only the log-probs have a gradient.

@@ -44,7 +44,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, sampled responses to a prompt, which share its greedy one; 1 in the paper.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
@@ -65,7 +65,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 
 
 def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: float) -> torch.Tensor:
-    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef k1 on each.
+    """Scores (N,), log-probs (N, T) -> (N, T): the score on the last response token, -kl_coef (old - ref) on each.
 
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
@@ -75,7 +75,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1 is unbiased
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
 
 
 def compute_advantages(
@@ -84,8 +84,8 @@ def compute_advantages(
     """(N, T), (N,), (N, T) -> (N, T): the rewards to come minus the greedy response's score, 0 outside the mask."""
     response_mask = response_mask.bool()
     rewards = torch.where(response_mask, token_rewards, 0.0)
-    to_come = rewards.flip(1).cumsum(1).flip(1)
-    return torch.where(response_mask, to_come - greedy_scores[:, None], 0.0)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    return torch.where(response_mask, to_go - greedy_scores[:, None], 0.0)
 
 
 def policy_loss(
@@ -116,7 +116,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -256,7 +256,7 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
                 if not mini_batch.micro_batches:
                     continue
 

@@ -7,28 +7,30 @@ response how likely it would be. The hint is another right response of the group
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
     L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
-or, with --no-full-vocabulary, the estimate of the same gradient from the sampled tokens:
+or, with --no-full-vocabulary, from the sampled tokens. In the first update this estimates the same gradient:
 
     A_t   = teacher_t - old_t               log-probs of the sampled token
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it h_i max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
-optimizer mini-batch, on all ranks, of the responses that have one. A response is never its own hint: a right one needs
-another right one. A response without a hint has no teacher and no loss, and counts in no denominator. It has none if no
-other response of its group is right, or if its prompt with the hint does not fit into the model.
+optimizer mini-batch, on all ranks, of the responses that have a hint. A response without one has no teacher and no
+loss, and counts in no denominator. With --hint peer, a response has a hint if another one of its group is right; it is
+never its own. With --hint answer it has one if its row has an answer. In both cases it goes without if it was not
+graded, or if its prompt with the hint does not fit into the model.
 
 The teacher's weights follow the policy's after each step: teacher = (1 - r) teacher + r policy, r = --teacher-rate.
-With 1 the teacher is the policy itself, as in eq. 1, and there is no second model. With 0 it is the policy before
-training. The default, 0.05, is that of the authors' code; on the embedded task the policy itself as teacher collapses.
+With 1 the teacher is the policy itself, as in eq. 1, and there is no second model: it has the current weights in every
+mini-batch (with --no-full-vocabulary those from before the step). With 0 it is the policy before training. The default,
+0.05, is that of the authors' code; on the embedded task training collapses with 1.
 
 Differs from opd.py: the teacher's weights and its prompt; which responses have a teacher; the whole vocabulary by
 default.
 
-Differs from the paper: the exact divergence over the vocabulary, where the authors' code takes the student's top 20 or
-100 tokens and a tail; reverse KL, as in eq. 1, where that code takes the Jensen-Shannon divergence by default; several
-mini-batches a rollout where it makes one update; no importance weights with the whole vocabulary; no feedback of an
-environment; thinking stays in the hint.
+Differs from the paper or the authors' code: the exact divergence over the vocabulary, where that code takes the
+student's top 20 or 100 tokens and a tail; reverse KL, as in eq. 1, where that code takes the Jensen-Shannon divergence
+by default; several mini-batches a rollout, where it makes one update; no importance weights with the whole vocabulary;
+no environment's feedback in the hint; a peer's thinking stays in the hint, where that code removes it.
 
 Run:    python algos/sdpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct --mini-batches 1
@@ -62,7 +64,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
@@ -72,7 +74,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     hint_template: str = "{prompt}\n\nThis is a right solution:\n\n{hint}\n\nNow solve the problem yourself."
     """What the user says to the teacher, with {prompt} and {hint}."""
     teacher_rate: ranges.Fraction = 0.05
-    """Share by which the teacher's weights move to the policy's after each step. 1: the teacher is the policy."""
+    """Share by which the teacher's weights move towards the policy's after each step. 1: the teacher is the policy."""
     full_vocabulary: bool = True  # Compare the whole distribution at each token, not only the sampled token.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
@@ -95,7 +97,7 @@ EMBEDDED = flags.EMBEDDED | {
 def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
     """(N,) -> (N,) int64: for each response the row of the first other right one of its group, -1 if there is none.
 
-    correct: 1 for a right response, otherwise 0. Rows are group-major: each group is `group_size` rows in a row.
+    correct: 1 for a right response, otherwise 0. Rows are group-major: each group is `group_size` consecutive rows.
     """
     peers = torch.full_like(correct, -1, dtype=torch.long)
     for row in range(len(correct)):
@@ -157,7 +159,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
     The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    updates. The weight multiplies the policy loss and carries no gradient.
+    steps. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -166,7 +168,8 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 def vocabulary_loss(divergences, response_mask, *, denominator: float) -> torch.Tensor:
     """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`.
 
-    A divergence depends on the tokens before it, and not on which one was sampled: it needs no weight for that.
+    A divergence is exact over the next token, so it needs no ratio. That older weights may have sampled the tokens
+    before it is ignored. denominator: the same as in policy_loss.
     """
     return torch.where(response_mask.bool(), divergences, 0.0).sum() / denominator
 
@@ -190,19 +193,19 @@ def check_args(args: Args) -> None:
     if args.environment:
         raise errors.BadInput("--environment: a conversation of several turns cannot be given a hint")
     if args.teacher_rate < 1 and args.compute.lora_rank:
-        raise errors.BadInput("--lora-rank: needs --teacher-rate 1, because a teacher of its own has no adapters")
+        raise errors.BadInput("--lora-rank: needs --teacher-rate 1, because a second model as teacher has no adapters")
     if args.full_vocabulary and args.compute.sequence_parallel > 1:
         raise errors.BadInput(
-            "--sequence-parallel: add --no-full-vocabulary, because a hint moves the cuts between the ranks"
+            "--sequence-parallel: add --no-full-vocabulary; with its hint a sequence is cut at other tokens"
         )
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
+        raise errors.BadInput("--tis-cap: needs --no-full-vocabulary, because a divergence has no ratio to weight")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
 
 def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None:
-    """Refuse hints that no row has, or that cannot fit. Raises BadInput."""
+    """Refuse data without answers for hints, and prompts that do not fit with their hint. Raises BadInput."""
     if args.hint == "peer":
         # The hints will be responses, whose lengths nobody knows yet. The prompts must at least fit with an empty hint.
         hinter.check(prompts, [""] * len(prompts))
@@ -238,7 +241,7 @@ def main(args: Args) -> None:
     )
     trained = {"policy": (policy, optimizer)}
     if args.teacher_rate == 1:
-        teacher = distillation.own_teacher(policy)
+        teacher = distillation.own_teacher(policy)  # the same object: no second copy of the weights
     else:
         teacher = distillation.load_teacher(
             settings.model,
@@ -290,7 +293,7 @@ def main(args: Args) -> None:
             hint_texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
         else:
             hint_texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
-        # The same responses after the prompts that the teacher reads, without hints that are too long for the model.
+        # The same responses, each after its prompt with the hint. A hint with which it would not fit is dropped.
         hinted_batch, has_hint = hinter.batch(batch, hint_texts, tracker)  # has_hint: (N,) bool
         has_gradient = has_hint  # (N,) every response with a hint learns from the teacher
         taught = batch.response_mask & has_hint[:, None]  # (N, T) bool: tokens that have a teacher
@@ -302,6 +305,7 @@ def main(args: Args) -> None:
         with tracker.time("logprobs"):
             # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
             # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
+            # With --full-vocabulary they are in no loss: they show that trainer and engine agree (run.end_step).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             advantages = torch.zeros_like(old_logprobs)  # (N, T)
             if not args.full_vocabulary:
@@ -324,7 +328,7 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Ranks with fewer micro-batches get dummies whose mask is False, so one without any is empty on all.
+                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
                 if not mini_batch.micro_batches:
                     continue
 
@@ -335,7 +339,7 @@ def main(args: Args) -> None:
                 for micro in mini_batch.micro_batches:
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
-                        divergences, logprobs, entropy = distillation.divergences(
+                        divergences, _, entropy = distillation.divergences(
                             policy,
                             teacher,
                             micro,
@@ -397,7 +401,7 @@ def main(args: Args) -> None:
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)
+            model.reshard(teacher)  # its forwards had no backward after them, which would free the gathered weights
             if teacher is not policy:  # one step of the moving average for each rollout, not for each mini-batch
                 follow(teacher, policy, args.teacher_rate)
 

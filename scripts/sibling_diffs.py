@@ -23,7 +23,7 @@ SIBLINGS = {  # algorithm: (nearest sibling, what the hunks do)
     "gspo": ("grpo", "one ratio for a response"),
     "cispo": ("grpo", "a bounded weight in the place of a clipped ratio; token mean"),
     "rloo": ("grpo", "leave-one-out baseline; KL in the reward; token mean"),
-    "remax": ("rloo", "a greedy response as baseline; token rewards and their sums to come"),
+    "remax": ("rloo", "a greedy response as baseline; a reward-to-go for each token"),
     "reinforce_pp": ("remax", "no greedy response; a group's mean, if asked for; whitening"),
     "dapo": ("grpo", "two clips and dual clip; dynamic sampling; overlong shaping; token mean; no reference"),
     "ppo": ("grpo", "critic, GAE, whitening, value loss; KL in the token rewards; no groups"),
