@@ -31,6 +31,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import results
 import torch.distributed as dist
 import tyro
 from pydantic import NonNegativeInt, PositiveInt
@@ -45,7 +46,7 @@ from common.preflight.ranges import Seed, Temperature
 from common.rewards.mixture import Rewards
 from common.rollout import engines
 from common.rollout.environments import episodes
-from common.run import directory, evaluation, results
+from common.run import directory, evaluation
 from common.run.tracking import Metrics
 from common.trainer.batching import Compute
 

@@ -1,18 +1,17 @@
 """JSON of files and services, whoever wrote it. Whatever is wrong with it becomes one line that says where."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.errors import BadInput, refuse_all
 
 
-def parse(data: bytes | str, constant: Callable[[str], Any] = float) -> Any:
-    """The value of a JSON text. constant: converts the words NaN, Infinity and -Infinity. Raises ValueError."""
+def parse(data: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        return json.loads(text, parse_constant=constant)
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
@@ -59,19 +58,19 @@ def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input"
     return rows
 
 
-def read_value(path: Path, code: str = "bad-input") -> Any:
+def read_value(path: Path) -> Any:
     """The value that a whole file holds. Raises BadInput."""
     try:
         return parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: {error}", code=code) from None
+        raise BadInput(f"{path}: {error}") from None
 
 
-def read_object(path: Path, code: str = "bad-input") -> dict:
+def read_object(path: Path) -> dict:
     """The object that a whole file holds. Raises BadInput."""
-    value = read_value(path, code)
+    value = read_value(path)
     if not isinstance(value, dict):
-        raise BadInput(f"{path}: expected an object, got {type(value).__name__}", code=code)
+        raise BadInput(f"{path}: expected an object, got {type(value).__name__}")
     return value
 
 

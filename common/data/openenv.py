@@ -102,8 +102,9 @@ def parse(spec: str, flag: str) -> Spec:
     return Spec(address.rstrip("/"), int(prompts), "action" in given)
 
 
-def check(spec: str, flag: str = "--environment") -> None:
+def check(spec: str) -> None:
     """Ask the server for its schema. Raises BadInput if there is no server, or if a text can't be an action."""
+    flag = "--environment"
     parsed = parse(spec, flag)
     try:
         Actions(server_at(parsed.url).action_schema, parsed.only_json)

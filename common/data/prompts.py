@@ -19,6 +19,7 @@ from common.data.conversations import tool_name
 from common.data.rows import Row, collect, lookup, split_weight
 from common.errors import BadInput, say, warn
 
+LONGEST_ROUND = 1000  # prompts of a mixture, after which the turns of its data sets repeat
 # Text after each question of a built-in data set, unless --template is given.
 INSTRUCTIONS = {
     "gsm8k": "\nReason step by step, then write the final answer as a number after ####.",
@@ -311,15 +312,15 @@ class PromptLoader:
         return order
 
 
-def turns(weights: list[float], longest: int = 1000) -> list[int]:
+def turns(weights: list[float]) -> list[int]:
     """The data set that each prompt of a round comes from, evenly spread: [2.0, 1.0] -> [0, 1, 0].
 
-    The round is the shortest in which all weights are whole numbers. If `longest` is not enough, they are rounded.
+    The round is the shortest in which all weights are whole numbers. In the longest they are rounded.
     """
     # 3:1 has the shares 0.75 and 0.25, which are whole numbers in a round of 4.
     shares = [weight / sum(weights) for weight in weights]
     length = 1
-    while length < longest and not all(is_whole(length * share) for share in shares):
+    while length < LONGEST_ROUND and not all(is_whole(length * share) for share in shares):
         length += 1
     # A data set with 3 turns has its places at 1/6, 3/6 and 5/6 of the round.
     places = []

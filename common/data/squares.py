@@ -2,20 +2,13 @@
 
 An image has 32 x 32 pixels, sixteen places of which some hold a coloured square. The teacher of the warm start
 overlooks a square more often than not, so its pupil's greedy answers are mostly one too few, and reinforcement learning
-has something to correct. `python -m common.data.squares FOLDER` writes the model with random weights.
+has something to correct. baselines/squares_model.py writes the model with random weights.
 """
 
 import random
-import sys
 from io import BytesIO
 
-import torch
 from PIL import Image, ImageDraw
-from tokenizers import AddedToken
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-from common.data import arithmetic
 
 COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230), "yellow": (240, 220, 50)}
 SIDE = 32  # pixels of a row and of a column
@@ -24,13 +17,6 @@ MOST = 4  # squares of the colour in question; from 0 on, all numbers are equall
 HELD_OUT = 256  # problems
 TRAIN = 4096  # problems
 OVERLOOKS = 0.7  # share of the images in which the teacher overlooks a square, if there is one
-INITIALIZER_RANGE = 0.1  # with it the model learns to count in half as many steps as with the usual 0.02
-SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-# A question is sent as it stands, with the token <image> where the image is.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
-)
 
 
 def problems(split: str) -> list[dict]:
@@ -77,54 +63,3 @@ def picture(squares: dict[int, str]) -> bytes:
     file = BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
-
-
-def processor() -> Idefics3Processor:
-    """One token a character, and 16 tokens an image."""
-    tokenizer = arithmetic.tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token) for token in SPECIAL]})
-    size = {"longest_edge": SIDE}
-    to_pixels = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-    return Idefics3Processor(to_pixels, tokenizer, image_seq_len=PLACES**2, chat_template=CHAT_TEMPLATE)
-
-
-def new_model(folder: str, seed: int = 0) -> None:
-    """Write the model with random weights and its processor."""
-    torch.manual_seed(seed)
-    own_processor = processor()
-    text = LlamaConfig(
-        vocab_size=len(own_processor.tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        initializer_range=INITIALIZER_RANGE,
-    )
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": SIDE // PLACES,
-        "initializer_range": INITIALIZER_RANGE,
-    }
-    config = Idefics3Config(
-        vision_config=vision,
-        text_config=text,
-        scale_factor=1,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        image_token_id=own_processor.tokenizer.convert_tokens_to_ids("<image>"),
-        initializer_range=INITIALIZER_RANGE,
-    )
-    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
-    own_processor.save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    new_model(sys.argv[1])

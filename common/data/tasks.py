@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Iterator
 
+from common.data import squares
 from common.data.functions import functions
 
 HELD_OUT = 256  # problems of each task
@@ -165,8 +166,6 @@ NAMES = (*TASKS, "squares")
 def problems(name: str, split: str) -> list[Row]:
     """All problems of a task in an order that is the same on every machine: the first HELD_OUT are the "test" split."""
     if name == "squares":
-        from common.data import squares  # it loads the code of a model that sees
-
         return squares.problems(split)
     draw = random.Random(name)
     rows = list(TASKS[name](draw))

@@ -26,12 +26,12 @@ dataset_of = functools.cache(create)
 class ReasoningGym(TriedReward):
     """reward() in worker processes, one response a batch."""
 
-    def __init__(self, workers: int = 0):
+    def __init__(self):
         """Raises BadInput if the library cannot be imported."""
         if importlib.util.find_spec("reasoning_gym") is None:
             raise BadInput("--reward reasoning-gym: reasoning-gym is not installed; pip install reasoning-gym")
         loader = "common.rewards.reasoning_gym:load_verifiers"
-        super().__init__("reasoning-gym", Graders("reasoning-gym", loader, [], item_seconds=10.0, workers=workers))
+        super().__init__("reasoning-gym", Graders("reasoning-gym", loader, [], item_seconds=10.0))
 
     def grade(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
         """Raises BadInput on a row of another data set, and RunFailed if no worker can be started."""

@@ -127,14 +127,14 @@ def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
     return selected
 
 
-def gather_prompts(prompt_ids: list[list[int]], world: World) -> tuple[list[list[int]], int]:
-    """The prompts of all ranks that share this rank's engine, and the index of this rank's first prompt among them.
+def gather(items: list, world: World) -> tuple[list, int]:
+    """Prompts, or replies, of all ranks that share this rank's engine, and the index of this rank's first among them.
 
-    These ranks must feed their engine the same prompts. Collective over them.
+    These ranks must feed their engine the same, in one order. Collective over them.
     """
     if world.tp_group is None:
-        return prompt_ids, 0
+        return items, 0
     shares: list = [None] * world.rollout_tp
-    dist.all_gather_object(shares, prompt_ids, group=world.tp_group)
+    dist.all_gather_object(shares, items, group=world.tp_group)
     before = shares[: world.rank % world.rollout_tp]
     return list(chain(*shares)), len(list(chain(*before)))

@@ -14,7 +14,7 @@ from common.data import families
 from common.data.tokenizer import has_safetensors, image_tokens
 from common.errors import RunFailed, raise_together
 from common.placement import Layout, World
-from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather_prompts, spread_seed
+from common.rollout.rollout import Done, Response, Rollout, collate_responses, gather, spread_seed
 from common.rollout.turns import Reply
 
 MEMORY_CURE = "change --rollout-memory, or take a larger --rollout-tp or a smaller --max-response-tokens"
@@ -180,7 +180,7 @@ class VLLMEngine:
 
             return converse(self, prompt_ids, settings, seed, reply)
 
-        all_prompts, first = gather_prompts(prompt_ids, self.world)
+        all_prompts, first = gather(prompt_ids, self.world)
         sampling = self.sampling_params(settings, seed, len(all_prompts))
         names = self.llm.enqueue([request(ids) for ids in all_prompts], sampling, use_tqdm=False)
         indices = {}  # name of a request -> index of its prompt

@@ -1,9 +1,6 @@
 """Conversations with an environment in vLLM's engine of this process: its own step loop, without stragglers."""
 
-import torch.distributed as dist
-
-from common.placement import World
-from common.rollout.rollout import Rollout, gather_prompts
+from common.rollout.rollout import Rollout, gather
 from common.rollout.turns import Replies, Reply, collate_turns, open_turns, turn_seed
 
 
@@ -17,7 +14,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
 
     world = engine.world
     n = settings.pop("n")
-    all_prompts, first = gather_prompts(prompt_ids, world)
+    all_prompts, first = gather(prompt_ids, world)
     rows = open_turns(all_prompts, n, settings["max_tokens"])
     rows_of_this_rank = range(first * n, (first + len(prompt_ids)) * n)
     # With a seed of its own, a turn does not depend on which other requests share its forwards.
@@ -49,7 +46,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
         idle = not requests
         outputs = [] if idle else engine.llm.llm_engine.step()
         # Replies.take() wants to be called before this step's turns are asked about.
-        arrived = share(world, replies.take(idle))
+        arrived, _ = gather(replies.take(idle), world)
         for output in outputs:
             if output.finished:
                 row = requests.pop(output.request_id)
@@ -78,12 +75,3 @@ def can_take_seeds(engine) -> bool:
     if config.max_num_batched_tokens >= engine.longest:
         config.enable_chunked_prefill = False
     return not config.enable_chunked_prefill
-
-
-def share(world: World, arrived: list) -> list:
-    """The replies of all ranks that share this engine, in one order. Collective over them."""
-    if world.tp_group is None:
-        return arrived
-    shares: list = [None] * world.rollout_tp
-    dist.all_gather_object(shares, arrived, group=world.tp_group)
-    return [pair for share in shares for pair in share]

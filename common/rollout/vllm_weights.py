@@ -115,11 +115,7 @@ def register() -> None:
     if not torch.cuda.is_available():
         # Before vLLM loads a family for the first time, it looks at the model's class in a fresh interpreter, to keep
         # CUDA out of this process. Without CUDA it can look here, which saves 9 s.
-        registry._run_in_subprocess = run_here
+        registry._run_in_subprocess = lambda function: function()
     if "in_process" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("in_process", InProcessTransfer)
         WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryTransfer)
-
-
-def run_here(function):
-    return function()

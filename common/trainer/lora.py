@@ -41,15 +41,12 @@ class Adapted(nn.Module):
             return base
         return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
-    def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32, from full tensors."""
-        raise NotImplementedError
-
 
 class LoraLinear(Adapted, nn.Linear):
     """torch's linear layer: weight (out, in)."""
 
     def merged(self, weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+        """W + (alpha / rank) B A in float32, from full tensors."""
         return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=self.scaling)
 
 

@@ -18,9 +18,11 @@ from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rollout.rollout import collate
-from common.run import estimates, results
+from common.run import estimates
 from common.run.evaluation import Evaluator
 from common.run.tracking import Metrics
+
+results = load("scripts/results.py")
 
 evaluate = load("scripts/evaluate.py")
 TOKENIZER = arithmetic.tokenizer()

@@ -1,8 +1,8 @@
-"""The embedded job with a hybrid: Qwen3.5's layers, two of gated DeltaNet and one of attention, as wide as the embedded
-model and with as many parameters. On a CPU its rows cannot be packed, because a recurrent state runs through each.
+"""Write a hybrid with random weights, for the task `hybrid`: python baselines/hybrid_model.py FOLDER
 
-`python -m common.data.hybrid FOLDER` writes the model with random weights. `python algos/sft.py --model FOLDER --output
-START` then teaches it what the embedded model's warm start has learned, from the same sloppy teacher.
+It has Qwen3.5's layers, two of gated DeltaNet and one of attention, is as wide as the embedded model, and has as many
+parameters. On a CPU its rows cannot be packed, because a recurrent state runs through each. algos/sft.py then teaches
+it what the embedded model's warm start has learned, from the same sloppy teacher (baselines/README.md).
 """
 
 import sys

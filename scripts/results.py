@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from common.data import json_lines, sources, suites, templates
-from common.data.prompts import INSTRUCTIONS, Prompt
+from common.data import json_lines, sources, templates
+from common.data.prompts import INSTRUCTIONS, Prompt, suite_prompt
 from common.errors import BadInput
 from common.rewards.schema import parse_as
 from common.run import estimates
@@ -98,11 +98,8 @@ def in_words(name: str, result: dict) -> str:
 
 def template_of(spec: str, template: str, tokenizer) -> Any:
     """The text or the messages around each question. template: --template."""
-    if template:
-        return templates.read_template(template, tokenizer)
-    if sources.kind(spec) == "suite":
-        return suites.find(spec).prompt
-    return "{prompt}" + INSTRUCTIONS.get(sources.kind(spec), "")
+    around = templates.read_template(template, tokenizer) or suite_prompt(spec)
+    return around or "{prompt}" + INSTRUCTIONS.get(sources.kind(spec), "")
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
