@@ -896,7 +896,7 @@ def test_a_slow_environment_changes_no_token_of_the_first_step(played, tmp_path,
         "from common.rollout.environments.built_in import Calculator\n"
         "class Late(Calculator):\n"
         "    def step(self, text):\n"
-        "        time.sleep(self.problem.seed % 3 / 2)\n"
+        "        time.sleep(self.problem.seed % 3 / 20)\n"
         "        return super().step(text)\n"
     )
     flags = ["--environment", f"{tmp_path}/late.py:Late", "--dataset", "calculator", "--steps", 2, *SMALL]
