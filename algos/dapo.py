@@ -8,13 +8,14 @@
 where a token with A_i < 0 adds at most -A_i clip_dual to the sum. sum_it m_it is the number of response tokens in the
 whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts are drawn until --prompts-per-step of them have both
 right and wrong responses. The filter asks for raw correctness, not for the shaped reward: a group of right responses of
-unequal lengths would teach nothing but length.
+unequal lengths would teach nothing but length. L leaves out the weights of --tis-cap, which grpo.py has.
 
-Differs from grpo.py: clip_high above clip_low; dynamic sampling; a token mean over the mini-batch; overlong shaping; no
-KL term.
+Differs from grpo.py: clip_high above clip_low; a dual clip; dynamic sampling; a token mean over the mini-batch; rewards
+of 1 and -1 with overlong shaping; no KL term.
 
 Differs from the paper: the mean is over the tokens of the mini-batch, as in its code, where its formula has one mean
-for each prompt's group; dual clip as in its code. Each rank draws until it has its share; surplus groups are discarded.
+for each prompt's group; dual clip as in its code. All ranks draw until each has its share, and surplus groups are
+discarded.
 
 Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
         torchrun --nnodes 4 --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset train.jsonl --steps 400
@@ -45,16 +46,16 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     gen_prompts: NonNegativeInt = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
-    max_gen_batches: PositiveInt = 10  # Most draws in one step. If they don't fill it, the run fails.
+    max_gen_batches: PositiveInt = 10  # Maximum number of draws in one step. If they don't fill it, the run fails.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.28  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    clip_dual: PositiveFloat = 10.0  # c: the loss of a token with A < 0 is at most -A c.
-    overlong_cache: NonNegativeInt = 128  # L_c: the last tokens before the limit cost more and more. 0: only the limit.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    clip_dual: PositiveFloat = 10.0  # The loss of a token with A < 0 is at most -A clip_dual.
+    overlong_cache: NonNegativeInt = 128  # Tokens before the limit, which cost more and more. 0: only the limit does.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -79,12 +80,12 @@ EMBEDDED = flags.EMBEDDED | {
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32, rounding gives sixteen rewards of 0.7 a std of 6e-8, so |A| = 0.06.
+    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, so |A| = 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
     constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (n - 1), the same as in verl and TRL
+    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (G - 1), the same as in verl and TRL
     return torch.where(constant, 0.0, advantages).view(-1)
 
 
@@ -99,7 +100,7 @@ def overlong_penalty(lengths: torch.Tensor, max_len: int, cache_len: int, factor
 
 
 def keep_groups(correct: torch.Tensor) -> torch.Tensor:
-    """(B, G) bool -> (B,) bool: groups with both right and wrong responses (eq. 11)."""
+    """(B, G) bool -> (B,) bool: groups with both right and wrong responses (eq. 11), by the first --reward."""
     right = correct.sum(dim=1)
     return (right > 0) & (right < correct.shape[1])
 
@@ -177,6 +178,7 @@ def main(args: Args) -> None:
         prompts_per_draw=args.gen_prompts,
         most_draws=args.max_gen_batches,
     )
+    # With dapo=0.5 R is -2 or 0. Its two values are still 2 apart, and a constant drops out of A.
     if max(settings.reward.weights.get(name, 0.0) for name in ("dapo", "dapo-lenient")) > 0.5:
         raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
@@ -208,7 +210,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
 
         def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
@@ -263,12 +265,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
+                # have no gradient and so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -293,8 +295,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -306,12 +308,13 @@ def main(args: Args) -> None:
                         clip_high=args.clip_high,
                         clip_dual=args.clip_dual,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -1,7 +1,7 @@
 """DPO -- Direct Preference Optimization (arXiv:2305.18290, eq. 7), on pairs of responses of which one is preferred.
 
     r(y)  = beta (log pi(y | x) - log ref(y | x))                       log-probs are sums over the response's tokens
-    L     = - 1/P sum [ (1 - eps) log sigma(r(y_w) - r(y_l)) + eps log sigma(r(y_l) - r(y_w)) ]          over P pairs
+    L     = - 1/P sum [ (1 - eps) log sigma(r(y_w) - r(y_l)) + eps log sigma(r(y_l) - r(y_w)) ]   over a step's P pairs
 
 y_w is the chosen response to prompt x, and y_l the rejected one. r is the reward for which pi would be the optimum with
 a KL penalty of weight beta. L is the negative log-likelihood of the preferences under it (Bradley-Terry), so no reward
@@ -87,31 +87,34 @@ EMBEDDED = {
 
 
 def implicit_rewards(logprobs, ref_logprobs, response_mask, beta: float) -> torch.Tensor:
-    """(P, 2): r of each pair's chosen and rejected response, whose rows take turns in logprobs and mask (2P, T).
+    """(n, 2): r of each pair's chosen and rejected response, whose rows alternate in logprobs and mask (2n, T).
 
-    ref_logprobs: (P, 2), already summed.
+    ref_logprobs: (n, 2), sums over each response.
     """
     return beta * (torch.where(response_mask.bool(), logprobs, 0.0).sum(1).view(-1, 2) - ref_logprobs)
 
 
 def dpo_loss(rewards: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """(P, 2) -> (P,): the loss of each pair, ln 2 where both rewards are equal."""
+    """(n, 2) -> (n,): the loss of each pair, ln 2 where both rewards are equal."""
     margin = rewards[:, 0] - rewards[:, 1]
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
 def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Rollout:
-    """P prompts -> (2P, T): the chosen and the rejected response to each of them, in turns."""
+    """P prompts -> (2P, T): the chosen and the rejected response to each of them, alternating."""
     prompt_ids = [prompt.ids for prompt in prompts for _ in range(2)]
     responses = [ids for prompt in prompts for ids in pairs[prompt.id]]
-    return rollout.collate(prompt_ids, responses, None, [False] * len(responses), 0, world.device)
+    return rollout.collate(
+        prompt_ids, responses, logprobs=None, truncated=[False] * len(responses), weight_version=0, device=world.device
+    )
 
 
 def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[str, list[float]]:
-    """id of each prompt -> log-probs of its two responses under the policy as it is. Collective, on every rank."""
+    """id of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank."""
     own, all_ranks = {}, [{}] * world.size
     for first in range(0, len(prompts), batch_size):
-        taken = islice(cycle(prompts), first, first + batch_size)  # some twice, so that all ranks have as many
+        # The last batch starts over with the first prompts, so that all ranks get equally many.
+        taken = islice(cycle(prompts), first, first + batch_size)
         mine = list(taken)[world.rank :: world.size]
         batch = collate(mine, pairs, world)
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, unit_size=2)
@@ -123,11 +126,11 @@ def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, com
 
 def main(args: Args) -> None:
     ranges.check(args)
-    size = machine.check_world(1, sharding=args.compute)
+    size = machine.check_world(rollout_tp=1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     model_path = arithmetic.warm_start() if args.model == "embedded" else resolve_model(args.model)
-    date = run_directory.date_of(args.run_dir, args.saving.resume)
+    date = run_directory.date_of(args.run_dir, args.saving.resume)  # which some chat templates print
     tokenizer, _ = load_tokenizer(model_path, date=date)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     checks.total_tokens(model_path, prompts, args.max_response_tokens)
@@ -149,6 +152,7 @@ def main(args: Args) -> None:
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
     # The reference is the policy before a checkpoint is loaded.
     reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
+    # also: what a resumed run must have, too, besides the prompts.
     loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker
@@ -162,11 +166,11 @@ def main(args: Args) -> None:
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (2n, T)
             rewards = implicit_rewards(
                 logprobs=logprobs,
-                ref_logprobs=ref_logprobs[micro.rows[::2] // 2],
+                ref_logprobs=ref_logprobs[micro.rows[::2] // 2],  # rows 2k and 2k + 1 are pair k
                 response_mask=micro.response_mask,
                 beta=args.beta,
             )  # (n, 2)
-            real = micro.response_mask.any(1)[::2]  # (n,) False in a micro-batch that only keeps the ranks in step
+            real = micro.response_mask.any(1)[::2]  # (n,) False in a dummy, which only keeps the ranks in step
             loss = (dpo_loss(rewards=rewards, label_smoothing=args.label_smoothing) * real).sum() / args.batch_size
             loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
             tracker.loss("train/loss", loss, micro)

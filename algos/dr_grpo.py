@@ -4,15 +4,16 @@
     ratio = exp(logprobs - old_logprobs)
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
-S is the number of graded responses in the whole optimizer mini-batch, on all ranks. K is --max-response-tokens, one
-constant for the whole run. L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
+S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included. K
+is --max-response-tokens, one constant for the run. L leaves out the weights of --tis-cap and the KL term of --kl-coef,
+which are in grpo.py.
 
-Differs from grpo.py: no division by the group's std, which favours prompts that are nearly always or nearly never
-solved; none by each response's own length, which spares long wrong responses. Nothing else.
+Differs from grpo.py: A is not divided by the group's std, because that favours prompts that are nearly always or nearly
+never solved; no response is divided by its own length, because that spares long wrong ones. Nothing else.
 
-Differs from the paper: PPO's ratio with mini-batches of prompts, not of rows. The KL term (--kl-coef, k3 in the
-loss) is off, as in the paper. Against a token mean K makes the gradient K / mean length times smaller: Adam does not
-notice, but --max-grad-norm then rarely clips.
+Differs from the paper: mini-batches are of whole prompts, not of rows; --kl-coef adds a KL term, 0 by default. 1/K is
+in the paper's code, and not in its formula. Compared with a token mean, the gradient is K / mean length times smaller:
+Adam does not notice, but --max-grad-norm then rarely clips.
 
 Run:    python algos/dr_grpo.py                                         (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset train.jsonl
@@ -42,12 +43,12 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -65,7 +66,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """(N,) -> (N,): rewards minus their group's mean. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen times 0.7 is not 0.7.
+    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is not 0.7.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -181,7 +182,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -190,7 +191,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -202,9 +203,9 @@ def main(args: Args) -> None:
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. A group
-        # that could not be graded has scores of 0 and so advantages of 0. (If your advantage compares groups with each
-        # other, leave these rows out of it: the graded ones are batch.response_mask.any(1).)
+        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
+        # includes groups that could not be graded, because their scores are 0.
+        # If your advantage compares groups with each other, give it only graded rows: batch.response_mask.any(1).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -227,12 +228,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
+                # have no gradient and so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
                 denominator *= args.max_response_tokens  # K
 
@@ -259,8 +260,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -271,9 +272,9 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
-                    tracker.loss("loss/policy", loss, micro)
+                    tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
                     if ref_policy is not None:
@@ -284,6 +285,7 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -7,16 +7,17 @@
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included.
 L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
 
-A reward belongs to a response, and so does its importance ratio: a response is clipped as a whole or not at all. The
-mean s_i stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 hardly anything would be clipped.
+A reward is for a whole response, and so is the importance ratio: a response is clipped as a whole or not at all. A
+geometric mean over many tokens stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 hardly anything would
+be clipped.
 
-The code has the paper's GSPO-token form, whose value and gradient are those of s_i: the ratio of token t is
-sg(s_i) exp(logprobs - sg(logprobs)), where sg stops the gradient. Weights of single tokens (--tis-cap) fit into it, but
-then it is no longer GSPO; docs/variants.md has one weight for a response.
+The code has the paper's GSPO-token form: the ratio of token t is sg(s_i) exp(logprobs - sg(logprobs)), where sg stops
+the gradient. The mean of these over a response has the value and the gradient of s_i. Weights of single tokens
+(--tis-cap) fit into it, but then it is no longer GSPO; "Sequence weights" in docs/variants.md has one for a response.
 
 Differs from grpo.py: the ratio and its bounds. Nothing else.
 
-Differs from the paper: the KL term (--kl-coef, k3 in the loss) exists and is off, as in the paper.
+Differs from the paper: its loss has no KL term. Here --kl-coef adds one, and is 0 by default.
 
 Run:    python algos/gspo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/gspo.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -45,12 +46,12 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 3e-4  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 4e-4  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -68,12 +69,12 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32, rounding gives sixteen rewards of 0.7 a std of 6e-8, so |A| = 0.06.
+    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, so |A| = 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
     constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (n - 1), the same as in verl and TRL
+    advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (G - 1), the same as in verl and TRL
     return torch.where(constant, 0.0, advantages).view(-1)
 
 
@@ -96,7 +97,7 @@ def policy_loss(
     denominator: graded responses of the whole mini-batch on all ranks.
     token_weights: (n, T), from rollout_weights().
     """
-    # Zeros that carry the gradient of each token.
+    # 0 in value, with the gradient of each token's log-prob.
     change = torch.where(response_mask.bool(), logprobs - logprobs.detach(), 0.0)  # (n, T)
     ratio = sequence_ratio(logprobs.detach(), old_logprobs, response_mask) * change.exp()
     advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
@@ -194,7 +195,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -203,7 +204,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -215,9 +216,9 @@ def main(args: Args) -> None:
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. A group
-        # that could not be graded has scores of 0 and so advantages of 0. (If your advantage compares groups with each
-        # other, leave these rows out of it: the graded ones are batch.response_mask.any(1).)
+        # Only rows with a gradient need a forward. Without a KL term, a row with advantage 0 has no gradient. That
+        # includes groups that could not be graded, because their scores are 0.
+        # If your advantage compares groups with each other, give it only graded rows: batch.response_mask.any(1).
         # If you add a loss term that doesn't depend on the advantages, use all graded rows, as the KL term does.
         has_gradient = advantages != 0  # (N,)
         if ref_policy is not None:
@@ -240,12 +241,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
+                # have no gradient and so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
 
                 for micro in mini_batch.micro_batches:
@@ -271,8 +272,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -283,9 +284,9 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
-                    tracker.loss("loss/policy", loss, micro)
+                    tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
                     if ref_policy is not None:
@@ -296,6 +297,7 @@ def main(args: Args) -> None:
                         )  # (n, T)
                         tracker.mean("loss/kl", kl.sum(), tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

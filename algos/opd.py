@@ -1,6 +1,6 @@
-"""OPD -- on-policy distillation: the policy samples, and a teacher says of each token how likely it would have been.
+"""OPD -- on-policy distillation: the policy samples, and a teacher gives the log-prob of each token.
 
-    A_t   = teacher_t - old_t               log-probs of the sampled token: -A_t estimates the reverse KL to the teacher
+    A_it  = teacher_it - old_it            log-probs of the sampled token: -A_it estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
@@ -8,15 +8,20 @@ or, with --full-vocabulary, no sampled estimate but the reverse KL of the two di
 
     L     = sum_it sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it m_it          p: policy, q: teacher
 
-sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Each token answers for
-itself alone: what it does to later tokens is left out (a discount of 0), so that the signal is dense and has little
-variance. The teacher is any model with the policy's tokenizer. The texts are the policy's own, so that it learns what
-to do after its own mistakes, which a teacher's texts do not have (GKD, arXiv:2306.13649, with lambda = 1 and reverse
-KL; Thinking Machines, On-Policy Distillation, 2025).
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. The teacher scores every
+token, so the signal is dense. A token's advantage leaves out what the token does to later ones (a discount of 0), which
+keeps the variance low. The teacher is any model with the policy's tokenizer. The texts are the policy's own, so that it
+learns what to do after its own mistakes, which a teacher's texts do not have.
 
-Rewards are measured, not trained on. A prompt that cannot be graded still leaves the step.
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
-Differs from rloo.py: the teacher in the reference's place; an advantage for each token; the loss over the vocabulary.
+--full-vocabulary is GKD (arXiv:2306.13649) with lambda = 1 and reverse KL. The default is that of Thinking Machines
+(On-Policy Distillation, 2025), with PPO's clip.
+
+Rewards are measured, not trained on. As elsewhere, a prompt that cannot be graded leaves the step.
+
+Differs from rloo.py: a teacher in the reference's place; an advantage for each token; with --full-vocabulary a loss
+over the vocabulary.
 
 Run:    python algos/opd.py                                             (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/opd.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -47,11 +52,11 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     teacher: str = ""  # Folder or Hub name of the teacher, which has the tokenizer of --model.
     full_vocabulary: bool = False  # Compare the whole distribution at each token, not only the sampled token.
     # optimization
@@ -131,7 +136,7 @@ def check_args(args: Args) -> None:
     if not args.teacher:
         raise errors.BadInput("--teacher: name a model to learn from")
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary, whose loss does not depend on the sampled token")
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary, because a divergence has no ratio to weight")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -159,7 +164,7 @@ def main(args: Args) -> None:
         world,
         settings.dtype,
         settings.compute,
-        offload=args.offload != "none",  # "others" and "all" offload every model but the policy
+        offload=args.offload != "none",  # both "others" and "all" offload it
     )
     engine = engines.start(
         args.rollout_backend,
@@ -177,7 +182,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -186,7 +191,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -196,7 +201,7 @@ def main(args: Args) -> None:
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
-        has_gradient = batch.response_mask.any(1)  # (N,) every response learns from the teacher
+        has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows: all of them learn from the teacher
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
         mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
@@ -205,6 +210,7 @@ def main(args: Args) -> None:
         with tracker.time("logprobs"):
             # "Old" is the policy before this step's updates. Rows without a forward keep 0. The first update computes
             # the same log-probs once more, with the same weights and packing, so its ratio is 1 (on a CPU exactly).
+            # With --full-vocabulary they are in no loss: they show that trainer and engine agree (run.end_step).
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             advantages = torch.zeros_like(old_logprobs)  # (N, T)
             if not args.full_vocabulary:
@@ -222,17 +228,17 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                # One number for all micro-batches of the mini-batch: its response tokens on all ranks.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
-                        divergences, logprobs, entropy = distillation.divergences(
+                        divergences, _, entropy = distillation.divergences(
                             policy,
                             teacher,
                             micro,
@@ -278,22 +284,23 @@ def main(args: Args) -> None:
                             clip_low=args.clip_low,
                             clip_high=args.clip_high,
                         )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)
+            model.reshard(teacher)  # its forwards had no backward after them, which would free the gathered weights
 
         with tracker.time("sync"):
             weight_sync.push(policy, engine)  # the engine wakes with the new weights

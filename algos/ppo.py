@@ -11,6 +11,8 @@ ends like any other. sum_it m_it is the number of response tokens in the whole o
 The mask m is False on tokens that the policy did not choose, and on all of a response that was not graded. The
 recursion skips them, wherever they stand.
 
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+
 Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; advantages by token; the KL
 sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
@@ -47,15 +49,15 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 256  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 1  # G, the number of responses to each prompt. The critic needs no group.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon of eq. 7: the ratio is clipped at 1 - clip and 1 + clip.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     value_clip: PositiveFloat = 0.2  # V has no gradient once it is further than this from V_old, towards the return.
     lam: ranges.Fraction = 1.0  # lambda of GAE (eq. 16 of the GAE paper) for the advantages.
     critic_lam: ranges.Fraction = 1.0  # lambda of GAE for the returns that the critic learns.
     critic_warmup_steps: NonNegativeInt = 0  # First of --steps: only the critic learns. --schedule begins after them.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -83,7 +85,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
@@ -119,6 +121,7 @@ def compute_advantages(
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
+    Equal advantages give 0 everywhere.
 
     total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
@@ -270,7 +273,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -279,7 +282,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -331,7 +334,7 @@ def main(args: Args) -> None:
             lam=1.0 if warming_up else args.critic_lam,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # If all advantages are 0, Adam's momentum would still move the weights.
+        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
         learns = world.max(advantages.abs().max()) > 0
         explained = explained_variance(old_values, returns, batch.response_mask, total=world.sum)
         tracker.mean("critic/explained_variance", explained)
@@ -346,11 +349,11 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, policy_step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                # One number for all micro-batches of the mini-batch: its response tokens on all ranks.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
@@ -394,8 +397,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -406,12 +409,13 @@ def main(args: Args) -> None:
                         clip_low=args.clip,
                         clip_high=args.clip,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -13,6 +13,8 @@ beside the outcome. c_outcome is 1, because only the ratio of the two survives t
 first --reward calls a response right. Prompts are drawn until --prompts-per-step of them have a share of right
 responses within --accuracy-range.
 
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+
 Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter.
 
 Differs from the authors' code: the baseline is the paper's, to which that code adds (r_t - its response's mean r) /
@@ -50,13 +52,13 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     gen_prompts: NonNegativeInt = 128  # Prompts in one draw of dynamic sampling, on all ranks. 0: prompts_per_step.
-    max_gen_batches: PositiveInt = 10  # Most draws in one step. If they don't fill it, the run fails.
+    max_gen_batches: PositiveInt = 10  # Maximum number of draws in one step. If they don't fill it, the run fails.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for the policy's log-probs. phi and ref have 1.
     # algorithm
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
     """Prompts whose share of right responses is outside of this range are dropped."""
     beta: PositiveFloat = 0.05  # Scale of the process reward.
@@ -133,6 +135,7 @@ def compute_advantages(
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
+    Equal advantages give 0 everywhere.
 
     total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
@@ -257,7 +260,7 @@ def main(args: Args) -> None:
         world,
         settings.dtype,
         settings.compute,
-        offload=args.offload != "none",  # "others" and "all" offload every model but the policy
+        offload=args.offload != "none",  # both "others" and "all" offload it
     )
     prm = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload != "none")
     prm_optimizer = torch.optim.AdamW(
@@ -284,7 +287,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
 
         def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
@@ -371,7 +374,7 @@ def main(args: Args) -> None:
             c_process=args.c_process,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # If all advantages are 0, Adam's momentum would still move the weights.
+        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
         learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):
@@ -383,7 +386,7 @@ def main(args: Args) -> None:
                 if not learns:
                     continue
 
-                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                # One number for all micro-batches of the mini-batch: its response tokens on all ranks.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
@@ -407,8 +410,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -419,12 +422,13 @@ def main(args: Args) -> None:
                         clip_low=args.clip,
                         clip_high=args.clip,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -1,15 +1,17 @@
 """REINFORCE++ -- REINFORCE with advantages whitened over the whole batch (arXiv:2501.03262).
 
     r_t   = -kl_coef (old_t - ref_t), plus the score on the last token    the KL to the reference is part of the reward
-    A_t   = sum_{s>=t} r_s,   then (A_t - mean) / std over all response tokens of the step, on all ranks
+    A_t   = sum_{s>=t} r_s - b,   then (A_t - mean) / std over all response tokens of the step, on all ranks
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. mean and std are those of
-the step, before it is cut into mini-batches, and a long response weighs more in them than a short one. The mean of the
-batch is the only baseline: no critic, no group, so that --group-size 1 with as many more prompts works as well. With
---baseline group the score is first reduced by the mean score of the prompt's responses (the paper's variant for
-reasoning), so that responses to easy prompts are no longer favoured.
+the step, before it is cut into mini-batches, and a long response weighs more in them than a short one. b is 0, or with
+--baseline group the mean score of the prompt's responses (the paper's variant for reasoning), so that responses to easy
+prompts are not favoured. The mean of the step needs neither a critic nor a group: --group-size 1 with G times the
+prompts works, too.
+
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
 Differs from remax.py: no greedy response; the advantages are whitened.
 
@@ -43,13 +45,13 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     baseline: Literal["none", "group"] = "none"  # group: subtract the mean score of the prompt's responses.
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -70,7 +72,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
@@ -79,7 +81,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
 
 
 def compute_advantages(token_rewards, scores, response_mask, group_size: int, baseline: str) -> torch.Tensor:
-    """(N, T), (N,), (N, T) -> (N, T): the rewards to come minus the baseline, 0 outside the mask. Not whitened.
+    """(N, T), (N,), (N, T) -> (N, T): the reward-to-go minus the baseline, 0 outside the mask. Not whitened.
 
     baseline: "group", the mean score of the responses to the prompt, or "none".
     """
@@ -95,6 +97,7 @@ def compute_advantages(token_rewards, scores, response_mask, group_size: int, ba
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
+    Equal advantages give 0 everywhere.
 
     total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
     """
@@ -202,7 +205,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -211,7 +214,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -221,7 +224,8 @@ def main(args: Args) -> None:
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
-        has_gradient = batch.response_mask.any(1)  # (N,) True for responses that were graded
+        # Whitening gives nearly every token an advantage other than 0, so all graded rows need a forward.
+        has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
         mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
@@ -251,7 +255,7 @@ def main(args: Args) -> None:
             baseline=args.baseline,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # If all advantages are 0, Adam's momentum would still move the weights.
+        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
         learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):
@@ -260,11 +264,11 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches or not learns:
                     continue
 
-                # Fixed before the first backward: the response tokens of this mini-batch on all ranks.
+                # One number for all micro-batches of the mini-batch: its response tokens on all ranks.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
@@ -288,8 +292,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -300,12 +304,13 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

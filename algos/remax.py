@@ -1,21 +1,23 @@
 """ReMax -- REINFORCE with the greedy response as baseline (arXiv:2310.10505, algorithm 1).
 
     r_t   = -kl_coef (old_t - ref_t), plus the score on the last token    the KL to the reference is part of the reward
-    A_t   = sum_{s>=t} r_s - b,   b = score of the greedy response to the same prompt under the same weights
+    A_t   = sum_{s>=t} r_s - b,   b = score of the greedy response to the same prompt
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
-sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b depends on the
-prompt and the weights alone, so the gradient stays unbiased: no critic, no group. The greedy responses carry no loss;
-their mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response that
-scores as the greedy one does has advantage 0.
+sum_it m_it is the number of sampled response tokens in the whole optimizer mini-batch, on all ranks. b does not depend
+on the sampled response, so it adds no bias, and needs neither a critic nor a group. The greedy responses carry no loss;
+their mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response with
+the same score as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
+
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
 Differs from rloo.py: one more response to each prompt, greedy, is the baseline; rewards are per token and are summed
 from the end.
 
-Differs from the paper: each token's KL counts for all tokens before it (the true return; the original code gives each
-token its own KL alone and discounts by 0.99); G samples share one greedy baseline where the paper draws one; clipped
-ratios and several mini-batches a rollout where it makes one on-policy update.
+Differs from the paper: a token's KL counts for it and for all tokens before it (the true return; the original code
+gives each token its own KL alone and discounts by 0.99); G samples share one greedy baseline, where the paper draws
+one; clipped ratios and several mini-batches a rollout, where the paper makes one on-policy update.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --group-size 4 --kl-coef 0.001
@@ -42,14 +44,14 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     # sampling
     steps: PositiveInt = 200  # One step is one rollout and its updates.
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
-    group_size: PositiveInt = 8  # G, sampled responses to a prompt, which share its greedy one; 1 in the paper.
+    group_size: PositiveInt = 8  # G, the number of sampled responses to each prompt; 1 in the paper.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -70,7 +72,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # differs from length - 1 if the mask has holes
+    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
@@ -81,7 +83,7 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
 def compute_advantages(
     token_rewards: torch.Tensor, greedy_scores: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """(N, T), (N,), (N, T) -> (N, T): the rewards to come minus the greedy response's score, 0 outside the mask."""
+    """(N, T), (N,), (N, T) -> (N, T): the reward-to-go minus the greedy response's score, 0 outside the mask."""
     response_mask = response_mask.bool()
     rewards = torch.where(response_mask, token_rewards, 0.0)
     to_go = rewards.flip(1).cumsum(1).flip(1)
@@ -182,7 +184,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -191,10 +193,11 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
+            # The baseline: one greedy response to each prompt, at temperature 0, where the seed has no effect.
             greedy = engine.generate(
                 [prompt.ids for prompt in prompts],
                 1,
@@ -209,7 +212,7 @@ def main(args: Args) -> None:
         baseline = sampler.grade(prompts, greedy, with_metrics=False)
         graded = baseline.response_mask.any(1)  # (B,)
         sampler.metrics.mean("reward/greedy_mean", baseline.scores.sum(), graded.sum())
-        # Without a baseline a prompt's responses leave the step.
+        # Without a graded greedy response a prompt has no baseline, and its responses leave the step.
         rollout.response_mask &= graded.repeat_interleave(args.group_size)[:, None]
         batch = sampler.grade(prompts, rollout, grading)
         batch.baseline = baseline
@@ -256,12 +259,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
+                # have no gradient and so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -285,8 +288,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -297,12 +300,13 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

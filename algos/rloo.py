@@ -6,14 +6,17 @@
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. The mean of the other
-rewards depends on nothing that response i did: an unbiased baseline without a critic. In the first mini-batch the
-ratio is 1 and L is REINFORCE; after it the clip keeps the policy near the one that sampled.
+rewards does not depend on response i, so as a baseline it adds no bias, and it needs no critic. In the first mini-batch
+the ratio is 1, and the gradient of L is that of REINFORCE. In later ones the clip bounds the step away from the policy
+before this step's updates.
+
+L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
 Differs from grpo.py: the baseline leaves response i out and there is no std; the KL sits in the reward, not in the
 loss; every token of the mini-batch weighs the same.
 
-Differs from the paper: clipped token ratios and several mini-batches a rollout where it makes one on-policy update;
-a token mean where its loss is a mean over sequences.
+Differs from the paper: clipped token ratios and several mini-batches a rollout, where the paper makes one on-policy
+update (--mini-batches 1); a mean over tokens, where the paper's is over responses.
 
 Run:    python algos/rloo.py                                            (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/rloo.py --model Qwen/Qwen2.5-0.5B-Instruct --mini-batches 1
@@ -42,12 +45,12 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     prompts_per_step: PositiveInt = 64  # Prompts of one step, on all ranks together.
     group_size: PositiveInt = 8  # G, the number of responses to each prompt.
     max_response_tokens: PositiveInt = 1024  # A longer response is cut off.
-    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs of the policy.
+    temperature: ranges.Temperature = 1.0  # Used for sampling and for all log-probs.
     # algorithm
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high.
-    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2. 0 turns it off.
-    kl_coef: NonNegativeFloat = 0.0  # beta, the weight of the KL term. With 0 the reference policy is never loaded.
+    tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -65,7 +68,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """(N,) -> (N,): rewards minus the mean of the others in the group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen times 0.7 is not 0.7.
+    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is not 0.7.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -177,7 +180,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1 threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -186,7 +189,7 @@ def main(args: Args) -> None:
                 args.group_size,
                 args.temperature,
                 args.max_response_tokens,
-                seed=args.seed * 2**20 + step,  # the engine adds each prompt's number in the step, so seeds differ
+                seed=args.seed * 2**20 + step,  # one for each step; the engine derives its own seeds from it
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
@@ -229,12 +232,12 @@ def main(args: Args) -> None:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
-                # Dummies, whose mask is False, give all ranks equally many micro-batches: none here is none anywhere.
+                # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
 
-                # Fixed before the first backward. It counts the rows of all ranks, also those that have no gradient and
-                # so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
+                # have no gradient and so are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:
@@ -258,8 +261,8 @@ def main(args: Args) -> None:
                         denominator=denominator,
                         token_weights=token_weights,
                     )
-                    # Gradients add up over the micro-batches. The mini-batch's last backward (micro.last) sums them
-                    # over the ranks, too; FSDP would average, but model.load turns that off.
+                    # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
+                    # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
 
                     clipped = clipped_tokens(
@@ -270,12 +273,13 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # Means are over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
                     tracker.mean("train/clip_frac", clipped, tokens)
 
+                # FSDP's parameters are DTensors, and so is their norm.
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
                 guards.stop_unless_finite(tracker, "train/grad_norm", grad_norm)  # before NaN reaches the weights
                 tracker.mean("train/grad_norm", grad_norm)

@@ -1,10 +1,11 @@
-"""SFT -- supervised fine-tuning on worked solutions, which makes the warm start of reinforcement learning.
+"""SFT -- supervised fine-tuning on worked solutions, which gives reinforcement learning its warm start.
 
-    L = - sum_i sum_t m_it log p(y_it | x_i, y_i,<t) / sum_it m_it        over all response tokens of the mini-batch
+    L = - sum_i sum_t m_it log p(y_it | x_i, y_i,<t) / sum_it m_it        sums over the batch of all ranks
 
-Only response tokens carry loss; prompt tokens carry none. Without --model this trains the embedded arithmetic model
-from random weights, in about a minute on two cores. Its teacher forgets carries on purpose (common/data/arithmetic.py),
-so that the warm start leaves something to do for reinforcement learning.
+m_it is 1 on the tokens that the policy is to write. Prompts carry no loss, and neither do the turns of a tool or a user
+in a solution. Without --model this trains the embedded arithmetic model from random weights, in about a minute on two
+cores. Its solutions forget carries on purpose (common/data/arithmetic.py), which leaves something for reinforcement
+learning to do.
 
 Run:    python algos/sft.py
         torchrun --nproc-per-node 8 algos/sft.py --model Qwen/Qwen2.5-0.5B --dataset gsm8k --learning-rate 1e-5
@@ -67,14 +68,14 @@ def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: f
 
 def main(args: Args) -> None:
     ranges.check(args)
-    size = machine.check_world(1, sharding=args.compute)
+    size = machine.check_world(rollout_tp=1, sharding=args.compute)
     if args.batch_size % size:
         raise errors.BadInput(f"--batch-size {args.batch_size} is not a multiple of the {size} ranks")
     if args.compute.lora_rank and not args.model:
         raise errors.BadInput("--lora-rank: needs a --model, because adapters to random weights learn little")
     if args.model:
         model_path = resolve_model(args.model)
-        date = run_directory.date_of(args.run_dir, args.saving.resume)
+        date = run_directory.date_of(args.run_dir, args.saving.resume)  # which some chat templates print
         tokenizer, _ = load_tokenizer(model_path, date=date)
     else:
         model_path = str(arithmetic.WARM_START)  # the new model has the sizes of this one
@@ -95,20 +96,30 @@ def main(args: Args) -> None:
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
     world = placement.init(args.seed, sharding=settings.compute)
+    # Random weights go into --output, which the last step overwrites.
     start = settings.model if args.model else arithmetic.new_model(Path(args.output), args.seed, world)
     policy = model.load(start, world, settings.dtype, settings.compute)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
+    # also: what a resumed run must have, too, besides the prompts.
     loader = PromptLoader(prompts, args.seed, also=[prompt.solution for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
         prompt_ids = [prompt.ids for prompt in own_prompts]
-        solutions, sampled = demonstrations(own_prompts, tokenizer)
-        batch = rollout.collate(prompt_ids, solutions, None, [False] * len(solutions), 0, world.device, sampled)
-        tokens = world.sum(batch.response_mask.sum())  # response tokens of the whole mini-batch, on all ranks
+        solutions, by_policy = demonstrations(own_prompts, tokenizer)  # by_policy: False on turns of a tool or user
+        batch = rollout.collate(
+            prompt_ids,
+            solutions,
+            logprobs=None,
+            truncated=[False] * len(solutions),
+            weight_version=0,
+            device=world.device,
+            sampled=by_policy,
+        )
+        tokens = world.sum(batch.response_mask.sum())  # with a loss, in the whole batch, on all ranks
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world)
         for micro in micro_batches:

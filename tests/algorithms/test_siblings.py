@@ -105,6 +105,7 @@ OWN_FLAGS = {
     "prompts_per_step",
     "gen_prompts",
     "group_size",
+    "temperature",
     "clip_low",
     "clip_high",
     "clip",
