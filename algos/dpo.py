@@ -134,10 +134,11 @@ def main(args: Args) -> None:
     tokenizer, _ = load_tokenizer(model_path, date=date)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     checks.total_tokens(model_path, prompts, args.max_response_tokens)
-    longest = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # A pair is one forward.
+    longest = max(len(prompt.ids) + max(map(len, pairs[prompt.id])) for prompt in prompts)
+    longest_pair = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # one forward
     checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    settings = settle(args, model_path, size, longest)
+    settings = settle(args, model_path, size, longest, longest_pair)
     if args.saving.dry_run:
         errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
         preview.show_pairs(prompts, pairs, tokenizer)

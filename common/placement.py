@@ -30,7 +30,7 @@ HOLE_BYTES = 2 * 2**30
 # Option numbers of mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
-# Environment variables of torchrun. A process that is started by a rank and is none itself must not inherit them.
+# Environment variables of torchrun. A child process that is not itself a rank must not inherit them.
 TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -59,10 +59,10 @@ class Layout:
     rollout_placement: Literal["colocate", "split"] = "colocate"
     """Where the engines are: on the trainer's devices, or as servers on devices of their own (split)."""
     rollout_devices: tuple[NonNegativeInt, ...] = ()
-    """With split: this node's GPUs (or CPU cores) for servers that this run starts."""
+    """With split: GPUs (or CPU cores) of the first node, for servers that this run starts."""
     rollout_urls: tuple[str, ...] = ()  # With split: running servers to use instead (scripts/serve_rollout.sh).
     max_inflight_batches: PositiveInt = 1
-    """K > 1: later steps are sampled while one trains, with weights up to K - 1 updates old. Needs split."""
+    """K > 1: later steps are sampled while one trains, with weights up to K - 1 steps old. Needs split."""
     inflight_updates: Literal["none", "recompute", "keep"] = "none"
     """New weights go in amid responses, whose keys and values are recomputed or kept. none: between responses."""
     rollout_memory: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -75,6 +75,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class World:
+    """This rank, its device, and its process groups. init() makes it.
+
+    sum(), min() and max() take a number, or a tensor of one, and return a float that is the same on all ranks.
+    """
+
     rank: int
     size: int
     device: torch.device
@@ -95,7 +100,7 @@ class World:
         return self.rank // self.rollout_tp
 
     def beside(self) -> "World":
-        """The same world for a second thread, whose collectives do not mix with the first's. Collective."""
+        """The same world for a second thread: its sum, min and max use a group of their own. Collective."""
         return replace(self, group=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def sum(self, value: float) -> float:
@@ -151,7 +156,7 @@ def init(seed: int, rollout_tp: int = 1, layout: Layout = Layout(), sharding: Sh
 
 
 def take_device(layout: Layout) -> torch.device:
-    """This rank's GPU, or the CPU, whose cores for servers this process then leaves alone."""
+    """This rank's GPU, or the CPU. On a CPU this process gives up the cores that belong to servers."""
     if torch.cuda.is_available():
         remaining = [i for i in range(torch.cuda.device_count()) if i not in layout.rollout_devices]
         device = torch.device("cuda", remaining[int(os.environ["LOCAL_RANK"])])
@@ -201,21 +206,21 @@ def engine_count(size: int, rollout_tp: int, layout: Layout) -> int:
 
 
 def use_cores() -> None:
-    """Give this rank its share of the cores. Two ranks with all cores each would fight: 0.3 s becomes 13 s."""
+    """Give this rank its share of the cores. Two ranks with all cores each would wait for each other."""
     torch.set_num_threads(cores_of_this_rank())
 
 
 def rank_memory() -> float:
-    """Bytes of this rank's GPU, or its share of the machine's memory."""
+    """Bytes of this rank's GPU (before init() of the first one), or its share of the machine's memory."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
 
 
 def keep_memory() -> None:
     """Keep freed tensors in this process. Otherwise glibc returns large ones to the kernel, which clears every page
-    again: an update on a CPU took 1.04 to 1.10 times as long. The price is memory lost between tensors.
+    again: an update on a CPU took 1.04 to 1.10 times as long. The price is fragmentation.
     """
     libc = ctypes.CDLL(None)
     # Only glibc has this function, and only glibc needs it.
@@ -245,9 +250,10 @@ class MallocInfo(ctypes.Structure):
 def return_holes() -> None:
     """Return the free parts of the heap to the kernel, if they are HOLE_BYTES or more.
 
-    It is called before and after sampling. Sampling and training leave holes of different sizes in the heap that
-    keep_memory() keeps, and need new room beside those of the other. With SmolLM2 on `sums` the peak of five steps was
-    9.7 GiB instead of 10.9. A page that is needed again is cleared again, so small heaps are left as they are.
+    It is called before and after sampling. keep_memory() keeps the holes that sampling and training leave in the heap,
+    and neither can use those of the other, so the heap would grow to the sum of both. With SmolLM2 on `sums` the peak
+    of five steps was 9.7 GiB instead of 10.9. A page that is needed again is cleared again, so small heaps are left as
+    they are.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):  # glibc has it since 2.33

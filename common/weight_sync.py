@@ -4,9 +4,9 @@ The engine is the program that samples, and it has its own copy of the model: a 
 servers, or transformers' generate. FSDP2 shards the policy over the ranks, but an engine wants full tensors, under the
 names that it knows. So we walk through the policy, one parameter at a time:
 
-    gather    the ranks exchange their shards, and each rank then has the full tensor (an all-gather, a collective)
+    gather    the ranks exchange their shards, and each rank then has the full tensor (an all-gather)
     merge     with LoRA, the layer's adapters are added to its weight
-    rename    only for vLLM, which expects the names in the model's files. One parameter can become several tensors:
+    rename    for vLLM and SGLang, which expect the names in the model's files. A parameter can become several tensors:
                   transformers       layers.1.mlp.experts.down_proj, all experts stacked
                   the model's files  layers.1.mlp.experts.0.down_proj.weight, and so on for each expert
     load      the engine copies the tensors into its own weights, and then we free them
@@ -15,12 +15,13 @@ Every rank gathers, because gathering is a collective: a function that all ranks
 the process loads what its rank has gathered. With servers, rank 0 sends it to them and the other ranks drop theirs.
 
 The trainer never assembles a full copy of the model. In addition to the shards, a rank holds one full parameter, or two
-on a GPU (see gather_ahead), and with LoRA the terms of the sum. The largest parameter is often a layer's experts.
+on a GPU (see gather_ahead), and with LoRA the terms of the sum. The largest parameter is often a layer's experts. With
+servers, rank 0 also holds the tensors that it collects for one message, up to some 256 MiB, and packed copies of them.
 
 What we rely on:
 - Every rank walks through the same parameters in the same order. Gathering would hang otherwise.
 - Each parameter can be renamed on its own. It may become several tensors of the files. Two parameters that are parts of
-  one tensor in the files are not supported: they would keep names that vLLM doesn't know, and it would refuse them.
+  one tensor in the files are not supported: they would keep names that the engine doesn't know. vLLM refuses these.
 - Tied parameters are sent once, under their first name. The engine ties its own copies.
 tests/trainer/test_families.py checks all of this for the supported families.
 """
@@ -50,13 +51,13 @@ class FullParameters:
     """The weights to send: iterating over it yields (name, full tensor) pairs.
 
     Each pass over it gathers the weights as they are then: all parameters, with adapters merged, and the buffers that
-    are saved with the model. Collective: every rank iterates to the end. vLLM's NCCL sender takes this object as its
-    "weight source". The sender calls metadata() first and then iterates, both inside engine.load_weights.
+    are saved with the model. Collective: every rank iterates to the end. Servers may get them after load_weights() has
+    returned, or get the next ones in their place (ServerEngine.send_if_behind).
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, saved_names: bool = False):
-        """dtype: data type of the engine's weights. saved_names: True for vLLM, which uses the names and shapes of the
-        model's files; False for an engine that uses those of the transformers model.
+        """dtype: data type of the engine's weights. saved_names: True for vLLM and SGLang, which use the names and
+        shapes of the model's files; False for an engine that uses those of the transformers model.
         """
         self.policy = policy
         self.dtype = dtype
@@ -171,7 +172,7 @@ def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torc
         loaded = []
         while tensors:
             name, tensor = tensors.pop(0)  # popped and deleted: nothing here may keep a loaded tensor alive
-            consumer = torch.cuda.current_stream()  # looked up for each tensor: vLLM's sender has two streams
+            consumer = torch.cuda.current_stream()  # which reads this tensor; vLLM's sender has two, in turns
             consumer.wait_event(gathered)
             tensor.record_stream(consumer)  # otherwise a later gather could reuse this memory before it has been read
             yield name, tensor
@@ -184,5 +185,8 @@ def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torc
 
 
 def push(policy: nn.Module, engine) -> None:
-    """Give the engine the policy's current weights. Collective: every rank calls it."""
+    """Give the engine the policy's current weights. Collective: every rank calls it.
+
+    Servers that are in the middle of responses get them later, or skip them for newer ones (--inflight-updates none).
+    """
     engine.load_weights(FullParameters(policy, engine.wire_dtype, engine.saved_names))

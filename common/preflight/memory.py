@@ -263,15 +263,16 @@ class MemoryPlan:
                 "smaller --token-budget, shorter rows or --sequence-parallel, more ranks, --offload"
             )
 
-    def fitted_compute(self, longest: int = 0) -> Compute:
+    def fitted_compute(self, longest: int = 0, longest_unit: int = 0) -> Compute:
         """The settings with their token budget filled in, and printed if it was open. Raises BadInput.
 
-        longest: tokens of the longest row, which is never cut.
+        longest: tokens of the longest row, which is never cut. longest_unit: of the longest rows that stay together.
         """
         budget = self.compute.token_budget or self.token_budget()
         if self.gpu:
-            # The longest row is a forward of its own if it is longer than the budget. Sequence parallelism cuts it.
-            self.check_update(max(budget, math.ceil(longest / self.compute.sequence_parallel)))
+            # The longest unit is a forward of its own if it is longer than the budget. Sequence parallelism cuts it.
+            unit = max(longest, longest_unit)
+            self.check_update(max(budget, math.ceil(unit / self.compute.sequence_parallel)))
         if not self.compute.token_budget:
             activations = self.token_bytes * budget / GIB
             say(f"token budget: {budget} a forward and rank ({activations:.2g} GiB of activations)")

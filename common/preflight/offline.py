@@ -34,11 +34,12 @@ class OfflineSettings:
         )
 
 
-def settle(args, model: str, size: int, longest: int) -> OfflineSettings:
+def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> OfflineSettings:
     """Check the folders of a run and settle its sizes. Raises BadInput.
 
     args: the file's flags, among them `model`, `output`, `dtype`, `compute`, `run_dir`, `saving`, `track` and `steps`.
     model: the folder or Hub name that --model stands for. size: number of ranks. longest: tokens of the longest row.
+    longest_unit: tokens of the longest rows that share a forward, such as a DPO pair.
     """
     # The caller has checked its flags, its data and the model. What is left are folders and sizes.
     machine.check_tracker(args.track)
@@ -53,7 +54,7 @@ def settle(args, model: str, size: int, longest: int) -> OfflineSettings:
         model=model,
         resume=resume,
         dtype=dtype,
-        compute=MemoryPlan(model=model, dtype=dtype, size=size, compute=compute).fitted_compute(longest),
+        compute=MemoryPlan(model=model, dtype=dtype, size=size, compute=compute).fitted_compute(longest, longest_unit),
     )
     run_directory.check_configuration(settings.recorded, settings.name)
     run_directory.check_steps_left(args, resume)

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 
 from common.placement import World
 
-# Called with the index of a prompt as soon as all its responses are complete: the token ids of each response, and
-# for each whether the length limit cut it off.
+# An engine may call it with the index of a prompt once all its responses are complete: the token ids of each response,
+# and for each whether the length limit cut it off. It may also call it twice for a prompt, or never.
 Done = Callable[[int, list[list[int]], list[bool]], None]
 
 
 def spread_seed(seed: int) -> int:
     """The seed with its upper bits mixed into the lower 32, which are all that torch's generator reads on a CPU.
 
-    A run's own seed stands in the upper bits, so without this all runs on a CPU would sample with the same noise. No
-    two seeds become one. Those below 2**32 stay as they are.
+    A run's own seed stands in the upper bits, so without this all runs on a CPU would sample with the same noise. As
+    numbers of 64 bits no two seeds become one. Those below 2**32 stay as they are.
     """
     golden_ratio = 0x9E3779B1  # Knuth's multiplier: neighbours end far apart
     return seed ^ ((seed >> 32) * golden_ratio % 2**32)
@@ -27,14 +27,17 @@ def spread_seed(seed: int) -> int:
 
 @dataclass
 class Rollout:
-    """N sampled responses, group-major: rows i*G ... i*G+G-1 answer prompt i. T = tokens of the longest response."""
+    """N sampled responses, group-major: rows i*G ... i*G+G-1 answer prompt i. T = tokens of the longest response.
+
+    Grading sets response_mask to False on all of a group that cannot be graded.
+    """
 
     prompt_ids: list[list[int]]  # N prompts, as the engine took them
     response_ids: list[list[int]]  # N responses, as the engine returned them; an end token that it sampled is included
     response_mask: torch.Tensor  # (N, T) bool, True on a token that the policy sampled; holes: an environment's tokens
-    rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where the mask is False
+    rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where nothing was sampled
     truncated: torch.Tensor  # (N,) bool, True if the length limit ended the response instead of an end token
-    weight_versions: torch.Tensor  # (N, T) how many weight updates the engine had received when it sampled the token
+    weight_versions: torch.Tensor  # (N, T) number of the trainer's push with whose weights the token was sampled
     episodes: list | None = field(default=None, kw_only=True)  # N turns.Turns, if the run has an environment
 
     def __len__(self) -> int:
@@ -53,7 +56,7 @@ class Response:
     token_ids: list[int]
     logprobs: list[float]  # one for each token
     truncated: bool  # True if the length limit ended it
-    versions: list[int] | None = None  # weights of each token; None: the engine's current ones sampled all
+    versions: list[int] | None = None  # number of the push, for each token; None: the engine's current one
 
 
 def collate_responses(
@@ -71,7 +74,7 @@ def collate_responses(
 
 
 def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, device, sampled=None) -> Rollout:
-    """Pad N responses to (N, T). The mask comes from their lengths, because a padding token may equal an end token.
+    """The rollout of N responses. Its tensors are padded to (N, T); token ids stay lists of their own lengths.
 
     logprobs: N lists, or None for demonstrations, which no engine sampled.
     weight_version: one number for all tokens, or N lists with one for each.
@@ -104,7 +107,7 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
 
 
 def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
-    """Join these rows of several rollouts, in this order, and pad them to their longest response."""
+    """Join these rows (at least one) of several rollouts, in this order, and pad them to their longest response."""
     picked = [(rollout, row) for rollout, rows in parts for row in rows]
     response_ids = [rollout.response_ids[row] for rollout, row in picked]
     width = max((len(ids) for ids in response_ids), default=0)
@@ -130,7 +133,7 @@ def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
 def gather(items: list, world: World) -> tuple[list, int]:
     """Prompts, or replies, of all ranks that share this rank's engine, and the index of this rank's first among them.
 
-    These ranks must feed their engine the same, in one order. Collective over them.
+    These ranks must ask their engine for the same, in the same order. Collective over them (world.tp_group).
     """
     if world.tp_group is None:
         return items, 0

@@ -80,17 +80,21 @@ class PromptSampler:
         self.step = step
         self.gates = gates
         self.time = metrics.time
-        self.draws_again = False  # the number of draws is not known before the last one
-        self.drawn_until: int | None = None  # place behind the prompts of this step in the walk over the data
+        self.draws_again = False  # until_full(): this step keeps its turn to draw until it is full
+        self.drawn_until: int | None = None  # where the prompts of the next step begin; a resumed run begins there
 
     def prompts(self, count: int) -> list[Prompt]:
         """This rank's share of the next `count` prompts.
 
-        Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks.
-        Raises RunFailed for a second call in a step that is sampled beside others.
+        Rank r takes prompts r, r + size, ...: mini-batch k holds the same prompts for any number of ranks. (Not with
+        until_full(), where each rank keeps the first that pass.) Raises RunFailed for a second call in a step that is
+        sampled beside others. Collective in such a step: every rank calls it.
         """
         if self.gates is not None:
             self.gates.drawing.enter(self.step)
+            # One rank may have been told already when another has not.
+            if self.world.max(self.gates.abandoned):
+                raise Abandoned(f"step {self.step} will not be trained on")
         prompts = self.loader.take(count)
         self.drawn_until = self.loader.position
         if self.gates is not None and not self.draws_again:
@@ -113,7 +117,8 @@ class PromptSampler:
         with_metrics: bool = True,
         at_least: float = -math.inf,
     ) -> Batch:
-        """Grade all responses. Collective: every rank calls it. Raises RunFailed, also for a score below `at_least`.
+        """Grade all responses. If one cannot be graded, its group has scores of 0, and rollout.response_mask becomes
+        False there. Collective: every rank calls it. Raises BadInput or RunFailed, also for a score below `at_least`.
 
         grading: the function from grade_early(), if it was used. with_metrics: False keeps these responses out of the
         metrics reward/, group/ and response/.
@@ -153,10 +158,10 @@ class PromptSampler:
         max_draws: int,
         filter_in_words: str,
     ) -> Batch:
-        """Dynamic sampling: draw prompts until `wanted` of them, on all ranks together, pass the filter `keep`.
+        """Dynamic sampling: draw prompts until every rank has wanted / world.size that pass the filter `keep`.
 
-        All ranks make the same number of draws, until each has its share. Surplus prompts are discarded: in the next
-        step their responses would be off-policy. Collective: every rank calls it. Raises RunFailed after max_draws.
+        All ranks make the same number of draws. Surplus prompts are discarded: in the next step their responses would
+        be off-policy. Collective: every rank calls it. Raises RunFailed after max_draws.
         With --max-inflight-batches 2 or more, later steps wait with their first draw until this one is full.
 
         keep: (B, G) bool, True for right responses -> (B,) bool, True for groups that stay.
@@ -183,7 +188,7 @@ class PromptSampler:
                 break
         else:
             raise RunFailed(
-                f"step {self.step}: after --max-gen-batches {max_draws} draws a rank has only "
+                f"step {self.step}: after {max_draws} draws (--max-gen-batches) a rank has only "
                 f"{self.world.min(len(parts)):.0f} of its {share} prompts {filter_in_words}: too easy, too hard, or a "
                 "constant reward",
                 code="no-signal",
@@ -205,6 +210,10 @@ def join(parts: list[tuple[Batch, list[int]]]) -> Batch:
     return Batch.of(select(parts), prompts, responses, results)
 
 
+class Abandoned(Exception):
+    """Ends the sampling of a step that will not be trained on. It stays in that step's thread."""
+
+
 class InOrder:
     """A gate that the threads of several steps pass in the order of the steps, although they run at the same time."""
 
@@ -214,7 +223,7 @@ class InOrder:
         self.changed = threading.Condition()
 
     def enter(self, step: int) -> None:
-        """Wait until all earlier steps have left. Raises RunFailed if this one has left, too."""
+        """Wait until all earlier steps have left. Raises RunFailed if this step itself has left already."""
         with self.changed:
             self.changed.wait_for(lambda: self.next_step >= step)
         if self.next_step > step:
@@ -241,6 +250,7 @@ class Gates:
 
     drawing: InOrder  # of prompts: each rank draws the same ones for a step, whichever thread is faster
     grading: InOrder  # rewards have a state, such as weights that are read from a file once a step
+    abandoned: bool = False  # no step draws any more
 
 
 @dataclass
@@ -255,9 +265,9 @@ class InFlight:
 class Prefetcher:
     """Calls sample() for one step after the other. With --max-inflight-batches K up to K steps are sampled at a time.
 
-    Step t + K - 1 may be begun when step t is about to train. It then misses the updates of the K - 1 steps t ...
-    t + K - 2, so no token is more than K - 1 updates old when it is trained on. Nothing is ever dropped for its age,
-    because that would favour short responses. If the servers miss updates already (ServerEngine.behind), so many steps
+    Step t + K - 1 may be begun when step t is about to train. It then misses the pushes of the K - 1 steps t ...
+    t + K - 2, so no token is more than K - 1 pushes old when it is trained on. Nothing is ever dropped for its age,
+    because that would favour short responses. For each push that the servers still lack (ServerEngine.behind), one step
     fewer may be begun.
 
     Each step has a thread. The threads draw prompts and grade in the order of the steps, and the batches are trained on
@@ -309,7 +319,7 @@ class Prefetcher:
             self.tracker.sampled = self.sample(step, sampler)
             return self.tracker.sampled
         tracker = self.tracker
-        # Now, while we wait, and again below, because an update that goes in lets further steps begin.
+        # Once before the wait, and again after it: a push that goes in meanwhile lets further steps begin.
         self._begin_until(step, last_step)
         with tracker.time("wait"):
             self.engine.wait_for_step_or_idle(self.in_flight[step].ended.is_set)
@@ -332,13 +342,18 @@ class Prefetcher:
         """
         if not self.ahead:
             return
-        # In the order of the steps. After an error of one, later steps may wait for it for ever.
+        # In the order of the steps. If one has failed on this rank alone, the other ranks hang in its collectives, and
+        # the later steps of this rank hang with them. The get() of the one that failed raises at once.
         for step in self.in_flight.values():
             step.batch.get()
         self.engine.send_if_behind()
 
     def abandon(self) -> None:
-        """End the sampling of steps that will not be trained on, because the run was asked to stop."""
+        """End the sampling of steps that will not be trained on, because the run was asked to stop.
+
+        Collective: every rank calls it.
+        """
+        self.gates.abandoned = True  # first: a step whose requests end lets the next one draw
         if self.in_flight:
             self.engine.abandon()
         for step in self.in_flight.values():
@@ -377,8 +392,9 @@ class Prefetcher:
         return begun
 
     def _check_age(self, batch: Batch) -> None:
-        """No token may be more than K - 1 updates old."""
+        """No token may be more than K - 1 pushes old. Collective, so that all ranks end together."""
         versions = batch.weight_versions[batch.response_mask]
-        if len(versions):
-            age = self.engine.weight_version - int(versions.min())
-            assert age < self.limit, f"a token is {age} updates old, with --max-inflight-batches {self.limit}"
+        newest = self.engine.weight_version
+        oldest = self.world.min(int(versions.min()) if len(versions) else newest)
+        age = newest - int(oldest)
+        assert age < self.limit, f"a token is {age} pushes old, with --max-inflight-batches {self.limit}"

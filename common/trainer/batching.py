@@ -42,7 +42,7 @@ from common.rollout.rollout import Rollout
 from common.trainer.attention import Group, Spans, spans
 from common.trainer.kernels import Kernels
 
-# A shared prompt is a segment of its own, which costs an attention call. With a shorter prompt sharing saves less.
+# A shared prompt is a segment of its own. With a shorter one that costs more, by a call of attention, than it saves.
 SHARED_PROMPT_MIN_TOKENS = 32
 PromptWithResponses = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of each response to it
 
@@ -52,14 +52,14 @@ class Compute(Sharding):
     """Settings of the trainer's forward and backward. Down to --kernels they change results only by rounding."""
 
     token_budget: NonNegativeInt = 0  # Most tokens in one forward on one rank. 0: as many as fit into the memory.
-    shared_prompts: tyro.conf.Suppress[bool] = True  # Settled: False computes a prompt again for each response.
+    shared_prompts: tyro.conf.Suppress[bool] = True  # Set by prepare(). False computes a prompt for each response.
     packing: Literal["auto", "on", "off"] = "auto"
-    """Lay sequences end to end in one row (on), or give each its own (off). auto: off for models that need it."""
+    """Lay sequences end to end (on), or give each a row of its own (off). auto: off for models that need it."""
     activation_checkpointing: bool = False  # Recompute layers in the backward: less memory, a third more work.
     kernels: Kernels = "eager"  # Kernels of the layers: transformers' own, or torch.compile.
     lora_rank: NonNegativeInt = 0
     """Train adapters of this rank (LoRA). Choose a five to ten times larger --learning-rate. 0: all weights."""
-    longest: tyro.conf.Suppress[NonNegativeInt] = 0  # Settled: tokens of the longest row, which longrope depends on.
+    longest: tyro.conf.Suppress[NonNegativeInt] = 0  # Set by prepare(): tokens of the longest row, for longrope.
     train_vision: bool = False  # Also train the vision encoder.
     freeze_router: bool = False  # Do not train the router of a mixture-of-experts model.
 
@@ -69,8 +69,9 @@ class MicroBatch:
     """n rows packed into one sequence of L tokens, R of which are response tokens.
 
     With sequence parallelism it is a slice of such a sequence: L is the slice's length, and `predictors` and `targets`
-    have only the response tokens that this slice predicts. The rank that owns the rows gets all log-probs in the end. A
-    slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
+    have only the response tokens that this slice predicts. `groups` and `spans` describe the whole sequence. The rank
+    that owns the rows gets all log-probs in the end, so its `scatter` has the tokens of all slices, slice after slice.
+    A slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
     """
 
     rows: torch.Tensor  # (n,) indices into the rollout
@@ -99,7 +100,7 @@ def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Com
 
     has_gradient: (N,) bool. Rows without one, such as those with advantage 0, skip the forward, but they stay in `rows`
     and so in the denominator. A prompt's G responses are consecutive rows. They stay together, because the number of
-    prompts on each rank is a multiple of `count` (the start of a run checks it). Collective: every rank calls it.
+    prompts on each rank is a multiple of `count` (prepare() checks it). Collective: every rank calls it.
     """
     mini_batches = []
     for rows in torch.arange(len(rollout), device=has_gradient.device).chunk(count):
@@ -119,7 +120,8 @@ class Bin:
 def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
     """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens. A longer unit gets its own.
 
-    unit_size: keep this many consecutive rows together, such as the two of a DPO pair.
+    The list may be empty, and then it is empty on all ranks. compute: as prepare() returns it, with a token budget.
+    unit_size: keep this many consecutive rows together, such as the two of a DPO pair. It divides len(rows).
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
@@ -179,7 +181,7 @@ def slices_of_all(
 
 
 def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
-    """Fill one bin after the other.
+    """Fill one bin after the other: a unit that doesn't fit opens the next.
 
     Groups are sorted by their longest unit, and the units of a group by their length. Neighbours then have similar
     lengths. Attention without a variable-length kernel pads neighbours to one length, so it wastes little. If a group
@@ -257,7 +259,8 @@ def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
 def after_prompts_of(rollout: Rollout, micro: MicroBatch, compute: Compute) -> MicroBatch:
     """A micro-batch's responses in the same order, after the prompts that they have in another rollout.
 
-    For a forward without gradient: it may be longer than the token budget. Not for slices of sequence parallelism.
+    For a forward without gradient: it may be longer than the token budget. Not for slices of sequence parallelism. Its
+    mask is not that of a dummy, even if `micro` is one.
     """
     shares = compute.shared_prompts and compute.packing != "off"
     groups = []
@@ -279,7 +282,8 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
 
     rows: index in the rollout of each response, in order; empty if another rank owns them.
     response_mask: (N, T), of the whole rollout.
-    A token's logits come from the position before it. Only this function and unpacked.rows_of shift by that one token.
+    A token's logits come from the position before it. Of the forwards that train,
+    only this one and unpacked.rows_of shift by that one token.
     """
     tokens = []
     positions = []

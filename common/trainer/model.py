@@ -1,7 +1,7 @@
-"""Loads Hugging Face weights into an FSDP2 model, and computes log-probs or values of its responses.
+"""Loads Hugging Face weights into an FSDP2 model, and computes log-probs or values of response tokens.
 
-Master weights are float32 and sharded over all ranks. They are gathered layer by layer in the compute dtype, and
-gradients are summed over the ranks in float32.
+Trained weights are float32. All weights are sharded over the ranks, or over each group of --shard-size ranks, and
+gathered layer by layer in the compute dtype. Gradients are summed over all ranks in float32.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from common.trainer.kernels import use_kernels
 from common.trainer.packing_check import choose_forward, own_forward
 from common.trainer.parts import all_attentions, decoder_of, layers_of
 
-# Phi-MoE leaves out experts that are so much worse than the best one, in training or not.
+# No noise, in spite of its name: by how much worse than the best one an expert of Phi-MoE may be, in training or not.
 NO_NOISE = (("phimoe", "router_jitter_noise"),)
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 
@@ -49,7 +49,8 @@ def load(
     offload: bool = False,
     value_head: bool = False,
 ) -> nn.Module:
-    """Load a causal language model and shard it, one FSDP unit per decoder layer. Collective: every rank calls it.
+    """Load a causal language model and shard it: one FSDP unit for each decoder layer, and one for all that is left,
+    such as the embeddings. Collective: every rank calls it. Raises BadInput, on all ranks.
 
     dtype: data type of forward and backward. offload: parameters, gradients and optimizer state live in host memory,
     and layers come to the GPU one at a time. value_head: one value for each token instead of logits, 0 at the
@@ -76,9 +77,9 @@ def load(
     fill(model, world, state, buffers, offload)
     families.fix_longrope(model, compute.longest)
 
-    # Layers in training keep their inputs alone (--activation-checkpointing). Nothing else has to know that it is
-    # trained: some families would add noise, ask for inputs that only images have (Gemma 3), or take a weight past the
-    # module that adapts it (Mamba's fused kernel).
+    # With --activation-checkpointing a layer keeps its inputs alone, but in transformers only in training mode. All
+    # other modules stay in eval mode: in training mode some families add noise, ask for inputs that only images have
+    # (Gemma 3), or read a weight past the module that adapts it (Mamba's fused kernel).
     model.eval()
     for layer in layers_of(model):
         layer.training = True
@@ -108,7 +109,7 @@ def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, v
     config = AutoConfig.from_pretrained(model_path)
     weights.refuse_quantized(config, f"--model {model_path}")
     model = skeleton(config, model_path, value_head)
-    # weight_sync needs it for the names of weights. It depends on classes, which FSDP changes.
+    # weight_sync renames weights with it. It is found by the modules' classes, which FSDP replaces.
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
     if image_tokens(config):
         from common.trainer import vision
@@ -125,8 +126,8 @@ def build(model_path: str, world: World, dtype: torch.dtype, compute: Compute, v
 
 
 def read_weights(model: nn.Module, model_path: str, compute: Compute) -> tuple[dict, dict, list]:
-    """The weights in the files, in float32; the buffers, such as rotary frequencies, which no file has; and the
-    prefixes that names in the files have and the model's do not.
+    """The weights in the files, in float32; all buffers, of which some are in no file, such as rotary frequencies; and
+    the conversions of names that differ by a prefix.
 
     Only rank 0 reads. The other ranks receive their shards from it. Raises BadInput for weights that do not fit.
     """
@@ -206,7 +207,7 @@ def class_of(config, value_head: bool) -> type | None:
 def with_values(causal: type) -> type:
     """A subclass with `score`, one value for each token, in the place of the head. It starts at 0.
 
-    transformers has such classes for some families alone, and some of them name the head otherwise.
+    transformers has such classes only for some families, and some of these give the head another name.
     """
 
     def init(self, config):
@@ -225,7 +226,10 @@ def with_values(causal: type) -> type:
 
 
 def skeleton(config, model_path: str, value_head: bool = False) -> nn.Module:
-    """The model without weights, on the meta device, its random layers switched off. Raises BadInput for no decoder."""
+    """The model without weights, on the meta device, its random layers switched off. It changes `config`.
+
+    Raises BadInput for a model that is no causal decoder, or whose layers share weights.
+    """
     refused = f"--model {model_path}: {config.model_type} models are not supported, because"
     if config.is_encoder_decoder:
         raise BadInput(f"{refused} of their encoder: a policy is a decoder that goes on with its prompt")
@@ -292,8 +296,9 @@ def response_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
 
-    temperature: the temperature of sampling.
+    temperature: the temperature of sampling. with_entropy: False gives None in the place of the entropies.
     entropy_gradient: entropies have a gradient, too. It costs the backward one more pass over each chunk of logits.
+    With gradients on, the backward must come before the next call, which decides anew whether gradients are reduced.
     Collective: every rank calls it equally often.
     """
     if torch.is_grad_enabled():
@@ -328,7 +333,7 @@ def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[Micro
 
 
 def whole_rollout(results: list[torch.Tensor], rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Results (n, T) of each micro-batch, at their rows in (N, T). A dummy's rows have been computed elsewhere."""
+    """Results (n, T) of each micro-batch, at their rows in (N, T). A dummy's mask is False, so it changes nothing."""
     out = torch.zeros_like(rollout.rollout_logprobs)  # (N, T)
     for micro, result in zip(micro_batches, results):
         out[micro.rows] = torch.where(micro.response_mask, result, out[micro.rows])
@@ -336,7 +341,10 @@ def whole_rollout(results: list[torch.Tensor], rollout: Rollout, micro_batches: 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights after forwards without a backward. Otherwise they would stay after the next update."""
+    """Free gathered weights after forwards without a backward.
+
+    FSDP does not gather what is gathered already, so forwards after the next update would still use the old weights.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

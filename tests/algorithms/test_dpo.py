@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, launch
 from helpers import load as load_script
 
+from algos import dpo
 from algos.dpo import dpo_loss, implicit_rewards
 from common.data import arithmetic, pairs
 from common.data.prompts import Prompt, Source
@@ -53,6 +54,24 @@ def test_loss_matches_a_slow_loop(smoothing):
         h = 0.3 * ((sums[0] - sums[1]) - (sums[2] - sums[3]))
         sigma = lambda x: 1 / (1 + math.exp(-x))
         assert found[k].item() == pytest.approx(-(1 - smoothing) * math.log(sigma(h)) - smoothing * math.log(sigma(-h)))
+
+
+def test_a_row_has_one_response_of_its_pair(tmp_path, monkeypatch):
+    """Models with longrope look at the longest row. With that of a pair they would train at other frequencies."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "22222222"}\n')
+    seen = []
+
+    def settle(args, model, size, longest, longest_unit):
+        seen.append((longest, longest_unit))
+        raise InterruptedError
+
+    monkeypatch.setattr(dpo, "settle", settle)
+    with pytest.raises(InterruptedError):
+        dpo.main(dpo.Args(**dpo.EMBEDDED | {"dataset": (str(file),)}))
+    (prompt,), found = pairs.load_pairs((str(file),), Source(), arithmetic.tokenizer(), 64, 48)
+    chosen, rejected = map(len, found[prompt.id])
+    assert seen == [(len(prompt.ids) + rejected, len(prompt.ids) + chosen + rejected)]
 
 
 def test_large_margins_neither_overflow_nor_vanish():

@@ -187,6 +187,7 @@ def test_a_run_fills_in_its_flags_or_does_not_start(seven, capsys):
     refused = [
         (lambda: replace(seven, size=1).fitted_compute(), "--offload"),
         (lambda: seven.fitted_compute(longest=22528), "--sequence-parallel"),  # a row is never cut
+        (lambda: seven.fitted_compute(11264, longest_unit=22528), "--sequence-parallel"),  # and a pair neither
         (lambda: replace(seven, compute=Compute(shard_size=2)).fitted_layout(400_000, 64), "--rollout-tp"),
         (lambda: replace(seven, layout=Layout(rollout_memory=0.8)).fitted_layout(1000, 64), "--rollout-memory 0.8"),
         # On 4 GPUs, 23 GB of states and 0.75 of 80 GB fit at the start, and not once Adam's moments exist.

@@ -241,7 +241,7 @@ def test_the_trainer_goes_on_while_a_long_response_holds_the_update_up(world):
     run.push()
     assert run.engine.behind == 2
     run.held[3].set()
-    assert run.get(3).version == 0  # 2 updates old: as old as it may be
+    assert run.get(3).version == 0  # 2 pushes old: as old as it may be
     assert run.engine.sent == [2] and run.engine.behind == 0
     run.wait_for_begun(1, 2, 3, 4, 5)
     assert run.get(4).version == 2
@@ -291,7 +291,7 @@ def test_a_token_that_is_too_old_is_noticed(world):
     run.get(1)
     wait_for_all(run)
     run.engine.weight_version += 2
-    with pytest.raises(AssertionError, match="2 updates old"):
+    with pytest.raises(AssertionError, match="2 pushes old"):
         run.get(2)
 
 
@@ -348,6 +348,31 @@ def test_a_run_that_is_stopped_ends_its_batches_in_flight(world, monkeypatch):
     monkeypatch.setattr(run.engine, "abandon", lambda: [event.set() for event in run.held.values()])
     run.prefetcher.abandon()
     assert all(step.ended.is_set() for step in run.prefetcher.in_flight.values())
+
+
+def test_a_run_that_is_stopped_draws_nothing_more(world, monkeypatch):
+    """Dynamic sampling: step 2 is in its first draw, and steps 3 and 4 wait for it to be full."""
+    run = Run(world, 4)
+    draws, held = [], threading.Event()
+
+    def draws_twice(step, sampler):
+        sampler.draws_again = step > 1
+        for _ in range(2 if step > 1 else 1):
+            prompts = [prompt.text for prompt in sampler.prompts(1)]
+            draws.append(step)
+            if step > 1:
+                assert held.wait(SECONDS)
+        return Batch(0, prompts)
+
+    run.prefetcher.sample = draws_twice
+    run.get(1)
+    deadline = time.monotonic() + SECONDS
+    while draws != [1, 2]:
+        assert time.monotonic() < deadline, draws
+        time.sleep(0.005)
+    monkeypatch.setattr(run.engine, "abandon", held.set)  # ends the requests that are under way, and none that follow
+    run.prefetcher.abandon()
+    assert draws == [1, 2]
 
 
 def test_an_evaluation_does_not_wait_for_steps_behind_one_that_failed(world):
