@@ -201,7 +201,7 @@ def check_args(args: Args) -> None:
             "--sequence-parallel: add --no-full-vocabulary; with its hint a sequence is cut at other tokens"
         )
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: needs --no-full-vocabulary, because a divergence has no ratio to weight")
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary, because a divergence has no ratio to weight")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 

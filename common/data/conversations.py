@@ -9,6 +9,7 @@ Nothing is dropped. A message that can't be read is refused, and the error names
 """
 
 import json
+import re
 from typing import Any
 
 from common.errors import BadInput
@@ -48,7 +49,7 @@ def looks_like(value: Any) -> bool:
 
 def from_text(text: str) -> Any:
     """The messages in a text that is JSON, as some tables store them. Any other text stays."""
-    if not text.lstrip().startswith("[{"):
+    if not re.match(r"\s*\[\s*\{", text):
         return text
     try:
         value = json.loads(text)
@@ -108,13 +109,15 @@ def read_sharegpt(where: str, entry: Message) -> Message:
 def read_call(where: str, call: Any) -> Message:
     """{"type": "function", "function": {"name": ..., "arguments": {...}}} of a call in any of its usual forms.
 
-    Arguments may be an object or its JSON. Templates write an object in their own form, and a text as it is, so that
-    two rows with the same call would differ.
+    Arguments may be an object or its JSON, and Llama calls them "parameters". JSON is parsed, because a template writes
+    an object and a text differently.
     """
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadInput(f"{where}: expected a call with the name of a function, got {shown(call)}")
-    arguments = function.get("arguments", {})
+    function = dict(function)
+    arguments = function.pop("parameters", {})
+    arguments = function.pop("arguments", arguments)
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -204,8 +204,8 @@ class SpelledTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, treatment: str):
         """treatment: --control-tokens."""
         self.pattern = None
-        if tokenizer.chat_template:
-            names = sorted(set(templates.control_tokens(tokenizer).values()), key=len, reverse=True)
+        names = sorted(set(templates.control_tokens(tokenizer).values()), key=len, reverse=True)
+        if tokenizer.chat_template and names:
             self.pattern = re.compile("|".join(map(re.escape, names)))
         self.treatment = treatment
         self.rows: list[str] = []  # their places

@@ -8,7 +8,7 @@ earlier turns, and the same text can have other tokens.
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.data.templates import TURN, chat_text, turn_end
+from common.data.templates import REFUSALS, TURN, chat_text, turn_end
 from common.errors import BadInput
 
 # A text to find again in what the template writes.
@@ -33,13 +33,13 @@ class Suffix:
         name = f"--model {tokenizer.name_or_path}: its chat template"
         try:
             text = self.render([OBSERVATION])
-        except TemplateError as error:
+        except REFUSALS as error:
             raise BadInput(f'{name} refuses an observation of the role "{role}": {error}') from None
         if OBSERVATION not in text:
             raise BadInput(f'{name} does not show what the role "{role}" says; set role = "user" in the environment')
 
     def render(self, observations: list[str]) -> str:
-        """The text that the chat template writes behind a turn. Raises TemplateError."""
+        """The text that the chat template writes behind a turn. Raises one of REFUSALS."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
         messages += [{"role": self.role, "content": text} for text in observations]
         _, turn, text = chat_text(messages, self.tokenizer).partition(TURN)
@@ -48,7 +48,7 @@ class Suffix:
         return text
 
     def ids(self, observations: list[str]) -> list[int]:
-        """The ids that follow a turn which ended with an end token. Raises TemplateError."""
+        """The ids that follow a turn which ended with an end token. Raises one of REFUSALS."""
         if not self.tokenizer.chat_template:
             return self.tokenizer("\n".join(observations) + "\n", add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.render(observations), add_special_tokens=False)["input_ids"]

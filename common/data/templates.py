@@ -89,6 +89,8 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     is_conversation = column in (*CONVERSATIONS, columns.get("chosen", "chosen"))
     if isinstance(content, str):
         content = conversations.from_text(content)
+    if isinstance(content, str) and content.strip() and not is_conversation and (row.get("system") or row.get("tools")):
+        content = as_messages(content)
     turn = None
     tools = None
     continues = False
@@ -348,7 +350,7 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: 
     quoted: parts of the text, in their order, whose control tokens are encoded as text. Raises BadInput.
     """
     if quoted:
-        ids = with_quotes(text, tokenizer, quoted)
+        ids = with_quotes(where, text, tokenizer, quoted)
     else:
         ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     # Some tokenizers end every text. The policy would answer behind the end.
@@ -367,11 +369,14 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: 
     return ids
 
 
-def with_quotes(text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str]) -> list[int]:
-    """Token ids of a text in which the quoted parts have no control tokens."""
+def with_quotes(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str]) -> list[int]:
+    """Token ids of a text in which the quoted parts have no control tokens. Raises BadInput if one is not in it."""
     ids = []
     for quote in quoted:
-        before, _, text = text.partition(quote.strip())
+        before, found, text = text.partition(quote.strip())
+        if not found:
+            said = conversations.shown(quote)
+            raise BadInput(f"{where}: --control-tokens text: the chat template does not write this as it is: {said}")
         ids += tokenizer(before, add_special_tokens=False)["input_ids"]
         ids += tokenizer(quote.strip(), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return ids + tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -385,7 +390,7 @@ def chat_text(
     continues: bool = False,
     ended: bool = False,
 ) -> str:
-    """The text that the chat template writes, up to where the policy's next turn begins. Raises TemplateError.
+    """The text that the chat template writes, up to where the policy's next turn begins. Raises one of REFUSALS.
 
     continues: up to the end of the last message's words, which the policy continues. ended: the conversation as it is,
     without the beginning of another turn.

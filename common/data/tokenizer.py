@@ -73,10 +73,9 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
                     f"0 to {text.vocab_size - 1}: name another end token there, or the model that it belongs to"
                 )
             stops.add(token)
-    if tokenizer.eos_token_id is not None:
-        end = turn_end(tokenizer)[-1]
-        if end < text.vocab_size:
-            stops.add(end)
+    end = turn_end(tokenizer)[-1]
+    if end is not None and end < text.vocab_size:
+        stops.add(end)
     if not stops:
         raise BadInput(f"{flag} {model_path}: neither tokenizer nor config names an end-of-sequence token")
     return tokenizer, sorted(stops)

@@ -96,7 +96,8 @@ def state(folder: Path) -> SavedState:
 def check(folder: Path) -> None:
     """Raise BadInput if a file of a complete checkpoint is missing or has another size than when it was saved."""
     # A user who is told that a checkpoint is damaged wants to know which one to take instead.
-    older = [other for other in complete(folder.parent.parent) if other.name < folder.name]
+    steps = [(step_of(other), other) for other in complete(folder.parent.parent)]
+    older = [other for step, other in steps if folder.name.startswith("step_") and step < step_of(folder)]
     cure = f"{older[-1]} is older: --resume it, with another --run-dir" if older else "there is no older one"
     try:
         saved_sizes = state(folder).files
@@ -193,7 +194,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         for path in stale:
             path.unlink()
         unfinished.rmdir()
-    flush(folder.parent)
+    flush(folder.parent if is_new else folder)
 
 
 def size(count: float) -> str:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
 from common.data.families import layer_configs, layer_kinds
-from common.data.tokenizer import causal_class
+from common.data.tokenizer import causal_class, image_tokens
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
 from common.preflight.checks import heads_of_all
@@ -70,12 +70,18 @@ def count_parameters(model_path: str) -> int:
 
 
 @lru_cache
-def trained_parameters(model_path: str, lora_rank: int) -> int:
-    """Number of parameters that a policy trains: all, or those of its adapters. Raises BadInput without such layers."""
-    if not lora_rank:
-        return count_parameters(model_path)
+def trained_parameters(model_path: str, compute: Compute) -> int:
+    """Number of parameters that a policy trains: without a vision tower that is frozen, or those of its adapters.
+
+    Raises BadInput without layers to adapt, or to freeze.
+    """
     model = without_weights(model_path)
-    lora.insert(model, lora_rank, torch.float32)
+    if image_tokens(model.config):
+        from common.trainer import vision  # few models see
+
+        vision.prepare(model, compute.train_vision)
+    if compute.lora_rank or compute.freeze_router:
+        lora.freeze(model, compute, torch.float32)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -165,7 +171,7 @@ class MemoryPlan:
     @property
     def trainable(self) -> int:
         """Parameters of each trained model that have a gradient and moments."""
-        return trained_parameters(self.model, self.compute.lora_rank)
+        return trained_parameters(self.model, self.compute)
 
     @property
     def usable(self) -> float:
@@ -198,6 +204,8 @@ class MemoryPlan:
         if adapts:
             # The frozen weights below the adapters are kept in the compute dtype.
             trained += self.dtype.itemsize * self.parameters
+        else:
+            trained += FROZEN_BYTES * (self.parameters - self.trainable)  # such as a vision tower
         states = dict.fromkeys(self.models, trained)
         if "reference" in states:
             states["reference"] = 0 if adapts else FROZEN_BYTES * self.parameters
@@ -288,9 +296,10 @@ class MemoryPlan:
         config = text_config(self.model)
         weights = self.parameters * self.dtype.itemsize / self.rollout_tp
         cache = kv_bytes_per_token(config, self.dtype) * tokens
-        # If there are more GPUs than key and value heads, some GPUs keep the same head.
+        # If there are more GPUs than key and value heads, some GPUs keep the same head. A latent (DeepSeek) has no
+        # heads, and each GPU keeps all of it.
         fewest = min(keys for _, keys in heads_of_all(config))
-        sharing = max(1, min(self.rollout_tp, fewest))
+        sharing = 1 if getattr(config, "kv_lora_rank", None) else max(1, min(self.rollout_tp, fewest))
         return weights + cache / sharing + ENGINE_WORKSPACE
 
     def engine_share(self, tokens: float) -> float:

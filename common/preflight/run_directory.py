@@ -91,7 +91,7 @@ def check_writable(named: str, flag: str = "--run-dir") -> None:
     folder = Path(named or "runs").absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        raise BadInput(f"{flag} {named}: {existing} is a file")
+        raise BadInput(f"{flag} {named or 'runs'}: {existing} is a file")
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

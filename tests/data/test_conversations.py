@@ -1,13 +1,16 @@
 """Conversations of real data sets: nothing that a row says is lost on its way to token ids, or said twice."""
 
 import json
+import shutil
 
 import pytest
+from transformers import AutoConfig
 
 from common.data import arithmetic, pairs, templates
 from common.data.demonstrations import demonstrations
 from common.data.prompts import Source, load
 from common.data.suffix import Suffix
+from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput
 from common.rewards.mixture import Rewards
 
@@ -26,6 +29,7 @@ GEMMA = (
 )
 KNOWS_TWO = CHATML.replace("for m in messages", "for m in messages if m.role in ('user', 'assistant')")
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo"}'}}
+LLAMAS_CALL = {"name": "weather", "parameters": {"city": "oslo"}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 ASKED = {"role": "user", "content": "2+3?"}
 FIVE = {"role": "assistant", "content": "5"}
@@ -68,7 +72,18 @@ USER = turn("user", "2+3?")
         ({"prompt": "2+3?", "solution": "5<|im_end|>"}, USER + NEXT, "5<|im_end|>"),
         ({"prompt": "2+3?", "solution": "5<eos>"}, USER + NEXT, "5<|im_end|>"),
         ({"prompt": json.dumps([ASKED]), "solution": "5"}, USER + NEXT, "5<|im_end|>"),
+        ({"prompt": json.dumps([ASKED], indent=1), "solution": "5"}, USER + NEXT, "5<|im_end|>"),
         ({"prompt": "[{2+3}]", "solution": "5"}, turn("user", "[{2+3}]") + NEXT, "5<|im_end|>"),
+        (
+            {"system": "say it", "prompt": "2+3?", "solution": "5"},
+            turn("system", "say it") + USER + NEXT,
+            "5<|im_end|>",
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": "look", "tool_calls": [LLAMAS_CALL]}]},
+            USER + NEXT,
+            'look<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call><|im_end|>',
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}, FIVE]},
             USER + NEXT,
@@ -219,6 +234,26 @@ def test_control_tokens_that_a_prompt_spells_are_counted_or_encoded_as_text(tmp_
     assert not capsys.readouterr().err
     plain, _ = one(tmp_path, {"prompt": "2+3?"})
     assert not capsys.readouterr().err and plain.ids.count(end) == 1
+
+
+def test_control_tokens_in_a_text_that_the_template_rewrites_cannot_become_text(tmp_path):
+    """What is not found in the text of the chat template would have stood behind its end."""
+    rewrites = CHATML.replace("{{ m.content }}", "{{ m.content | replace('what', '') }}", 1)
+    assert rewrites != CHATML
+    with pytest.raises(BadInput, match="rows.jsonl:1: --control-tokens text"):
+        one(tmp_path, {"prompt": "what does <|im_end|> do?"}, rewrites, control_tokens="text")
+
+
+def test_the_end_of_a_turn_ends_responses_also_if_the_tokenizer_names_no_end(tmp_path, models):
+    folder = shutil.copytree(models["tied"], tmp_path / "model")
+    tokenizer = tokenizer_with(GEMMA)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = len(tokenizer)
+    config.save_pretrained(folder)
+    _, stops = load_tokenizer(str(folder))
+    assert tokenizer.convert_tokens_to_ids("<end_of_turn>") in stops
 
 
 def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt(tmp_path, monkeypatch):

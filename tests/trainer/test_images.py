@@ -27,6 +27,7 @@ from common.data import arithmetic, images, squares
 from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import image_tokens, load_tokenizer
 from common.errors import BadInput, RunFailed
+from common.preflight import memory
 from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Item
 from common.rewards.text import format_boxed_reward
@@ -434,6 +435,18 @@ def test_ids_for_the_engine_and_for_the_trainer(saved, tmp_path):
     prompt.ids.check(tuple(prompt.ids))
     with pytest.raises(RunFailed, match="2 tokens.* 17"):
         prompt.ids.check([4, 5])
+
+
+@pytest.mark.parametrize(
+    "compute", [batching.Compute(), batching.Compute(train_vision=True)], ids=["frozen", "trained"]
+)
+def test_the_planned_memory_is_that_of_the_parts_that_are_trained(world, compute):
+    """A frozen vision tower has neither gradients nor moments."""
+    start = str(ROOT / "baselines/images-start")
+    policy = model.load(start, world, torch.float32, compute)
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert memory.trained_parameters(start, compute) == trained
+    assert (trained < memory.count_parameters(start)) == (not compute.train_vision)
 
 
 def test_squares_are_counted(tmp_path):

@@ -139,7 +139,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_pa
     weights = [name for name in tensors if name.startswith("policy.model.")]
     assert len(weights) == 2 * 7 * 3 and all(name.endswith(("lora_a", "lora_b")) for name in weights)
     moments = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.numel() > 1)
-    assert moments == 2 * memory.trained_parameters(models[kind], 4)
+    assert moments == 2 * memory.trained_parameters(models[kind], RANK)
     dcp.save(tensors, storage_writer=checkpoint.writer_for(tensors, tmp_path))
     again = model.load(models[kind], world, torch.float32, RANK)
     restored = adam(again)
@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_with_them(models, world, tmp_pa
 
 
 def test_the_planned_memory_is_that_of_adapters(models, capsys):
-    whole, adapters = (memory.trained_parameters(models["tied"], rank) for rank in (0, 4))
+    whole, adapters = (memory.trained_parameters(models["tied"], compute) for compute in (Compute(), RANK))
     assert adapters < 0.1 * whole
     large, small = (
         MemoryPlan(
