@@ -134,9 +134,10 @@ def main(args: Args) -> None:
             group["lr"] = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         optimizer.step()
         optimizer.zero_grad()
-        run.end_step(step)
         if step == args.steps:
+            # Before the checkpoint: a run that has the last one is done.
             checkpoint.export(policy, tokenizer, Path(args.output), settings.dtype, world)
+        run.end_step(step)
     run.close()
 
 

@@ -43,6 +43,7 @@ from common.preflight.folders import AdapterInfo, RewardState, SavedState
 from common.preflight.run_directory import date_of
 from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
+from common.trainer.model import reshard
 
 # "policy", and what changes beside it. Without an optimizer: a frozen model whose weights change in another way.
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
@@ -119,7 +120,7 @@ class Saver:
             return 0
         self.check_fits(saved, folder)
         if self.engine:
-            # Moments have no room beside an engine that is awake, and training_state() makes them.
+            # training_state() makes all moments at once, and reading needs room besides.
             self.engine.sleep()
         tensors = training_state(self.trained, saved.fresh)
         # Each rank has random states of its own, so they only fit the same number of ranks.
@@ -138,11 +139,12 @@ class Saver:
         self.loader.position = saved.position
         if self.engine:
             self.reward.restore(saved.reward.model_dump())
-            self.engine.weight_version = saved.weight_version - 1  # the push after loading is not an update
+            # The push after loading is not an update. A checkpoint of SFT or DPO has version 0.
+            self.engine.weight_version = max(0, saved.weight_version - 1)
         say(f"resumed after step {self.step}: {folder}")
         self.sampled_again = saved.in_flight
         if saved.in_flight:
-            say(f"{saved.in_flight} prompts were in flight; they are sampled again")
+            say(f"{saved.in_flight} prompts had been drawn and not trained on; they are drawn again")
         return self.step
 
     def check_fits(self, saved: SavedState, folder: Path) -> None:
@@ -255,6 +257,8 @@ class Saver:
         step: the last one that is done. position: where its next prompts begin. Collective: every rank calls it.
         """
         self.finish_writing()
+        for model, _ in self.trained.values():
+            reshard(model)  # SDPO's teacher may still be gathered, and its parameters are then no DTensors
         parameters = [parameter for model, _ in self.trained.values() for parameter in model.parameters()]
         finite = all(bool(parameter.to_local().isfinite().all()) for parameter in parameters)
         if step <= self.saved_step or not self.world.min(finite):

@@ -78,14 +78,18 @@ def explain_gap(probe: GapProbe, prompts: list[Prompt], settle: Callable[[], Non
     # With --max-inflight-batches 2 or more, threads may be sampling later steps.
     settle()
     prompt_ids = [prompt.ids for prompt in prompts]
-    before = probe.gap(probe.sample(prompt_ids, seed=1))
+    sampled = probe.sample(prompt_ids, seed=1)
+    probe.engine.sleep()  # the trainer's forward needs its memory; the push wakes it
+    before = probe.gap(sampled)
     weight_sync.push(probe.policy, probe.engine)
-    after = probe.gap(probe.sample(prompt_ids, seed=2))
+    sampled = probe.sample(prompt_ids, seed=2)
+    probe.engine.sleep()
+    after = probe.gap(sampled)
     # These are other responses than before, and noise alone does not halve a gap.
-    if after.mean <= min(max_gap, before.mean / 2):
+    if before.mean > max_gap and after.mean <= min(max_gap, before.mean / 2):
         return "stale-weights", (
-            f"it was {before.mean:.3g} for new responses, and {after.mean:.3g} after the weights were sent once more: "
-            "the engine had not got the trainer's weights"
+            f"the gap was {before.mean:.3g} for new responses, and {after.mean:.3g} after the weights were sent once "
+            "more: the engine had not got the trainer's weights"
         )
     if after.mean <= max_gap:
         return "logprob-gap", (

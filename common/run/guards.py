@@ -34,7 +34,7 @@ class Trends:
     """
 
     def __init__(self, had_signal: bool = False):
-        """had_signal: a step before the run was resumed had an advantage that is not 0."""
+        """had_signal: True for a resumed run, which is taken to have had an advantage that is not 0 before."""
         self.had_signal = had_signal
         self.steps_without_signal = 0  # in a row
         self.truncated_steps = 0  # in a row
@@ -43,7 +43,7 @@ class Trends:
 
     def check(self, metrics: dict[str, float]) -> None:
         """Raises RunFailed if no step has had a signal, or no response an end. Otherwise warns, on rank 0."""
-        if "reward/mean" not in metrics:  # the evaluation before the first step
+        if "reward/mean" not in metrics:  # the evaluation before the first step, and all steps of SFT and DPO
             return
         self.check_signal(metrics)
         self.check_truncation(metrics)
@@ -52,7 +52,8 @@ class Trends:
     def check_signal(self, metrics: dict[str, float]) -> None:
         """Warn or stop after SILENT_STEPS steps in which all advantages are 0.
 
-        A run that never had a signal is set up wrongly, so it stops. Later it means that the prompts are solved.
+        A run that never had a signal is set up wrongly, so it stops. Later it means that the prompts are solved, or
+        that the policy has collapsed.
         """
         if metrics["advantage/abs_max"] > 0:
             self.had_signal = True
@@ -67,7 +68,7 @@ class Trends:
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
-        warn(f"{message}: there is nothing more to learn from these prompts", "no-signal")
+        warn(f"{message}: all of these prompts are solved, or none is any more", "no-signal")
 
     def check_truncation(self, metrics: dict[str, float]) -> None:
         """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""

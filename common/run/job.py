@@ -10,10 +10,10 @@
         run.end_step(step, batch, ...)               writes rollouts/, evaluates, writes and checks metrics, saves
     run.close()
 
-`trained` names the models that a checkpoint has, with their optimizers: {"policy": (policy, optimizer)}. If a step
-raises one of the errors of common/errors.py, which all ranks raise together, the run saves what it has and writes its
-report before it ends.
-Any other exception, such as running out of memory on one rank, ends it without a checkpoint.
+`trained` names the models that a checkpoint has, with their optimizers: {"policy": (policy, optimizer)}. An error of
+common/errors.py that is raised in sampling, by guards.stop_unless_finite(), by a push to servers or in end_step() is
+raised on all ranks together. The run then saves what it has and writes its report before it ends. Any other exception,
+such as running out of memory on one rank, ends it without a checkpoint.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
@@ -87,7 +87,7 @@ class Run:
         )
         steps_done = self.saver.load(settings.resume)
         # In a fresh run, an engine in this process has loaded the same weights from disk. After a resume it needs the
-        # checkpoint's, and servers start without any.
+        # checkpoint's. Servers get them in any case, as those of the user may have the weights of another run.
         if settings.resume or args.layout.split:
             weight_sync.push(policy, engine)
         # Finds out why trainer and engine disagree on log-probs (mismatch/), if they do.
@@ -119,7 +119,7 @@ class Run:
         )
         self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
-        self.weight_version = 0  # of the engine's weights at the start of this step's update; set in steps()
+        self.weight_version = 0  # pushes before this step's update; set in steps()
         if settings.held_out and not settings.resume:
             self.tracker.first(self.accuracy(0))
 
@@ -155,10 +155,10 @@ class Run:
             tracker.before_failing = partial(self.rescue, step - 1, position)
             with self.rescued(step - 1, position):
                 batch = self.prefetcher.get(step, last_step=self.args.steps)
-            placement.return_holes()  # what sampling has left does not add up with what training takes
+            placement.return_holes()  # or the holes that sampling leaves would come on top of what training needs
             self.weight_version = self.engine.weight_version
             if self.saver.sampled_again:
-                # Responses of the run that was resumed to these prompts are lost. The first step says how many.
+                # These prompts were in flight when the checkpoint was saved. Their responses are lost.
                 tracker.sum("sampling/prompts_again", self.saver.sampled_again / self.world.size)
                 self.saver.sampled_again = 0
             yield step, batch
@@ -190,15 +190,19 @@ class Run:
             if self.writes_rollouts(step):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.evaluates(step):
-                with tracker.time("eval"):
-                    self.prefetcher.settle()  # the engine may still be sampling later steps
-                    tracker.mean("eval/accuracy", self.accuracy(step))
+                try:
+                    with tracker.time("eval"):
+                        self.prefetcher.settle()  # the engine may still be sampling later steps
+                        tracker.mean("eval/accuracy", self.accuracy(step))
+                except errors.OneLine:
+                    tracker.write(step)  # the step is done: a resumed run begins with the next one
+                    raise
             metrics = tracker.write(step)
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.settle)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
         # This step's metrics are written already, so these seconds are reported with the next step.
-        with tracker.time("save"):
+        with self.rescued(step, self.loader.resume_at), tracker.time("save"):
             self.saver.step_done(step, metrics)
 
     def writes_rollouts(self, step: int) -> bool:

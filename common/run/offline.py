@@ -15,7 +15,7 @@ from functools import partial
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from common import placement
+from common import errors, placement
 from common.data.dates import date_of
 from common.data.prompts import PromptLoader
 from common.placement import World
@@ -53,7 +53,7 @@ class Run:
         self.saver.signals.doing = self.tracker.doing
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps, from 1 to --steps, or until a signal asks the run to stop."""
+        """Yield the remaining steps, up to --steps or until a signal asks the run to stop. end_step() ends each."""
         for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
             self.tracker.begin(step)
             self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
@@ -61,14 +61,21 @@ class Run:
 
     def end_step(self, step: int) -> None:
         """Write the metrics of the step, and save a checkpoint if it is due. Raises RunFailed."""
-        self.saver.step_done(step, self.tracker.write(step))
+        try:
+            self.saver.step_done(step, self.tracker.write(step))
+        except errors.OneLine:
+            self.rescue(step, self.saver.loader.resume_at)
+            raise
         self.tracker.refresh_report()
 
     def rescue(self, step: int, position: int) -> None:
-        """Save the state after `step` before the run fails, and write the report."""
+        """Save the state after `step` before the run fails, and write the report. Collective: every rank calls it.
+
+        position: where the next prompts begin.
+        """
         self.saver.rescue(step, position)
         self.tracker.close()
-        dist.barrier()  # A rank that ended now would end rank 0, which writes the report.
+        dist.barrier()  # wait for rank 0's report: torchrun kills rank 0 as soon as another rank exits
 
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""

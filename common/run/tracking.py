@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.errors import RunFailed, in_phase, redacted
+from common.errors import BadInput, RunFailed, in_phase, raise_together, redacted, warn
 from common.placement import World
 from common.preflight import folders
 from common.preflight.run_directory import flags, read_metrics
@@ -66,8 +67,8 @@ class Metrics:
         self.phase = phase
         with in_phase(f"step {self.step}: {phase}"):
             yield
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+            if self.world.device.type == "cuda":
+                torch.cuda.synchronize()
         self.sum(f"time/{phase}", (time.perf_counter() - began) / self.world.size)
 
     def rollout(self, scores: torch.Tensor, group_size: int, batch: Rollout) -> None:
@@ -178,9 +179,10 @@ class Tracker(Metrics):
         steps: int,
         date: str = "",
     ):
-        """run_dir: "" makes runs/NAME-DATE-TIME. start: number of steps that a resumed run has done. Collective.
+        """run_dir: "" makes runs/NAME-DATE-TIME. args: the flags for run.json. track: --track. start: number of steps
+        that a resumed run has done. steps: --steps. date: of the run, for run.json.
 
-        date: of the run, for run.json.
+        Collective: every rank calls it. Raises BadInput, or RunFailed if a rank does not see the folder.
         """
         super().__init__(world)
         if not run_dir and world.is_main:
@@ -198,10 +200,17 @@ class Tracker(Metrics):
         if world.is_main:
             (self.run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
         check_shared(self.run_dir, world)
-        if not world.is_main:
-            return
+        error = None
+        if world.is_main:
+            try:
+                self.open_files(args, name, track, start, steps, date)
+            except BadInput as refused:
+                error = refused
+        raise_together(error)  # the other ranks would wait for rank 0
 
-        record = json.dumps(describe(args, name, world, date), indent=2)
+    def open_files(self, args, name: str, track: str, start: int, steps: int, date: str) -> None:
+        """Write run.json, and open metrics.jsonl and the service of --track. On rank 0. Raises BadInput."""
+        record = json.dumps(describe(args, name, self.world, date), indent=2)
         folders.write(self.run_dir / "run.json", redacted(record) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
         repeated = self.forget_steps_after(start)
@@ -213,24 +222,22 @@ class Tracker(Metrics):
         self.table_characters = response_table.characters_of_each(2 + steps // every)
 
     def forget_steps_after(self, start: int) -> set[int]:
-        """Delete the metrics, rollouts and evaluations of steps that a resumed run repeats: those after its checkpoint.
-
-        Returns the steps whose rollouts it has deleted.
+        """Delete the metrics, rollouts and evaluations of steps that a run repeats: those after its checkpoint, or all
+        if there was no checkpoint yet. Returns the steps whose rollouts it has deleted.
         """
         rows = []
         repeated = set()
-        if start:
-            for file in (self.run_dir / "rollouts").glob("*_[0-9]*.jsonl"):
-                step = int(file.stem.rpartition("_")[2])
-                if step > start:
-                    file.unlink()
-                    if file.name.startswith("step_"):
-                        repeated.add(step)
-            for step, file in outcomes.saved(self.run_dir).items():
-                if step > start:
-                    file.unlink()
-            if self.metrics_file.is_file():
-                rows = read_metrics(self.run_dir)  # without the last row if it is incomplete
+        for file in (self.run_dir / "rollouts").iterdir():
+            found = re.fullmatch(r"(step|refused)_(\d{6,18})\.jsonl", file.name)  # and not a copy that somebody made
+            if found and int(found[2]) > start:
+                file.unlink()
+                if found[1] == "step":
+                    repeated.add(int(found[2]))
+        for step, file in outcomes.saved(self.run_dir).items():
+            if step > start:
+                file.unlink()
+        if start and self.metrics_file.is_file():
+            rows = read_metrics(self.run_dir)  # without the last row if it is incomplete
         lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= start]
         folders.write(self.metrics_file, "".join(lines))
         return repeated
@@ -322,7 +329,11 @@ class Tracker(Metrics):
         """Rewrite report.html at most once a minute, and spend at most 5 % of the run on it."""
         pause = max(REPORT_SECONDS, 20 * self.report_seconds)
         if self.world.is_main and time.perf_counter() - self.report_written > pause:
-            self.write_report()
+            try:
+                self.write_report()
+            except BadInput as error:  # somebody has changed a file; the other ranks go on, and so must this one
+                self.report_written = time.perf_counter()
+                warn(f"no report: {error}", error.code)
 
     def write_report(self) -> Path:
         """Write report.html as it is now, and return its path."""

@@ -243,6 +243,26 @@ def test_a_run_that_fails_saves_no_weights_that_are_not_finite(models, world, tm
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
 
 
+def test_a_run_that_fails_amid_an_update_saves_models_whose_weights_are_gathered(models, world, tmp_path):
+    """As SDPO's teacher is, until the end of the update."""
+    saver = start(models, world, tmp_path, critic=True)
+    for trained in saver.trained.values():
+        step(*trained)
+    saver.trained["critic"][0].unshard()
+    saver.rescue(3, 0)
+    assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
+
+
+def test_the_first_push_after_a_checkpoint_of_sft_is_news_to_servers(models, world, tmp_path):
+    """They take a push with a version that they have for one that they have missed nothing of."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.engine.weight_version = 0
+    saver.save(3, {})
+    saver.load(tmp_path / "checkpoints/step_000003")
+    assert saver.engine.weight_version == 0
+
+
 def test_a_checkpoint_is_due_after_every_so_many_steps_and_at_the_end(models, world, tmp_path):
     saver = start(models, world, tmp_path)
     saver.last_step = 5
@@ -546,15 +566,29 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     assert [tracking.new_folder("x") for _ in range(3)] == ["runs/x-now", "runs/x-now-2", "runs/x-now-3"]
 
 
-def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path):
+@pytest.mark.parametrize("done", [0, 2])  # 0: an attempt that ended before its first checkpoint
+def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp_path, done):
     for folder in ("rollouts", "evaluations"):
         (tmp_path / folder).mkdir()
-        for name in ("step_000000", "step_000002", "step_000003"):
+        for name in ("step_000000", "step_000002", "step_000003", "step_000003 (copy)"):
             (tmp_path / f"{folder}/{name}.jsonl").touch()
     (tmp_path / "rollouts/refused_000004.jsonl").touch()
-    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 2, 5).bar.close()
+    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", done, 5).bar.close()
+    stay = ["step_000000", "step_000002", "step_000003 (copy)"]
     for folder in ("rollouts", "evaluations"):
-        assert sorted(path.stem for path in (tmp_path / folder).iterdir()) == ["step_000000", "step_000002"], folder
+        left = sorted(path.stem for path in (tmp_path / folder).iterdir())
+        assert left == [name for name in stay if done or name != "step_000002"], folder
+
+
+def test_a_tracker_that_cannot_be_opened_ends_all_ranks(world, tmp_path, monkeypatch):
+    def closed(*given):
+        raise BadInput("--track wandb: cannot be opened")
+
+    told = []
+    monkeypatch.setattr(tracking.trackers, "Sink", closed)
+    monkeypatch.setattr(tracking, "raise_together", lambda error: told.append(str(error)))
+    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "wandb", 0, 5).bar.close()
+    assert told == ["--track wandb: cannot be opened"]
 
 
 def test_flags_that_may_differ_are_flags():

@@ -22,6 +22,7 @@ from common.errors import BadInput, RunFailed
 from common.placement import Layout
 from common.preflight import checks, flags
 from common.preflight.prepare import prepare
+from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
 from common.rollout.servers.engine import CallGate, ServerEngine
@@ -290,6 +291,19 @@ def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run, failin
     # The evaluation after step 3 waits for all steps in flight, also for step 5.
     done = 3 if (failing, run.prefetcher.limit) == (5, 4) else failing - 1
     assert run.saver.rescued == [(done, done * PROMPTS_PER_STEP)]
+    rows = read_metrics(run.tracker.run_dir)
+    assert [row["step"] for row in rows] == list(range(1, done + 1)), "a resumed run begins after the last of these"
+
+
+def test_a_disk_that_is_full_at_a_save_ends_the_run_like_any_failure(run):
+    def full(step, metrics):
+        raise RunFailed("no room", code="disk-full")
+
+    run.saver.step_done = full
+    with pytest.raises(RunFailed, match="no room"):
+        for step, batch in run.steps(run.sample):
+            run.train(step, batch)
+    assert run.saver.rescued == [(1, PROMPTS_PER_STEP)]
 
 
 @failing_step

@@ -215,6 +215,13 @@ def test_stale_weights_are_named(make):
     assert code == "stale-weights" and "the engine had not got the trainer's weights" in why
 
 
+def test_weights_are_not_blamed_for_a_gap_that_is_small_enough(make):
+    """It shrinks, too, when they are sent once more."""
+    probe = make("tied")
+    moved(probe)
+    assert explained(probe, bound=10.0)[0] == "logprob-gap"
+
+
 def test_another_temperature_is_described(make):
     """Sending the weights again changes nothing."""
     code, why = explained(make("untied", OtherTemperature))
