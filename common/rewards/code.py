@@ -30,6 +30,7 @@ from common.processes.child import Handler
 from common.processes.pool import Failure
 from common.processes.sandbox import Sandbox, SandboxFailed
 from common.rewards.grading import Item, Result
+from common.rewards.text import with_think, without_thinking
 from common.rewards.workers import Graders, refused_as_input
 
 PROGRAM_SECONDS = 10.0  # for all tests of a function together, or for one run with standard input
@@ -180,13 +181,20 @@ def require_plain_pytest(code: str) -> str:
             continue
         require_plain_function(node)
         required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
-        fixtures = [argument.arg for argument in required if argument.arg != "self"]
-        is_parametrized = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
-        if fixtures and not is_parametrized:
+        marks = [ast.unparse(mark.args[0]) for mark in node.decorator_list if is_parametrize(mark)]
+        given = {name for mark in marks for name in re.findall(r"\w+", mark)}
+        fixtures = [argument.arg for argument in required if argument.arg not in {"self", *given}]
+        if fixtures:
             raise BadInput(f'"test": {node.name}() needs fixtures of pytest: {", ".join(fixtures)}')
     if re.search(r"^\s*(import|from) pytest\b", code, re.MULTILINE) and importlib.util.find_spec("pytest") is None:
         raise BadInput('"test" imports pytest, which is not installed')
     return code
+
+
+def is_parametrize(decorator: ast.expr) -> bool:
+    """Whether it is a call of pytest.mark.parametrize, whose first argument names the parameters."""
+    is_call = isinstance(decorator, ast.Call) and bool(decorator.args)
+    return is_call and ast.unparse(decorator.func).endswith("parametrize")
 
 
 def require_plain_function(function: ast.stmt) -> None:
@@ -213,9 +221,7 @@ def program_of(response: str, meta: Mapping[str, Any]) -> str | None:
     HumanEval, gives it the imports and functions of the prompt. There a block may also hold the body of the function
     alone, and a response without fences is read as what follows the prompt.
     """
-    _, closed, text = response.rpartition("</think>")
-    if not closed and "<think>" in response:
-        return None
+    text = without_thinking(response)
     prompt = code_of(meta.get("prompt"))
     name = meta.get("entry_point")
     blocks, is_closed = blocks_of(text)
@@ -366,7 +372,7 @@ class CodeReward:
         results: dict[int, Result] = {}
         questions: dict[int, tuple[str, str]] = {}
         for row, item in enumerate(items):
-            program = program_of(item.response, item.meta)
+            program = program_of(with_think(item), item.meta)
             if program is None:
                 results[row] = Result(0.0, 0.0, None, {"failure": "no program"})
             else:

@@ -123,7 +123,7 @@ class Tally:
         counted = self.passed + len(self.failures)
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failures.append(f"{source}: {described(error)}")
             if self.stop:
                 raise Stop from None
@@ -224,7 +224,9 @@ def run_tests(tests_fd: int, channel_fd: int, verdict_fd: int) -> int:
         tally.failures.append(f"the program has ended {end}".strip())
     except BaseException as error:
         tally.failures.append(described(error))
-    total = max(tally.expected, tally.passed + len(tally.failures))
+    counted = tally.passed + len(tally.failures)
+    # Without a failure, an assertion that did not run is in a branch that nobody needed.
+    total = max(tally.expected, counted) if tally.failures else counted
     failure = tally.failures[0] if tally.failures else ""
     if not failure and not tally.passed:
         failure = "no test has run"
@@ -341,6 +343,7 @@ def parameters_of(function: Any) -> list[dict[str, Any]]:
         names, rows = mark.args[:2]
         several = not isinstance(names, str) or "," in names
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [getattr(row, "values", row) if several else [row] for row in rows]
+        is_param = [type(row).__name__ == "ParameterSet" for row in rows]  # pytest.param(...)
+        rows = [row.values if param else row if several else [row] for row, param in zip(rows, is_param)]
         calls = [{**call, **dict(zip(names, row))} for row in rows for call in calls]
     return calls

@@ -112,7 +112,7 @@ class Channel:
         except Ended:
             raise
         except BaseException as error:  # SystemExit, too: the test decides what an exception means
-            reply = {"error": [type(error).__name__, str(error)[:300]]}
+            reply = {"error": [name_of(error), str(error)[:300]]}
         self.send(reply)
 
     def pack(self, value: Any) -> Any:
@@ -225,11 +225,19 @@ class Remote:
         return self._channel.call(self._name, [], {}, "__next__")
 
 
-def exception(described: list) -> Exception:
+def name_of(error: BaseException) -> str:
+    """The nearest of Python's own classes: a JSONDecodeError is a ValueError. Without one the name of its class."""
+    own = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return type(error).__name__ if own in (Exception, BaseException) else own.__name__
+
+
+def exception(described: list) -> BaseException:
     """The exception of the other side: one of Python's own, or a RuntimeError that names the class."""
     name, message = map(str, described)
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
+    if kind in (UnicodeDecodeError, UnicodeEncodeError):  # they want more than a message
+        return kind("utf-8", b"" if kind is UnicodeDecodeError else "", 0, 1, message)
+    if isinstance(kind, type) and issubclass(kind, Exception | SystemExit):
         return kind(message)
     return RuntimeError(f"{name}: {message}")
 

@@ -94,9 +94,9 @@ def gsm8k_reward(items: list[Item], lengths: list[int], truncated: list[bool], m
     results = []
     for item in items:
         number = extract(item.response, mode)
-        gold = parse_gold(item.answer)
+        gold = None if item.answer is None else parse_gold(item.answer)
         if gold is None:
-            message = f'gold answer "{item.answer[:60]}" is not a number; {BETTER_GRADERS}'
+            message = f'gold answer "{str(item.answer)[:60]}" is not a number; {BETTER_GRADERS}'
             results.append(Result(None, None, number and str(number), {"error": message}))
         elif number is None:
             results.append(Result(0.0, 0.0))

@@ -461,8 +461,10 @@ def read_score(text: str, low: float, high: float, whole: bool = True) -> float 
         return score if score is not None and low <= score <= high else None
     if not whole:
         return None
-    # In "8/10" and "8 out of 10" the score is 8.
-    text = re.sub(rf"(?<=[0-9*])\s*(?:/|\bout of\b|\bof\b)\s*{re.escape(f'{high:g}')}(?![0-9.]*[0-9])", " ", text)
+    most = re.escape(f"{high:g}") + r"(?:\.0+)?(?![0-9.]*[0-9])"
+    # In "8/10", "8 out of 10" and "8 (of 10)" the score is 8, and "a scale from 0 to 10" has none.
+    text = re.sub(rf"(?<=[0-9*])\s*\(?(?:/|\bout of\b|\bof\b)\s*{most}", " ", text)
+    text = re.sub(rf"\bscale\b[^.\n]{{0,30}}?\b{most}", " ", text)
     numbers = [float(number) for number in NUMBER.findall(text)]
     inside = [number for number in numbers if low <= number <= high]
     return inside[-1] if inside else None

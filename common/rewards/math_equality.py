@@ -33,6 +33,8 @@ def equal(gold, answer, gold_text: str, text: str, seconds: int) -> bool:
         gold, answer = timeout(seconds)(comparable)(gold, answer, gold_text, text)
         if mixes_list_and_inequality(gold, answer):
             return False
+    elif joins_differ(gold_text, text):  # the strings that math-verify keeps have a comma in the place of the word
+        return False
     compare = {"allow_set_relation_comp": True, "timeout_seconds": seconds, "raise_on_error": True}
     if verify(gold, answer, **compare):
         return True
@@ -68,20 +70,37 @@ def far_apart(a, b) -> bool:
 
 def comparable(gold: Basic, answer: Basic, gold_text: str, text: str) -> tuple[Basic, Basic]:
     """Both, with inequalities as the set that they mean if the other is a set."""
-    gold, answer = joined(gold, gold_text, answer), joined(answer, text, gold)
+    # math-verify compares two lists of inequalities part by part, and takes "or" for "and".
+    differ = joins_differ(gold_text, text)
+    gold_is_list, answer_is_list = isinstance(gold, FiniteSet), isinstance(answer, FiniteSet)
+    if differ or not answer_is_list:
+        gold = joined(gold, join_of(gold_text))
+    if differ or not gold_is_list:
+        answer = joined(answer, join_of(text))
     return named_set(gold, answer), named_set(answer, gold)
 
 
-def joined(relations: Basic, text: str, other: Basic) -> Basic:
+def join_of(text: str) -> type | None:
+    """sympy's class for what the words of a text do with several inequalities; None without such a word."""
+    words = set(re.findall(r"\\(?:lor|vee|land|wedge)\b|\b(?:or|and)\b", text))
+    if not words:
+        return None
+    return sympy.Union if words <= {"or", r"\lor", r"\vee"} else sympy.Intersection
+
+
+def joins_differ(text: str, other: str) -> bool:
+    """Whether one text has "or" where the other has "and"."""
+    joins = join_of(text), join_of(other)
+    return None not in joins and joins[0] is not joins[1]
+
+
+def joined(relations: Basic, join: type | None) -> Basic:
     """`x < 1 or x > 2` as a union, and `x > 1 and x < 2` as an intersection. Anything else as it is."""
-    words = {word for word in re.findall(r"\\(?:lor|vee|land|wedge)\b|\b(?:or|and)\b", text)}
-    alternatives = words and words <= {"or", r"\lor", r"\vee"}
-    if not isinstance(relations, FiniteSet) or isinstance(other, FiniteSet) or not words:
+    if not isinstance(relations, FiniteSet) or join is None:
         return relations
     parts = relations.args
     if not all(grader.is_relation(part) and not isinstance(part, Eq) for part in parts):
         return relations
-    join = sympy.Union if alternatives else sympy.Intersection
     return join(*(grader.unwrap_fcs(part).as_set() for part in parts))
 
 

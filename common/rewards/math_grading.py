@@ -129,8 +129,11 @@ def grade_by_algebra(text: str, answer: str) -> Result:
         text, gold_text = based(text), based(gold_text)
     try:
         golds = read(gold_text, [latex])
-        if not golds:
-            return Result(None, None, extracted, {"error": f"gold answer {answer[:60]!r} cannot be parsed"})
+    except (TimeoutException, *SYMPY_ERRORS, BasePolynomialError):
+        golds = []
+    if all(isinstance(gold, str) for gold in golds):  # what cannot be read comes back as a text
+        return Result(None, None, extracted, {"error": f"gold answer {answer[:60]!r} cannot be parsed"})
+    try:
         answers = read(text, configs)
         if box is None and answers and isinstance(answers[-1], str):
             extracted = answers[-1]
@@ -214,7 +217,7 @@ def as_semicolon(comma: re.Match) -> str:
 
 def plain(text: str) -> str:
     """A form in which the same expression is often the same string."""
-    text = clean(text).replace(r"\left", "").replace(r"\right", "")
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", clean(text))  # and not \leftarrow
     text = text.replace("dfrac", "frac").replace("tfrac", "frac")
     text = re.sub(r"\\[()\[\],;:! ]|\$", " ", text)
     text = LIST_COMMA.sub(as_semicolon, text)

@@ -279,6 +279,52 @@ def test_an_assertion_that_a_test_expects_to_fail_is_no_test_of_its_own(sandbox)
     assert tried(sandbox, RIGHT, code.Tests(parts=[raises]), stop=False)["total"] == 1
 
 
+def test_an_assertion_in_a_branch_that_is_not_taken_is_no_test(sandbox):
+    branches = "r = add(1, 2)\nif isinstance(r, tuple):\n    assert r == (3,)\nelse:\n    assert r == 3\n"
+    verdict = tried(sandbox, RIGHT, code.Tests(parts=[branches]), stop=False)
+    assert (verdict["passed"], verdict["total"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "raised, expected",
+    [
+        ("__import__('json').loads('{')", "ValueError"),
+        ("int.from_bytes(b'x', 'middle')", "ValueError"),
+        ("b'\\xff'.decode()", "UnicodeDecodeError"),
+        ("__import__('decimal').Decimal('abc')", "ArithmeticError"),
+        ("exit(3)", "SystemExit"),
+    ],
+)
+def test_an_exception_is_one_of_its_class(sandbox, raised, expected):
+    """A subclass is caught as what it is a subclass of."""
+    program = f"def f():\n    return {raised}"
+    tests = code.Tests(parts=[f"import pytest\nwith pytest.raises({expected}):\n    f()\nassert True"])
+    assert tried(sandbox, program, tests)["failure"] == ""
+    other = code.Tests(parts=["import pytest\nwith pytest.raises(KeyError):\n    f()\nassert True"])
+    assert expected[:5] in tried(sandbox, program, other)["failure"]
+
+
+def test_parameters_of_pytest_may_be_wrapped(sandbox):
+    mark = "@pytest.mark.parametrize('x', [pytest.param(1), 2])"
+    test = f"import pytest\n{mark}\ndef test_f(x):\n    assert add(x, 2) == x + 2"
+    assert tried(sandbox, RIGHT, code.Tests(parts=[test])) == {"passed": 2, "total": 2, "failure": ""}
+
+
+def test_a_fixture_beside_parameters_is_refused():
+    mark = "@pytest.mark.parametrize('x, y', [(1, 2)])"
+    tests = f"import pytest\n{mark}\ndef test_f(x, y, tmp_path):\n    assert add(x, y) == 3"
+    with pytest.raises(BadInput, match="fixtures of pytest: tmp_path"):
+        code.require_plain_pytest(tests)
+    code.require_plain_pytest(tests.replace(", tmp_path", ""))
+
+
+def test_a_program_in_unfinished_thinking_is_none(reward):
+    """Also where the chat template has written the tag."""
+    item = Item("Add.\n<think>\n", f"Let me try\n```python\n{RIGHT}\n```\nno wait", None, ADD)
+    (result,) = reward([item], [1], [False])
+    assert result.info == {"failure": "no program"}
+
+
 def test_a_program_that_passes_some_of_its_tests_is_not_right():
     fraction = CodeReward("code-fraction", workers=1)
     result = graded(fraction, "def add(a, b):\n    return 3", ADD)
@@ -445,7 +491,7 @@ HOSTILE = {
     "waiting for input": "input()",
     "a fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "a thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()",
-    "40 threads": "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(0.1,)).start()\n" + RIGHT,
+    "40 threads": "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(1,)).start()\n" + RIGHT,
     "40 processes": "import os, time\nfor _ in range(40): os.fork() or (time.sleep(9), os._exit(0))\n" + RIGHT,
     "3 GB": "import mmap\nx = mmap.mmap(-1, 3 * 2**30)\n" + RIGHT,
     "10 GB": "x = bytearray(10 * 2**30)\n" + RIGHT,

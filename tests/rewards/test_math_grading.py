@@ -34,6 +34,10 @@ CASES = [  # in the box, reference answer, accuracy
     ("5", "x=5", 1),
     ("y=5", "x=5", 0),
     ("(2,1)", "(1,2)", 0),
+    ("x>3 and x<1", "x<1 or x>3", 0),
+    ("x>3 or x<1", "x<1 or x>3", 1),
+    ("x<1 or x>2", "x<1 and x>2", 0),
+    (r"A \rightarrow B", r"A \leftarrow B", 0),
     (r"\{1,2\}", r"\{2,1\}", 1),
     ("1,2", "2,1", 1),
     ("(0,1)", "[0,1)", 0),
@@ -141,8 +145,9 @@ def test_gold_that_cannot_be_read(answer):
     assert not parse_math_gold(answer)
 
 
-def test_an_empty_gold_grades_nobody():
-    result = grade_math(r"\boxed{7}", "")
+@pytest.mark.parametrize("answer", ["", r"\frac{1}{"])
+def test_an_unreadable_gold_grades_nobody(answer):
+    result = grade_math(r"\boxed{7}", answer)
     assert result.score is None and "cannot be parsed" in result.info["error"]
 
 
