@@ -114,7 +114,8 @@ def request(ids: list[int]) -> dict:
 
 def request_seed(seed: int, number: int, n: int) -> int:
     """Seed of prompt `number` of a step: its n responses take this seed and the next n - 1. It fits into 63 bits."""
-    return spread_seed(((seed << 20) + number) * n % 2**62)
+    width = 1 << (n - 1).bit_length()  # a power of two: spread_seed() XORs, which keeps such blocks apart
+    return spread_seed(((seed << 20) + number) * width % 2**62)
 
 
 class VLLMEngine:
@@ -248,8 +249,8 @@ class VLLMEngine:
         if self.world.device.type == "cuda":
             core.shutdown()
         else:
-            # vLLM's shutdown would collect garbage for a second, in a process that is about to end. Without the
-            # finalizer it would do so at exit.
+            # vLLM's shutdown would collect garbage for a second, in a process that is about to end. Its finalizer would
+            # do the same at exit, so it is detached.
             core._finalizer.detach()
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()

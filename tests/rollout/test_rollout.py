@@ -222,6 +222,13 @@ def test_each_rank_gets_the_responses_to_its_own_prompts(of_ranks, tp, device):
         assert noise.isdisjoint(tuple(ids[1:]) for responses in others for ids in responses)
 
 
+@pytest.mark.parametrize("n", [1, 3, 6, 8])
+def test_no_two_responses_of_a_step_have_a_seed_in_common(n):
+    for step in (1, 700, 2000):
+        seeds = {(request_seed(step, number, n) + i) % 2**32 for number in range(64) for i in range(n)}
+        assert len(seeds) == 64 * n, "torch reads the lower 32 bits"
+
+
 def test_the_seeds_of_requests_differ_in_the_bits_that_a_cpu_reads():
     """torch's generator keeps the lower 32 of them there. Three runs, four steps, four prompts, eight responses."""
     steps = [run * 2**20 + step for run in (0, 1, 2) for step in (1, 2, 3, 4000)]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
 from common.rollout.environments import tools
 
@@ -20,6 +21,10 @@ class Notes(tools.Tools):
 
     def count(self) -> int:
         return 7
+
+    def reads(self) -> str:
+        """A tool that uses pydantic itself."""
+        return TypeAdapter(int).validate_json("{")
 
 
 def played(form: str, text: str):
@@ -130,3 +135,13 @@ def test_one_bad_call_does_not_take_its_neighbours_along():
 def test_a_long_turn_of_open_tags_takes_no_time():
     step, _ = played("hermes", '<tool_call>{"name": "' * 5000)
     assert step.errors == step.calls > 0
+
+
+def test_a_tool_that_raises_pydantics_error_is_an_error_that_the_model_reads():
+    step, _ = played("plain", "reads()")
+    assert step.errors == 1 and step.observation[0].startswith("error: Invalid JSON")
+
+
+def test_a_line_that_is_no_value_is_no_call():
+    step, notes = played("plain", "write({[]: 1})")
+    assert step.done and notes.answer == "write({[]: 1})"

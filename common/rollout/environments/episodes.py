@@ -125,8 +125,8 @@ class Environments:
         if failed > MAX_FAILED_SHARE * count:
             message = f'environment "{self.spec}" failed in {failed:.0f} of {count:.0f} episodes'
             if kinds:
-                first_failure, *_ = self.first_failures.values()
-                message += f", on this rank {dict(kinds)}: {first_failure}"
+                ((kind, _),) = kinds.most_common(1)
+                message += f", on this rank {dict(kinds)}; the first of the kind {kind!r}: {self.first_failures[kind]}"
             raise RunFailed(message, code="environment-failed")
         return [turns.result for turns in episodes]
 

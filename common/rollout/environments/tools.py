@@ -113,8 +113,11 @@ class Tools(Environment):
             value = tool.validate_python(ArgsKwargs(tuple(call.positional), call.arguments))
             return (value if isinstance(value, str) else json.dumps(value, default=str)), False
         except ValidationError as error:
-            # loc is the position of an argument, counted from 0, or its name.
-            reasons = [f"argument {detail['loc'][0]}: {detail['msg']}" for detail in error.errors()]
+            reasons = []
+            for detail in error.errors():
+                # loc is the position of an argument, counted from 0, or its name. Empty: the tool itself raised this.
+                place = f"argument {detail['loc'][0]}: " if detail["loc"] else ""
+                reasons.append(place + detail["msg"])
             return self.error("; ".join(reasons)), True
         except Exception as error:
             # A tool may raise anything. The model reads it and may try again.
@@ -256,7 +259,7 @@ def plain(text: str) -> list[ToolCall | None]:
         positional = [ast.literal_eval(value) for value in call.args]
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         return [ToolCall(name=call.func.id, arguments=arguments, positional=positional)]
-    except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
+    except (SyntaxError, TypeError, ValueError, AttributeError, MemoryError, RecursionError):
         return []
 
 

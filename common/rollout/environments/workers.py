@@ -85,12 +85,15 @@ class EnvironmentPool:
             if answer == UNKNOWN:
                 answer = worker.ask(from_start, seconds_from_start)
             if isinstance(answer, Failure) and answer.kind in ("timeout", "died"):
-                answer = self.lone_worker.ask(from_start, seconds_from_start)
+                worker = self.lone_worker
+                answer = worker.ask(from_start, seconds_from_start)
         except RunFailed as failure:
             # The class could be loaded at the start, but not again. If it stays like this, results() ends the run.
             return Failure("died", str(failure))
-        if not isinstance(answer, Failure):
-            worker.max_open = answer["places"]
+        if not isinstance(answer, Failure) and worker is not self.lone_worker:
+            with worker.changed:
+                worker.max_open = answer["places"]
+                worker.changed.notify_all()
         return answer
 
     def close(self) -> None:

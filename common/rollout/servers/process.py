@@ -63,7 +63,8 @@ class Server:
     def wait_until_ready(self) -> None:
         """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
-        while not healthy(self.url):
+        # Another server may answer at the port of one that has ended.
+        while self.process.poll() is not None or not healthy(self.url):
             # It has ended, for example because its model does not fit, or it takes too long.
             if self.process.poll() is not None or time.monotonic() > deadline:
                 message = f"rollout server {self.url} did not start: {self.last_words()}"
@@ -73,9 +74,9 @@ class Server:
             time.sleep(0.2)
 
     def last_words(self) -> str:
-        """The first line with an error, because the others follow from it. Without one, the last line."""
-        self.log.seek(0)
-        text = self.log.read(2**20).decode(errors="replace")
+        """The first line with an error, because the others follow from it. Without one, the last line of a MiB."""
+        # seek() would move the place at which a server that still runs writes.
+        text = os.pread(self.log.fileno(), 2**20, 0).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error:" in line]
         if errors:

@@ -315,6 +315,8 @@ class Control(client.Control):
             # work.wait() would not end if the servers refuse the part.
             while not work.is_completed() and not failed(asked):
                 time.sleep(0.001)
+            if not failed(asked):
+                work.wait()  # raises what has ended the broadcast
 
     @contextlib.contextmanager
     def asked_meanwhile(self, path: str, bodies: list[dict] | dict) -> Iterator[Future]:
