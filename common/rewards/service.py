@@ -12,8 +12,9 @@ request, unless a row has more than 64 responses.
 "meta" holds the other columns of the data set, "length" (tokens of the response) and "truncated". Token ids stay in the
 trainer. The environment variable REWARD_TOKEN is sent as a bearer token.
 
-Without a reply, or with one that breaks off or has status 408, 429 or 5xx, a request is sent again for about a minute.
-After the last try its rows have no score. Any other status, or a reply that breaks the contract, ends the run at once.
+Without a reply, or with one that breaks off or has status 408, 429 or 5xx, a request is sent again, with pauses of
+about a minute in all. After the last try its rows have no score. Any other status, or a reply that breaks the contract,
+ends the run at once.
 """
 
 import json

@@ -58,8 +58,10 @@ def check_family(backend: str, model_path: str) -> None:
 
 
 def check_servers(backend: str, model_path: str, max_model_len: int, dtype: torch.dtype, layout: Layout) -> None:
-    """Refuse SGLang servers that could not sample for this trainer. vLLM's say so when they are connected.
+    """Refuse SGLang servers that could not sample for this trainer.
 
+    vLLM's are not asked: a wrong model shows at the first push, a length that is too short at the first long prompt,
+    and another dtype in the metrics mismatch/ alone.
     Raises BadInput, on the rank of each node that prints errors. max_model_len, dtype: as for start().
     """
     if backend == "sglang" and os.environ.get("LOCAL_RANK", "0") == "0":

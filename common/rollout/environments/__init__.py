@@ -44,9 +44,9 @@ class Environment:
     """Base class with the defaults. Only step() has to be written; without score() name a --reward."""
 
     role = "user"  # who says an observation, in the model's chat template
-    seconds = 10.0  # limit for one call of a method
+    seconds = 10.0  # limit for a turn: step() and, after the last one, score(); the first turn has twice as long
     memory_gib = 4.0  # limit for all episodes of one worker process, on top of its imports
-    failed_score = 0.0  # score of an episode whose environment raised, hung or died
+    failed_score = 0.0  # score of an episode whose environment raised, hung, died or returned something wrong
 
     def reset(self, problem: Problem) -> None:
         """Begin an episode."""
