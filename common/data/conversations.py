@@ -5,7 +5,8 @@
     {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}   parts of text are joined
     {"role": "assistant", "content": null, "tool_calls": [...]}       the calls are all that it says: its text is ""
 
-Nothing is dropped. A message that can't be read is refused, and the error names its place, its key and its value.
+Nothing that is said is dropped. A message that can't be read is refused, and the error names its place, its key and its
+value.
 """
 
 import json
@@ -93,7 +94,7 @@ def read_sharegpt(where: str, entry: Message) -> Message:
     """{"from": "human", "value": ...} as {"role": "user", "content": ...}."""
     sender, value = entry["from"], entry["value"]
     if not isinstance(sender, str) or sender not in SENDERS:
-        raise BadInput(f'{where}: nobody knows who "{sender}" is; in "from", use one of {", ".join(SENDERS)}')
+        raise BadInput(f'{where}: unknown sender "{sender}"; in "from", use one of {", ".join(SENDERS)}')
     if not isinstance(value, str):
         raise BadInput(f'{where} ({sender}): expected a text in "value", got {shown(value)}')
     if sender not in CALLS:

@@ -67,7 +67,7 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)  # the row; "prompt" is there without template and instruction
     dataset: str = ""  # SPEC of the data set
     weight: float = 1.0  # weight of the data set in the mixture
-    messages: list[dict] = field(default_factory=list)  # what the chat template has written, system prompt included
+    messages: list[dict] = field(default_factory=list)  # what the chat template was given
     tools: list[dict] | None = None  # schemas that it has written before them
 
 
@@ -277,7 +277,7 @@ class PromptLoader:
         return self.position if self.trained_until is None else self.trained_until
 
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts and answers in their order. A file whose content changed has another fingerprint."""
+        """SHA-256 of the token ids and answers of all prompts, in order; not of columns that only a reward reads."""
         content = [[(prompt.ids, prompt.answer) for prompt in dataset] for dataset in self.datasets]
         if self.also is not None:
             content.append(self.also)

@@ -1,7 +1,8 @@
 """From a row to the text and the token ids that a model sees: the row's fields, --template, and the chat template.
 
-The rule: a prompt or a response is what the chat template writes. What it leaves out of a message is an error. What we
-add, such as the token that ends a turn, is added only if it is not there.
+The rule: a prompt or a response is what the chat template writes. What it leaves out of a message is an error, except
+for half of its words, and for thinking in earlier turns. What we add, such as the token that ends a turn, is added only
+if it is not there.
 """
 
 import json
@@ -109,7 +110,7 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     elif not isinstance(content, str) or not content.strip():
         raise wrong(where, row, column, "a non-empty string")
 
-    # A solution of its own goes before the assistant's last message.
+    # A column with a solution counts more than the assistant's last message.
     column = solution_column(row, columns)
     solution = lookup(row, column)
     if solution is None:
@@ -277,7 +278,7 @@ def as_messages(content: str | Messages) -> Messages:
 
 
 def without_template(where: str, content: str | Messages, continues: bool) -> str:
-    """The text of a prompt for a model without a chat template: the contents, each with a line end."""
+    """The text of a prompt for a model without a chat template: a text as it is, or contents, one a line."""
     if isinstance(content, str):
         return content
     for number, message in enumerate(content, 1):
@@ -345,7 +346,7 @@ def is_in(said: str, text: str) -> bool:
 
 
 def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str] = ()) -> list[int]:
-    """Token ids of a prompt, with one BOS, which either the chat template has written or the tokenizer adds.
+    """Token ids of a prompt, with at most one BOS, which either the chat template has written or the tokenizer adds.
 
     quoted: parts of the text, in their order, whose control tokens are encoded as text. Raises BadInput.
     """

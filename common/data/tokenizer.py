@@ -66,7 +66,7 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
         for token in ids if isinstance(ids, list) else [ids]:
             if token is None:
                 continue
-            # A demonstration would end with a token that has no embedding, and no sampled response could.
+            # It has no embedding: no response could end with it, and a demonstration that does would fail.
             if type(token) is not int or not 0 <= token < text.vocab_size:
                 raise BadInput(
                     f"{flag} {model_path}: {file} says that token {token!r} ends a response, and the model has tokens "

@@ -1,8 +1,8 @@
-"""The flags that all algorithm files share, and the command line of a file.
+"""The flags that all algorithm files share that sample (not sft.py and dpo.py), and the command line of a file.
 
-A file adds the hyperparameters of its algorithm in `class Args(flags.Flags)`. The frame around training reads some that
-papers name, so every file declares them itself: steps, prompts_per_step, group_size, max_response_tokens, temperature,
-mini_batches, learning_rate, schedule.
+A file adds the hyperparameters of its algorithm in `class Args(flags.Flags)`. prepare.py and job.py read some of them,
+too, so each file declares these with its own defaults: steps, prompts_per_step, group_size, max_response_tokens,
+temperature, mini_batches, learning_rate, schedule.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Saving:
 
 @dataclass
 class Flags:
-    """Flags that all algorithm files have. Each file adds the hyperparameters of its algorithm."""
+    """Flags of all algorithm files that sample. Each file adds the hyperparameters of its algorithm."""
 
     # model and data
     model: str = "embedded"  # Folder or Hub name. "embedded" is the small arithmetic model that is committed here.
@@ -62,7 +62,7 @@ class Flags:
     offload: Literal["none", "others", "all"] = "none"
     """Keep weights in host memory while they are not used: none, others (all but the policy), or all."""
     # bookkeeping
-    seed: Seed = 0  # Seed of sampling and of the order of the prompts.
+    seed: Seed = 0  # Seed of sampling, of the order of the prompts, and of new adapters.
     run_dir: str = ""  # Folder that the run writes to. Default: runs/NAME-DATE-TIME, with the name of this file.
     eval_every: NonNegativeInt = 0
     """Steps between greedy evaluations. 0: only before the first and after the last step."""
@@ -83,8 +83,8 @@ class Selection:
 
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
-    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and a
-    built-in --environment, or a server of OpenEnv, brings its problems.
+    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and and
+    a built-in --environment, or a server of OpenEnv, is the default of --dataset, too.
     """
     # Defaults depend on --model and --environment, so these two are read before tyro knows the defaults.
     selection, _ = tyro.cli(Selection, add_help=False, return_unknown_args=True)

@@ -166,9 +166,10 @@ def rotate(run_dir: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write a model into. It becomes `folder` at the end of the block, or nothing does.
+    """A new folder to write a model into. At the end of the block it becomes `folder`, whole or not at all.
 
-    If `folder` is there already, the new files replace those of the same name, and the weights of an older model go.
+    If `folder` is there already, the new files replace those of the same name one by one, and the weights of an older
+    model go.
     """
     is_new = not folder.exists()
     # A folder that is there may be a disk of its own, on which the files have to be written to be renamed.
@@ -216,7 +217,7 @@ def write(path: Path, text: str | Iterable[str]) -> None:
 
 def files_of_steps(folder: Path) -> dict[int, Path]:
     """Step -> file, for all step_000010.jsonl in a folder of a run, oldest first. {} without the folder."""
-    # Files of other names are not ours, such as refused_000007.jsonl or an editor's copy.
+    # Files of other names are not meant, such as a copy that somebody made.
     files = {}
     for path in folder.glob("step_*.jsonl"):
         if step := re.fullmatch(r"step_(\d{6,18})", path.stem):

@@ -1,6 +1,6 @@
 """The memory of a rank, computed before anything is loaded: what a run keeps there, and what that leaves.
 
-All bytes follow from the model's config.json. While a rank trains, it holds
+They are computed from the model's config.json, the flags and the size of the memory. While a rank trains, it holds
 
     states       float32 weights and Adam's two moments of trained models, weights of frozen ones, all sharded
     gradients    of the model that is being updated
@@ -143,14 +143,14 @@ def state_bytes(config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The memory of one rank. `memory` and `gpu` describe another machine than this one, as in scripts/plan.py."""
+    """The memory of one rank. `memory` and `gpu` are this machine's, unless scripts/plan.py names another."""
 
     model: str  # folder or Hub name; only its config.json is read
     dtype: torch.dtype  # data type of forward and backward, and of the engine
     size: int  # number of ranks
     compute: Compute = Compute()
-    models: tuple[str, ...] = ("policy",)  # all of the sizes of `model`; "reference" is frozen, others are trained
-    others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model of other sizes
+    models: tuple[str, ...] = ("policy",)  # each as large as `model`; "reference" is frozen, others are trained
+    others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model with a config of its own
     offload: str = "none"  # value of --offload
     backend: Literal["vllm", "sglang", "hf", "none"] = "none"  # "none": no engine, as in SFT
     rollout_tp: int = 1

@@ -58,7 +58,7 @@ def check_directory(run_dir: str, resume: str) -> Path | None:
     Raises BadInput if a run in run_dir would be overwritten, if nothing can be written there, or if there is something
     wrong with the checkpoint.
     """
-    # A full or read-only folder is found now, and not when the first checkpoint is written.
+    # A folder that cannot be written to is found now. Saver.check_space() looks for room before each save.
     check_writable(run_dir)
     if resume == "auto" and not run_dir:
         raise BadInput("--resume auto: needs --run-dir, the run to resume")
@@ -106,7 +106,7 @@ def date_of(run_dir: str, resume: str) -> str:
     """
     if not resume:
         return ""
-    # The run's own file comes first: a run that a checkpoint of another one began has gone on with its date.
+    # The run's own file comes first: a run that began from another run's checkpoint has recorded that run's date.
     folders_of_runs = [Path(run_dir)] if run_dir else []
     if resume != "auto":
         folders_of_runs.append(Path(resume).absolute().parent.parent)

@@ -50,8 +50,9 @@ def divergences(
     """KL, log-probs and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
 
     for_teacher: the same responses in the same order, after the prompts that the teacher reads. None: the policy's.
-    Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). Collective: every rank
-    calls it equally often. Raises BadInput for a model whose logits are not products with its head.
+    Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). The
+    backward must come before the next call, as for model.response_logprobs(). Collective: every rank calls it equally
+    often. Raises BadInput for a model whose logits are not products with its head.
     """
     for flag, loaded in (("--model", policy), ("--teacher", teacher)):
         if not loaded.knows_logits:

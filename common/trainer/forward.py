@@ -115,8 +115,8 @@ def own_logprobs(
     """Log-probs and entropies, (R,) float32, from the logits that the model's own forward makes of hidden (R, d).
 
     For families that scale, cap or transform logits in a way that logit_shape() does not know. It is slower than
-    products: autograd keeps the float32 logits of a piece, and the backward computes them again. In bfloat16 the
-    model's head rounds them first, so a logit of 20 may be 0.06 off.
+    products: the backward computes the logits of a piece again, and keeps them in float32 until the piece is done. In
+    bfloat16 the model's head rounds them first, so a logit of 20 may be 0.06 off. r: rows of a piece.
     """
     never = list(image_tokens(model.config))
 

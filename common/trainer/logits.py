@@ -119,7 +119,7 @@ def row_statistics(z, targets, shape: LogitShape, with_entropy: bool) -> tuple[t
 
 
 def logit_gradient(z, targets, log_z, grad, shape: LogitShape) -> torch.Tensor:
-    """(r, V): the gradient at the products z, except for the factor 1 / temperature.
+    """(r, V): the gradient at the products z. The caller has divided `grad` by the temperature.
 
     It is grad (r,) times d logprob / d logits, that is one-hot - softmax, times the slope of the cap.
     """

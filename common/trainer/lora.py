@@ -93,7 +93,7 @@ def insert(model: nn.Module, rank: int, frozen_dtype: torch.dtype) -> None:
         device = linear.weight.device
         linear.lora_a = nn.Parameter(torch.empty(rank, in_features, device=device))
         linear.lora_b = nn.Parameter(torch.empty(out_features, rank, device=device))
-    # A value head starts at 0, so it has nothing to adapt.
+    # A value head has one row, so all of it is trained.
     if hasattr(model, "score"):
         model.score.requires_grad_(True)
     for parameter in model.parameters():

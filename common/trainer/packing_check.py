@@ -1,8 +1,9 @@
 """Which models may be packed, and whether log-probs are right: decided by structure first, then by numbers.
 
-why_not_packed() looks at the layers alone, so it can be asked before anything is loaded. A window, chunk or cap that is
-longer than the texts of the check below shows only there. After loading, choose_forward() compares the trainer's
-forward with transformers' own, which computes one sequence at a time with its plainest attention:
+why_not_packed() looks at the layers alone, so it can be asked before anything is loaded. A window or chunk that is
+longer than the texts of the check shows only in the layers, not in its numbers. After loading, choose_forward()
+compares the trainer's forward with transformers' own, which computes one sequence at a time with its plainest
+attention:
 
     packed rows    if they give other hidden states, each sequence gets a row of its own
     padded rows    if these do, too, a token's log-prob depends on later tokens, and the model is refused

@@ -41,7 +41,7 @@ class SlicedSpans(Spans):
 
 
 def cut(micro, owner: int, group: dist.ProcessGroup):
-    """This rank's slice of a micro-batch that every rank of the group holds whole. Its rows are the owner's."""
+    """This rank's slice of a micro-batch that every rank of the group holds whole. Only the owner's slice has rows."""
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
     length = micro.input_ids.shape[1]
