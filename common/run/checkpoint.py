@@ -148,7 +148,7 @@ class Saver:
         return self.step
 
     def check_fits(self, saved: SavedState, folder: Path) -> None:
-        """Compare a checkpoint with this run's data, adapters and trained parameters. Raises BadInput."""
+        """Compare a checkpoint with this run's data, models, adapters and trained parameters. Raises BadInput."""
         if saved.data != self.data:
             problem = f"--resume {folder}: the prompts are not those of that run: {self.what_changed(folder)}"
             if self.saving.resume == "auto":
@@ -156,6 +156,12 @@ class Saver:
                     f"{problem}; restore it, or start another run with --resume {folder}", code="data-changed"
                 )
             warn(f"{problem}; the run goes on at the same place of the changed data", "data-changed")
+        missing = [name for name in self.trained if saved.models and name not in saved.models]
+        if missing:
+            raise BadInput(
+                f"--resume {folder}: was saved with {', '.join(saved.models)}, and this run also has "
+                f"{', '.join(missing)}: start from its model folder instead, with --model"
+            )
         adapters = adapters_of(self.policy)
         if saved.lora != adapters:
             raise BadInput(
@@ -229,6 +235,7 @@ class Saver:
             position=position,
             in_flight=max(0, self.loader.position - position),
             data=self.data,
+            models=[*self.trained],
             fresh=fresh,
             lora=adapters_of(self.policy),
             trained=count_parameters(self.policy),

@@ -360,6 +360,15 @@ def test_what_is_trained_beside_the_policy_is_restored_too(models, world, tmp_pa
     assert AutoModelForCausalLM.from_pretrained(folder / "model").config.architectures == ["Qwen2ForCausalLM"]
 
 
+def test_a_run_with_another_model_does_not_go_on(models, world, tmp_path):
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+    saver.save(1, {})
+    folder = tmp_path / "checkpoints/step_000001"
+    with pytest.raises(BadInput, match="saved with policy, and this run also has critic"):
+        start(models, world, tmp_path, critic=True).load(folder)
+
+
 def test_reward_weights_are_restored_for_the_same_rewards(models, world, tmp_path):
     file = tmp_path / "weights.json"
     file.write_text('{"weights": {"gsm8k": 1.0, "format": 0.1}}')
