@@ -85,7 +85,8 @@ def test_dapo_gives_up_on_a_constant_reward(tmp_path, ranks):
     flags += ["--eval-prompts", 0, "--reward", f"{WORKERS / 'rewards.py'}:constant", "--run-dir", tmp_path / "run"]
     result = launch(ROOT / "algos/dapo.py", *flags, ranks=ranks, check=False, timeout=120)
     assert result.returncode != 0
-    assert f"3 draws (--max-gen-batches) a rank has only 0 of its {8 // ranks} prompts with both right and wrong" in result.stderr
+    said = f"3 draws (--max-gen-batches) a rank has only 0 of its {8 // ranks} prompts with both right and wrong"
+    assert said in result.stderr
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server
     wait_for(lambda: "mismatch/staleness" in found()[-1] and found()[-1]["step"] >= 8, run, log)
     rows = found()
     first = next(row for row in rows if row["step"] % 3 == 1 and "sampling/prompts_again" in row)
-    assert f"{first['sampling/prompts_again']:.0f} prompts were in flight" in log.read_text()
+    assert f"{first['sampling/prompts_again']:.0f} prompts had been drawn" in log.read_text()
     assert 0 < first["sampling/prompts_again"] <= 3 * 16 and first["mismatch/staleness_max"] == 0
     assert sum("sampling/prompts_again" in row for row in rows) == 1
     assert max(row["mismatch/staleness_max"] for row in rows) == 3
