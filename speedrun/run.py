@@ -23,6 +23,7 @@ from referee import ROOT, SPEEDRUN, Job, Outcome
 from rules import Refused
 
 from common import errors
+from common.preflight import folders
 from common.run import directory
 
 RECORDS = ROOT / "speedrun/records"
@@ -72,10 +73,10 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
             raise Refused("the code of the speedrun or the start model was changed while it ran; run it again")
         write_csv(unfinished / f"seed{seed}.csv", outcome)
         seeds[str(seed)] = outcome.claims
-        write_json(unfinished / SO_FAR, begun | {"seeds": seeds})
+        folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")
     flops = max(claims["flops"] for claims in seeds.values())
     record = begun | {"flops": flops, "seeds": seeds}
-    write_json(unfinished / "record.json", record)
+    folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
     unfinished.rename(folder)
     (folder / SO_FAR).unlink()
     return record
@@ -98,13 +99,6 @@ def seeds_so_far(unfinished: Path, begun: dict) -> dict[str, dict]:
         other = f"another {' and '.join(differs)}"
         raise Refused(f"{unfinished} has seed {', '.join(seeds)} of {other}; delete the folder to begin anew")
     return seeds
-
-
-def write_json(file: Path, content: dict) -> None:
-    """Whole or not at all: what was there stays until the new file is complete."""
-    unfinished = file.with_suffix(".new")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(file)
 
 
 def write_csv(file: Path, outcome: Outcome) -> None:

@@ -117,8 +117,7 @@ def read_call(where: str, call: Any) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadInput(f"{where}: expected a call with the name of a function, got {shown(call)}")
     function = dict(function)
-    arguments = function.pop("parameters", {})
-    arguments = function.pop("arguments", arguments)
+    arguments = function.pop("arguments", function.pop("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -104,12 +104,11 @@ def parse(spec: str, flag: str) -> Spec:
 
 def check(spec: str) -> None:
     """Ask the server for its schema. Raises BadInput if there is no server, or if a text can't be an action."""
-    flag = "--environment"
-    parsed = parse(spec, flag)
+    parsed = parse(spec, "--environment")
     try:
         Actions(server_at(parsed.url).action_schema, parsed.only_json)
     except (BadInput, ServerError) as error:
-        raise BadInput(f"{flag} {spec}: {error}") from None
+        raise BadInput(f"--environment {spec}: {error}") from None
 
 
 # Actions and observations

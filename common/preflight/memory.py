@@ -75,8 +75,11 @@ def trained_parameters(model_path: str, compute: Compute) -> int:
 
     Raises BadInput without layers to adapt, or to freeze.
     """
+    sees = image_tokens(AutoConfig.from_pretrained(model_path))
+    if not (sees or compute.lora_rank or compute.freeze_router):
+        return count_parameters(model_path)  # the model need not be built again for each Compute
     model = without_weights(model_path)
-    if image_tokens(model.config):
+    if sees:
         from common.trainer import vision  # few models see
 
         vision.prepare(model, compute.train_vision)

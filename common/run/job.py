@@ -201,9 +201,9 @@ class Run:
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.settle)
             guards.check(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
-        # This step's metrics are written already, so these seconds are reported with the next step.
-        with self.rescued(step, self.loader.resume_at), tracker.time("save"):
-            self.saver.step_done(step, metrics)
+            # This step's metrics are written already, so these seconds are reported with the next step.
+            with tracker.time("save"):
+                self.saver.step_done(step, metrics)
 
     def writes_rollouts(self, step: int) -> bool:
         """Whether this step writes a file to rollouts/."""
