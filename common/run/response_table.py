@@ -34,7 +34,7 @@ class Table:
 
 def characters_of_each(tables: int) -> int:
     """How many characters each of a run's tables may have. Long runs have short tables, and none is left out."""
-    return TOTAL // tables
+    return TOTAL // max(1, tables)
 
 
 def read(path: Path, step: int, responses: int, characters: int) -> Table:

@@ -136,7 +136,7 @@ def test_one_row_fits_however_few_characters_there_are(tmp_path):
     assert first["response"].startswith("rrrrr [... 490 ") and last["prompt"].startswith("1 of 2 ")
 
 
-@pytest.mark.parametrize("tables", [1, 3, 1000, 10**9])
+@pytest.mark.parametrize("tables", [0, 1, 3, 1000, 10**9])
 def test_all_tables_of_a_run_have_a_bound_together(tables):
     assert tables * response_table.characters_of_each(tables) <= response_table.TOTAL
     assert response_table.characters_of_each(1) == response_table.TOTAL
