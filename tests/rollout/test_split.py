@@ -24,6 +24,7 @@ from common.data.prompts import PromptLoader, TrainSource, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import RunFailed
 from common.placement import TORCHRUN_VARIABLES, Layout
+from common.preflight.folders import complete, step_of
 from common.rollout.servers import client, process, vllm_api
 from common.rollout.servers.vllm_api import Control
 from common.rollout.servers.weights import cut
@@ -118,7 +119,8 @@ def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server
     run.kill()
     run.wait()
     run, log, found = started(BEHIND, *flags, "--resume", "auto")
-    wait_for(lambda: "mismatch/staleness" in found()[-1] and found()[-1]["step"] >= 8, run, log)
+    # The first batches after a resume are young. How soon one is three pushes old depends on the machine.
+    wait_for(lambda: found()[-1]["step"] >= 8 and any(map(three_pushes_old, found())), run, log)
     rows = found()
     first = next(row for row in rows if row["step"] % 3 == 1 and "sampling/prompts_again" in row)
     assert f"{first['sampling/prompts_again']:.0f} prompts had been drawn" in log.read_text()
@@ -139,7 +141,11 @@ def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server
     assert run.wait(timeout=60) == 3
     said = re.findall(r"error\[.*", log.read_text())
     assert len(said) == 1 and said[0].startswith("error[server-gone]"), log.read_text()[-2000:]
-    assert re.search(r"saved after step \d+; to go on: ", log.read_text()), log.read_text()[-2000:]
+    assert step_of(complete(log.parent / "run")[-1]) >= found()[-1]["step"], "the last steps are not saved"
+
+
+def three_pushes_old(row: dict) -> bool:
+    return row.get("mismatch/staleness_max") == 3
 
 
 def compared(log) -> tuple[list[float], int]:
