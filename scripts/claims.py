@@ -42,7 +42,7 @@ COMMITTED = ROOT / "baselines/claims"
 PAGE = ROOT / "docs/claims.md"
 ONE_PROBLEM = "runs/one-problem.jsonl"
 REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
-REVERSED = 6  # digits of a problem of `reversal`
+REVERSED = 5  # digits of a problem of `reversal`
 # All runs of a task have these flags. An algorithm's own defaults for the embedded job would differ between files.
 TASKS = {
     "arithmetic": "--steps 52 --prompts-per-step 64 --group-size 8 --mini-batches 4 --learning-rate 2e-4 "
