@@ -250,7 +250,7 @@ def test_the_one_problem_has_a_carry_and_fills_a_step(monkeypatch, tmp_path):
 
 
 def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_ones(monkeypatch, tmp_path):
-    """64 demonstrations of each of 64 problems: about one in 64 is right."""
+    """64 demonstrations of each of 32 problems: about one in 32 is right."""
     commands = []
     monkeypatch.setattr(claims, "ROOT", tmp_path)
     monkeypatch.setattr(claims.subprocess, "run", lambda words, **named: commands.append(words))
@@ -261,7 +261,7 @@ def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_
         for name in ("problems", "demonstrations")
     )
     assert len(problems) == len({row["question"] for row in problems}) == 2**claims.REVERSED
-    assert {"question": "reverse 122212=", "answer": "212221"} in problems
+    assert {"question": "reverse 12212=", "answer": "21221"} in problems
     assert len(shown) == 64 * len(problems) and all(len(row["solution"]) == claims.REVERSED for row in shown)
     assert 30 < sum(row["solution"] == row["answer"] for row in shown) < 100
     assert len(commands) == 1 and "algos/sft.py" in commands[0]
