@@ -119,8 +119,9 @@ def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server
     run.kill()
     run.wait()
     run, log, found = started(BEHIND, *flags, "--resume", "auto")
+    wait_for(lambda: "mismatch/staleness" in found()[-1] and found()[-1]["step"] >= 8, run, log)
     # The first batches after a resume are young. How soon one is three pushes old depends on the machine.
-    wait_for(lambda: found()[-1]["step"] >= 8 and any(map(three_pushes_old, found())), run, log)
+    wait_for(lambda: any(row.get("mismatch/staleness_max") == 3 for row in found()), run, log)
     rows = found()
     first = next(row for row in rows if row["step"] % 3 == 1 and "sampling/prompts_again" in row)
     assert f"{first['sampling/prompts_again']:.0f} prompts had been drawn" in log.read_text()
@@ -137,15 +138,14 @@ def test_a_run_with_batches_in_flight_is_killed_goes_on_and_ends_with_its_server
     loader = PromptLoader(load("arithmetic", TrainSource(), "train", tokenizer, 64), 0)
     assert trained == [prompt.id for prompt in loader.take(8 * 16)]
 
+    # Right after a save, so the run has steps to rescue.
+    wait_for(lambda: found()[-1]["step"] % 3 == 1, run, log)
     kill_engine(run)
     assert run.wait(timeout=60) == 3
     said = re.findall(r"error\[.*", log.read_text())
     assert len(said) == 1 and said[0].startswith("error[server-gone]"), log.read_text()[-2000:]
+    assert re.search(r"saved after step \d+; to go on: ", log.read_text()), log.read_text()[-2000:]
     assert step_of(complete(log.parent / "run")[-1]) >= found()[-1]["step"], "the last steps are not saved"
-
-
-def three_pushes_old(row: dict) -> bool:
-    return row.get("mismatch/staleness_max") == 3
 
 
 def compared(log) -> tuple[list[float], int]:
