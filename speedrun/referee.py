@@ -53,19 +53,24 @@ class Job:
     cores: int = 2
     seeds: tuple[int, ...] = (0, 1)
     engine: str = "vllm"
-    examined: int = 0  # of the held-out problems, the first so many in the evaluation; 0: all
+    tuning: int = 0  # of the training problems: a trial keeps them out, to be evaluated on them
 
     def problems(self) -> tuple[list[dict], list[dict]]:
-        """(training problems, held-out problems). The task's own held-out problems come first among the latter."""
+        """(training problems, problems of the evaluation). A record's evaluation has all held-out problems, the task's
+        own first. A trial's has training problems that it doesn't train on.
+        """
         if self.task == "arithmetic":
             rows = [*arithmetic.problems("test"), *arithmetic.problems("train")]
         else:
             rows = [*tasks.problems(self.task, "test"), *tasks.problems(self.task, "train")]
-        return rows[self.held_out :], rows[: self.held_out]
+        training, held_out = rows[self.held_out :], rows[: self.held_out]
+        if self.tuning:
+            return training[self.tuning :], training[: self.tuning]
+        return training, held_out
 
     def trial(self) -> "Job":
-        """The same for a first seed alone, and with an evaluation of 64 problems: to try an entry in minutes."""
-        return dataclasses.replace(self, seeds=self.seeds[:1], examined=64)
+        """To try an entry: one seed, evaluated on 512 training problems. Tuning never sees the held-out problems."""
+        return dataclasses.replace(self, seeds=self.seeds[:1], tuning=512)
 
 
 SPEEDRUN = Job(ROOT / "models/SmolLM2-135M-Instruct", "sums", target=0.6, held_out=2048, max_response_tokens=24)
@@ -170,8 +175,7 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
         with tempfile.TemporaryDirectory() as private:
             model = trained_model(job, folder, Path(private))
             weights = digest_of(model)
-            examined = held_out[: job.examined or None]
-            solved = evaluate(job, model, examined, Path(private))
+            solved = evaluate(job, model, held_out, Path(private))
     claims = {
         "flops": flops,
         **totals(trace.rows),

@@ -1,12 +1,12 @@
 """Enter a record: run a file for each seed of the speedrun, and write speedrun/records/NAME.
 
-    python speedrun/run.py --try algos/mine.py --steps 2                        a trial in minutes; it writes nothing
+    python speedrun/run.py --try algos/mine.py --steps 2 --warmup-steps 1       a trial in minutes; it writes nothing
     python speedrun/run.py 0002-mine algos/mine.py --steps 60 --learning-rate 3e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
 seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with the seeds that are
-missing. It is written also for a run that misses the target: verify.py says whether it counts. A trial is one seed, and
-an evaluation of 64 problems.
+missing. It is written also for a run that misses the target: verify.py says whether it counts. A trial is one seed. It
+keeps 512 training problems out of training, and is evaluated on them, so the held-out problems judge records alone.
 """
 
 import csv
@@ -130,7 +130,7 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
             trial = job.trial()
             (seed,) = trial.seeds
             say_result(seed, referee.play(trial, Path(file), flags, seed).claims)
-            errors.say("A trial, not a record: the interval is of a few problems, and nothing was written.")
+            errors.say("A trial, not a record: evaluated on training problems that it left out. Nothing was written.")
             return
         if name.startswith("-") or Path(name).name != name:
             raise Refused(f"{name}: the first word is the name of a folder in speedrun/records, such as 0002-mine")

@@ -1,10 +1,10 @@
 """Verify records of the speedrun. Anyone can: it needs the record's folder and a machine of its kind.
 
-    python speedrun/verify.py speedrun/records/0001-grpo            checks, shows the file's diff, then replays it
-    python speedrun/verify.py speedrun/records/0001-grpo --check    without a replay, in seconds
-    python speedrun/verify.py                                       --check for all records, and is the table right?
-    python speedrun/verify.py speedrun/records/0001-grpo --seeds 7  trains with a seed of yours: how far does that get?
-    python speedrun/verify.py --table                               writes the table into speedrun/README.md
+    python speedrun/verify.py speedrun/records/0001-merged            checks, shows the file's diff, then replays it
+    python speedrun/verify.py speedrun/records/0001-merged --check    without a replay, in seconds
+    python speedrun/verify.py                                         --check for all records, and is the table right?
+    python speedrun/verify.py speedrun/records/0001-merged --seeds 7  trains with a seed of yours: how far does it get?
+    python speedrun/verify.py --table                                 writes the table into speedrun/README.md
 
 A replay trains again, with the record's file, flags and seeds, and compares what the referee has seen: all prompts,
 sampled tokens and rewards, the FLOPs after each rollout, the trained weights, and which problems they solve. It ends

@@ -325,8 +325,16 @@ def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, 
         run.main(words, JOB)
 
 
+def test_a_trial_trains_and_is_evaluated_on_training_problems_alone():
+    training, held_out = referee.SPEEDRUN.problems()
+    left, kept_out = referee.SPEEDRUN.trial().problems()
+    questions = lambda rows: {row["question"] for row in rows}
+    assert len(kept_out) == 512 and questions(kept_out) | questions(left) == questions(training)
+    assert not questions(kept_out) & questions(left) and not questions(kept_out) & questions(held_out)
+
+
 @pytest.mark.slow
-def test_a_trial_is_one_seed_and_a_short_evaluation_and_writes_nothing(monkeypatch, tmp_path, capsys):
+def test_a_trial_is_one_seed_and_writes_nothing(monkeypatch, tmp_path, capsys):
     """With adapters: only the merged model has the tensors of the start model."""
     monkeypatch.setattr(run, "RECORDS", tmp_path / "records")
     run.main(["--try", str(GRPO), *FLAGS, "--lora-rank", "4"], dataclasses.replace(JOB, seeds=(0, 1)))
