@@ -5,7 +5,7 @@
     python scripts/claims.py std length --seeds 0 1           # two rows, two seeds
     python scripts/claims.py embedded --folder baselines/claims     # what made the committed runs; skips those there
     python scripts/claims.py sums --folder baselines/claims         # the same for SmolLM2, an hour a run and 10 GB
-    python scripts/claims.py --rebuild                        # the page's table from the committed runs alone
+    python scripts/claims.py --rebuild                        # the page's tables from the committed runs alone
 
 A claim compares an arm with a control. Both are runs of an algorithm's file, or of a variant of it (docs/variants.md),
 with the same task, flags and seeds, except for what ARMS says. The verdict is a rule, and was written down before the
@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -138,6 +139,10 @@ class Measure:
     scale: float = 100  # of the table: 100 shows a share as percent
     digits: int = 1
 
+    def text(self, estimate: study.Estimate | None) -> str:
+        """A difference with its interval, or nothing without one."""
+        return "" if estimate is None else estimate.text(self.scale, self.digits)
+
     def mean(self, values: dict[int, float]) -> str:
         """The mean over the seeds, or nothing without a run."""
         return f"{self.scale * statistics.mean(values.values()):.{self.digits}f}" if values else ""
@@ -146,10 +151,13 @@ class Measure:
 MEASURES = {
     "sampled": Measure("mean@8, %", lambda run: run.about["evaluation"]["sampled"]),
     "pass@8": Measure("pass@8, %", lambda run: run.about["evaluation"]["pass@8"]),
+    "greedy": Measure("greedy, %", lambda run: run.about["evaluation"]["greedy"]),
     "greedy gain": Measure("greedy, % minus start", lambda run: run.about["evaluation"]["greedy"] - start(run)),
     "entropy": Measure("entropy, nats", lambda run: run.last("train/entropy", 0.5), scale=1, digits=3),
     "length": Measure("tokens", lambda run: run.last("response/length_mean", 0.2), scale=1, digits=2),
 }
+# The page shows these for every row that has a control. The verdict is by the claim's own measure alone.
+SHOWN = ("greedy", "sampled", "pass@8")
 
 
 def start(run: Run) -> float:
@@ -209,7 +217,7 @@ class Args:
     seeds: tuple[int, ...] = ()  # Default: 0 to 4, and 0 to 2 for sums.
     jobs: int = 1  # Runs at a time, each on a core of its own.
     folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
-    rebuild: bool = False  # Write the page's table from the committed runs.
+    rebuild: bool = False  # Write the page's tables from the committed runs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,12 +304,10 @@ def make_reversal() -> None:
     """Write the problems of `reversal` and train the model that its runs start from. It knows the form and no more.
 
     A problem is REVERSED digits, all of them 1 or 2, and its answer is the same digits backwards. Demonstrations have
-    random digits for an answer, so at first one response in 2^REVERSED is right, as in the paper's task.
+    random digits for an answer, so at first one response in 2^REVERSED is right, as in the paper's task. What is there
+    already stays, unless it has other problems.
     """
     folder = ROOT / REVERSAL
-    if (folder / "start/model.safetensors").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     problems = []
     demonstrations = []
@@ -311,8 +317,16 @@ def make_reversal() -> None:
         for _ in range(64):
             demonstrations.append(problem | {"solution": "".join(draw.choices("12", k=REVERSED))})
     draw.shuffle(demonstrations)
+    texts = {}
     for name, rows in (("problems", problems), ("demonstrations", demonstrations)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        texts[folder / f"{name}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+    same = all(file.is_file() and file.read_text() == text for file, text in texts.items())
+    if same and (folder / "start/model.safetensors").is_file():
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # a model of other problems
+    folder.mkdir(parents=True)
+    for file, text in texts.items():
+        file.write_text(text)
     words = f"algos/sft.py --dataset {REVERSAL}/demonstrations.jsonl --steps 60 --output {REVERSAL}/start"
     # A run directory that stayed after an interruption would be refused by each later try.
     with tempfile.TemporaryDirectory() as run_dir:
@@ -328,40 +342,39 @@ def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
     return runs
 
 
-def measured(folder: Path, claim: Claim, arm: str) -> dict[int, float]:
-    """seed -> the measure of a claim, for one of its arms."""
-    measure = MEASURES[claim.measure]
-    return {seed: measure.of(run) for seed, run in read_runs(folder, claim.task, arm).items()}
-
-
-def compared(folder: Path, claim: Claim) -> tuple[dict[int, float], dict[int, float]]:
-    """The measures of a claim's arm and of its control, seed -> number, over the seeds that both have.
+def compared(folder: Path, claim: Claim, measure: Measure) -> tuple[dict[int, float], dict[int, float]]:
+    """A measure of a claim's arm and of its control, seed -> number, over the seeds that both have.
 
     Without a control the arm keeps all its seeds, and there are no numbers of the control.
     """
-    arm = measured(folder, claim, claim.arm)
+    arm = read_runs(folder, claim.task, claim.arm)
     if not claim.control:
-        return arm, {}
-    control = measured(folder, claim, claim.control)
+        return {seed: measure.of(run) for seed, run in arm.items()}, {}
+    control = read_runs(folder, claim.task, claim.control)
     both = sorted(arm.keys() & control.keys())
-    return {seed: arm[seed] for seed in both}, {seed: control[seed] for seed in both}
+    return {seed: measure.of(arm[seed]) for seed in both}, {seed: measure.of(control[seed]) for seed in both}
 
 
-def verdict(claim: Claim, difference: study.Estimate | None, seeds: int) -> str:
+def difference(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> study.Estimate | None:
+    """Arm minus control. A measure that is itself a difference, to the start, is compared with 0. None: no run yet."""
+    return study.paired(arm, control if claim.control else dict.fromkeys(arm, 0.0))
+
+
+def verdict(claim: Claim, estimate: study.Estimate | None, seeds: int) -> str:
     """The rule that was fixed before the runs. It waits for all SEEDS, so nobody can stop when the answer pleases.
 
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
     smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
     margin on both sides, otherwise refuted here if it excludes 0. All others are unresolved.
     """
-    if difference is None or seeds < SEEDS[claim.task]:
+    if estimate is None or seeds < SEEDS[claim.task]:
         return f"{seeds} of {SEEDS[claim.task]} seeds"
-    low, high, margin = difference.low, difference.high, claim.margin
+    low, high, margin = estimate.low, estimate.high, claim.margin
     if claim.expected == "less":
         low, high = -high, -low
     if claim.expected == "equal":
         confirmed = -margin < low and high < margin
-        refuted = difference.excludes_zero
+        refuted = estimate.excludes_zero
     else:
         confirmed = low > 0
         refuted = high < margin
@@ -370,11 +383,12 @@ def verdict(claim: Claim, difference: study.Estimate | None, seeds: int) -> str:
     return "refuted here" if refuted else "unresolved"
 
 
-def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS)) -> str:
-    return "\n".join(table_lines(folder, names))
+def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS), *, unfinished: bool = True) -> str:
+    """unfinished: also the numbers of rows that are missing seeds. On the page they would be read as results."""
+    return "\n".join(table_lines(folder, names, unfinished))
 
 
-def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
+def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Iterator[str]:
     yield (
         "| claim | verdict | the claim expects | difference | measure | arm | control | task | seeds "
         "| the arm is | the control is | source |"
@@ -383,19 +397,22 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         claim = CLAIMS[name]
         measure = MEASURES[claim.measure]
-        arm, control = compared(folder, claim)
-        # A measure that is itself a difference, to the start, is compared with 0.
-        difference = study.paired(arm, control if claim.control else dict.fromkeys(arm, 0.0))
+        arm, control = compared(folder, claim, measure)
+        estimate = difference(claim, arm, control)
+        seeds = len(arm)
+        said = verdict(claim, estimate, seeds)
+        if seeds < SEEDS[claim.task] and not unfinished:
+            estimate, arm, control = None, {}, {}  # whose fields are empty
         fields = (
             f"[{name}](#{name})",
-            f"**{verdict(claim, difference, len(arm))}**",
+            f"**{said}**",
             claim.expected,
-            "" if difference is None else difference.text(measure.scale, measure.digits),
+            measure.text(estimate),
             measure.label,
             measure.mean(arm),
             measure.mean(control),
             claim.task,
-            str(len(arm)),
+            str(seeds),
             ARMS[claim.arm].text(),
             ARMS[claim.control].text() if claim.control else "its start",
             claim.source,
@@ -403,9 +420,55 @@ def table_lines(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
         yield f"| {' | '.join(fields)} |"
 
 
+def summary(folder: Path) -> str:
+    """How many verdicts there are of each kind, and which differences remain if all are tested together."""
+    verdicts: list[str] = []
+    p_values: dict[str, float] = {}
+    excluding = []  # rows whose own interval excludes 0
+    for name, claim in CLAIMS.items():
+        arm, control = compared(folder, claim, MEASURES[claim.measure])
+        if len(arm) < SEEDS[claim.task]:
+            continue
+        estimate = difference(claim, arm, control)
+        verdicts.append(verdict(claim, estimate, len(arm)))
+        p_values[name] = estimate.p
+        if estimate.excludes_zero:
+            excluding.append(name)
+    remaining = [f"[{name}](#{name})" for name in study.holm(p_values)]
+    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
+    return (
+        f"**So far** {len(verdicts)} of {len(CLAIMS)} rows have a verdict: {counts}.\n"
+        f"Taken one by one, {len(excluding)} of these {len(verdicts)} intervals exclude 0.\n"
+        f"Tested together, with Holm's correction at 5 %, {len(remaining)} of these differences remain: "
+        f"{', '.join(remaining) or 'none'}."
+    )
+
+
+def measures_table(folder: Path) -> str:
+    """Arm minus control by all measures of SHOWN, for the rows that have a control and all their seeds."""
+    shown = [MEASURES[name] for name in SHOWN]
+    lines = [f"| claim | {' | '.join(measure.label for measure in shown)} |", "|---" * (len(shown) + 1) + "|"]
+    for name, claim in CLAIMS.items():
+        pairs = [compared(folder, claim, measure) for measure in shown]
+        if claim.control and len(pairs[0][0]) >= SEEDS[claim.task]:
+            fields = [measure.text(difference(claim, *pair)) for measure, pair in zip(shown, pairs)]
+            lines.append(f"| [{name}](#{name}) | {' | '.join(fields)} |")
+    return "\n".join(lines)
+
+
+def page_parts(folder: Path) -> dict[str, str]:
+    """What the runs of a folder say on the page: the name of each part, and its text."""
+    return {
+        "claims": table(folder, unfinished=False),
+        "claims summary": summary(folder),
+        "claims measures": measures_table(folder),
+    }
+
+
 def rebuild() -> None:
-    """Write the table of the committed runs into the page."""
-    blocks.write(PAGE, "claims", table(COMMITTED))
+    """Write what the committed runs say into the page."""
+    for name, text in page_parts(COMMITTED).items():
+        blocks.write(PAGE, name, text)
 
 
 def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:

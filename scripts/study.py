@@ -34,11 +34,12 @@ FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182}
 
 @dataclasses.dataclass
 class Estimate:
-    """A mean over seeds, and its 95 % interval, which is NaN with fewer than two seeds."""
+    """A mean over seeds, its 95 % interval, and how likely chance alone is so far from 0. All NaN with one seed."""
 
     mean: float
     low: float = math.nan
     high: float = math.nan
+    p: float = math.nan
 
     @property
     def excludes_zero(self) -> bool:
@@ -61,8 +62,9 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     degrees = len(values) - 1
     if degrees < 1:
         return Estimate(mean)
-    half = half_width(statistics.stdev(values), len(values))
-    return Estimate(mean, mean - half, mean + half)
+    deviation = statistics.stdev(values)
+    half = half_width(deviation, len(values))
+    return Estimate(mean, mean - half, mean + half, p_value(mean, deviation, len(values)))
 
 
 def half_width(deviation: float, count: int) -> float:
@@ -70,6 +72,37 @@ def half_width(deviation: float, count: int) -> float:
     degrees = count - 1
     quantile = FEW_SEEDS.get(degrees, estimates.student(degrees))
     return quantile * deviation / math.sqrt(count)
+
+
+def p_value(mean: float, deviation: float, count: int) -> float:
+    """How likely a mean of `count` values, two or more, is at least so far from 0 by chance: Student's, two-sided.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    if deviation == 0:
+        return float(mean == 0)
+    degrees = count - 1
+    angle = math.atan(abs(mean) / deviation * math.sqrt(count / degrees))  # tan(angle) = t / sqrt(degrees)
+    is_odd = degrees % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for power in range(1 + is_odd, degrees, 2):
+        total += term
+        term *= power / (power + 1) * math.cos(angle) ** 2
+    inside = math.sin(angle) * total  # the share of Student's distribution between -t and t
+    if is_odd:
+        inside = 2 / math.pi * (angle + inside)
+    return 1 - inside
+
+
+def holm(p_values: dict[str, float], level: float = 0.05) -> list[str]:
+    """Names of the differences from 0 that remain when all are tested together, the surest first (Holm 1979)."""
+    kept = []
+    for name in sorted(p_values, key=p_values.get):
+        if not p_values[name] <= level / (len(p_values) - len(kept)):  # also if it is NaN
+            break
+        kept.append(name)
+    return kept
 
 
 def paired(first: dict[int, float], second: dict[int, float]) -> Estimate | None:

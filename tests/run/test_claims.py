@@ -51,13 +51,19 @@ def test_a_verdict_waits_for_all_seeds():
     assert claims.verdict(claim("more"), None, seeds=0) == "0 of 5 seeds"
 
 
-def finished(folder, arm: str, sampled: dict[int, float], task: str = "arithmetic", **columns: list[float]) -> None:
-    """The files of runs with these shares of right samples, and for the columns a number for each step from 0."""
+def finished(
+    folder, arm: str, sampled: dict[int, float], task: str = "arithmetic", above=(0.0, 0.0), **columns: list[float]
+) -> None:
+    """The files of runs with these shares of right samples, and for the columns a number for each step from 0.
+
+    Greedy accuracy is 10 points below the share of right samples, and pass@8 10 points above it. above: what is added.
+    """
     for seed, share in sampled.items():
         steps = range(len(columns["accuracy"]) if columns else 2)
         names = {"accuracy": "eval/accuracy", "entropy": "train/entropy", "length": "response/length_mean"}
         rows = [{"step": step} | {names[name]: values[step] for name, values in columns.items()} for step in steps]
-        about = {"seed": seed, "evaluation": {"sampled": share, "pass@8": share + 0.1, "greedy": share - 0.1}}
+        evaluation = {"sampled": share, "greedy": share - 0.1 + above[0], "pass@8": share + 0.1 + above[1]}
+        about = {"seed": seed, "evaluation": evaluation}
         study.write_run(claims.Cell(task, arm, seed).file(folder), rows, about, claims.COLUMNS)
 
 
@@ -69,16 +75,62 @@ def line(folder, name: str) -> dict[str, str]:
 
 def test_a_row_compares_the_seeds_that_both_arms_have(tmp_path):
     """Seeds 0, 1 and 2 differ by 1, 2 and 3 points: 2 +- 4.303 / sqrt(3). Seed 3 has no control yet."""
-    finished(tmp_path, "no-std", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1})
-    finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70})
-    found = line(tmp_path, "std")
-    assert found["seeds"] == "3" and found["verdict"] == "**3 of 5 seeds**"
+    finished(tmp_path, "temperature", {0: 0.81, 1: 0.92, 2: 0.73, 3: 0.1}, task="sums")
+    finished(tmp_path, "grpo", {0: 0.80, 1: 0.90, 2: 0.70}, task="sums")
+    found = line(tmp_path, "temperature-sums")
+    assert found["seeds"] == "3" and found["verdict"] == "**unresolved**"
     assert (found["arm"], found["control"]) == ("82.0", "80.0"), "means of the same three seeds, which differ by 2.0"
     assert found["difference"] == "2.0 [-0.5, 4.5]"
-    finished(tmp_path, "no-std", {4: 0.81})
-    finished(tmp_path, "grpo", {1: 0.91, 2: 0.72, 3: 0.09, 4: 0.80})
-    found = line(tmp_path, "std")
+    finished(tmp_path, "grpo", {0: 0.80, 1: 0.91, 2: 0.72, 3: 0.09}, task="sums")
+    found = line(tmp_path, "temperature-sums")
     assert found["difference"] == "1.0 [1.0, 1.0]" and found["verdict"] == "**confirmed**"
+
+
+def test_the_page_shows_no_number_of_a_row_until_all_its_seeds_have_run(tmp_path):
+    for arm, share in (("no-std", 0.9), ("grpo", 0.8)):
+        finished(tmp_path, arm, dict.fromkeys(range(4), share))
+    found = line(tmp_path, "std")
+    assert (found["verdict"], found["seeds"]) == ("**4 of 5 seeds**", "4")
+    assert (found["arm"], found["control"], found["difference"]) == ("90.0", "80.0", "10.0 [10.0, 10.0]")
+    on_page = claims.table(tmp_path, ("std",), unfinished=False)
+    assert "4 of 5 seeds" in on_page and "90.0" not in on_page and "10.0" not in on_page
+    assert "[std]" not in claims.measures_table(tmp_path) and claims.summary(tmp_path).startswith("**So far** 0 of 27")
+
+
+def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path):
+    """Seeds are paired: the arm's are in another order. A row without a control has no difference to show."""
+    shares = {0: 0.5, 1: 0.6, 2: 0.7, 3: 0.8, 4: 0.9}
+    finished(tmp_path, "no-std", {seed: share + 0.05 for seed, share in reversed(shares.items())}, above=(0.03, 0.02))
+    finished(tmp_path, "grpo", shares)
+    finished(tmp_path, "random-reward", shares, accuracy=[0.5, 0.1])
+    found = claims.measures_table(tmp_path).splitlines()[2:]
+    assert found == ["| [std](#std) | 8.0 [8.0, 8.0] | 5.0 [5.0, 5.0] | 7.0 [7.0, 7.0] |"]
+
+
+def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
+    """Alone both differences exclude 0. Together the less certain one, of 1.4 to 2.6 points more or less, does not."""
+    finished(tmp_path, "grpo", dict.fromkeys(range(5), 0.5))
+    finished(tmp_path, "no-std", {seed: 0.6 + seed / 1000 for seed in range(5)})
+    finished(tmp_path, "token-mean", {seed: 0.52 + (seed - 2) / 115 for seed in range(5)})
+    finished(tmp_path, "delight-gate", {seed: 0.5 + (seed - 2) / 1000 for seed in range(5)})
+    said = claims.summary(tmp_path)
+    assert "3 of 27 rows have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
+    assert "2 of these 3 intervals exclude 0" in said and said.endswith("1 of these differences remain: [std](#std).")
+
+
+@pytest.mark.parametrize("count, quantile", [(2, 12.7062), (3, 4.30265), (4, 3.18245), (5, 2.77645), (12, 2.20099)])
+def test_a_p_value_is_five_percent_where_the_interval_begins_at_zero(count, quantile):
+    """The quantiles are those of tables of Student's t."""
+    for mean in (quantile, -quantile):
+        assert study.p_value(mean, count**0.5, count) == pytest.approx(0.05, abs=1e-5)
+    assert study.p_value(0.0, 1.0, count) == pytest.approx(1.0)
+
+
+def test_holm_stops_at_the_first_difference_that_chance_could_make():
+    """With three tests the limits are 1.67, 2.5 and 5 %: "b" fails at 2.5 %, so "c" isn't looked at."""
+    assert study.holm({"c": 0.03, "a": 0.01, "b": 0.026}) == ["a"]
+    assert study.holm({"c": 0.03, "a": 0.01, "b": 0.024}) == ["a", "b", "c"]
+    assert study.holm({"a": 0.02, "b": 0.02, "c": 0.02}) == study.holm({}) == []
 
 
 def test_a_row_without_runs_says_so(tmp_path):
@@ -89,9 +141,8 @@ def test_a_row_without_runs_says_so(tmp_path):
 
 def test_a_gain_is_greedy_accuracy_over_that_of_the_first_row(tmp_path):
     """After training 70 and 80 % are right at temperature 0 (0.8 and 0.9 of the samples). Before, it was 50 %."""
-    finished(tmp_path, "random-reward", {0: 0.8, 1: 0.9}, accuracy=[0.5, 0.1])
-    found = line(tmp_path, "random-reward")
-    assert found["difference"].startswith("25.0 [") and found["seeds"] == "2"
+    finished(tmp_path, "random-reward", {0: 0.8, 1: 0.9, 2: 0.8, 3: 0.9, 4: 0.85}, accuracy=[0.5, 0.1])
+    assert line(tmp_path, "random-reward")["difference"].startswith("25.0 [")
 
 
 def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
@@ -104,10 +155,10 @@ def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
 
 
 def test_pass_at_8_has_a_measure_of_its_own(tmp_path):
-    finished(tmp_path, "max_rl", {0: 0.6}, task="maze")
-    finished(tmp_path, "grpo", {0: 0.4}, task="maze")
+    finished(tmp_path, "max_rl", dict.fromkeys(range(5), 0.6), task="maze")
+    finished(tmp_path, "grpo", dict.fromkeys(range(5), 0.4), task="maze")
     found = line(tmp_path, "max-rl")
-    assert (found["arm"], found["control"], found["difference"]) == ("70.0", "50.0", "20.0")
+    assert (found["arm"], found["control"], found["difference"]) == ("70.0", "50.0", "20.0 [20.0, 20.0]")
 
 
 def test_each_run_is_made_once_and_a_seed_of_all_comes_before_the_next():
@@ -267,6 +318,24 @@ def test_a_problem_of_reversal_is_its_digits_backwards_and_is_shown_with_random_
     assert len(commands) == 1 and "algos/sft.py" in commands[0]
 
 
+def test_the_start_of_reversal_is_trained_again_for_other_problems_and_for_no_others(monkeypatch, tmp_path):
+    lengths = []  # digits of the problems for which a start was trained
+
+    def train(words, **named):
+        folder = tmp_path / claims.REVERSAL
+        assert not (folder / "start").exists()
+        (folder / "start").mkdir()
+        (folder / "start/model.safetensors").touch()
+        lengths.append(len(json.loads((folder / "problems.jsonl").read_text().splitlines()[0])["answer"]))
+
+    monkeypatch.setattr(claims, "ROOT", tmp_path)
+    monkeypatch.setattr(claims.subprocess, "run", train)
+    for digits in (5, 5, 4):
+        monkeypatch.setattr(claims, "REVERSED", digits)
+        claims.make_reversal()
+    assert lengths == [5, 4]
+
+
 def test_training_the_start_of_reversal_can_be_repeated_after_an_interruption(monkeypatch, tmp_path):
     """A run directory with metrics is refused, so what an interrupted run has left must not be in the way."""
     held = []
@@ -304,8 +373,24 @@ def test_every_claim_has_a_section_on_the_page():
     assert titles == list(claims.CLAIMS)
 
 
-def test_the_committed_table_is_what_the_runs_give():
-    assert claims.blocks.read(claims.PAGE, "claims") == claims.table(claims.COMMITTED)
+def test_the_committed_tables_are_what_the_runs_give():
+    for name, text in claims.page_parts(claims.COMMITTED).items():
+        assert claims.blocks.read(claims.PAGE, name) == text, name
+
+
+def test_the_pages_table_of_tasks_has_their_flags():
+    """| `arithmetic` | model | start | steps | prompts x responses | updates per step | learning rate | seeds |"""
+
+    def flag(words: list[str], name: str) -> str:
+        return words[words.index(f"--{name}") + 1] if f"--{name}" in words else "1"
+
+    for task, flags in claims.TASKS.items():
+        words = flags.split()
+        (found,) = re.findall(rf"^\| `{task}` \| .+ \| .+ % \| (.+) \|$", claims.PAGE.read_text(), re.MULTILINE)
+        updates = int(flag(words, "mini-batches")) * int(flag(words, "epochs"))
+        sizes = f"{flag(words, 'prompts-per-step')} x {flag(words, 'group-size')}"
+        expected = [flag(words, "steps"), sizes, str(updates), flag(words, "learning-rate"), str(claims.SEEDS[task])]
+        assert found.split(" | ") == expected
 
 
 def test_the_committed_runs_are_of_committed_code_and_of_these_flags():
