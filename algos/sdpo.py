@@ -1,23 +1,24 @@
 """SDPO -- self-distillation policy optimization (RL via Self-Distillation, arXiv:2601.20802, eq. 1).
 
-The policy is its own teacher: it sees a hint that the student does not have, and says of each token of the student's
-response how likely it would be. The hint is another right response of the group, or the reference answer (--hint).
+The policy teaches itself. As the student it answers the prompt. As the teacher it reads the same response after a
+prompt that also shows a hint, and says which token should come next. The student moves towards it. The hint is another
+right response of the group, or the reference answer (--hint).
 
     p_it  = policy(. | prompt_i, y_i,<t)                 the student's distribution, which has the gradient
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
-    L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
+    L     = sum_it h_i m_it sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
 or, with --no-full-vocabulary, from the sampled tokens. In the first update this estimates the same gradient:
 
-    A_t   = teacher_t - old_t               log-probs of the sampled token
+    A_it  = teacher_it - old_it            log-probs of the sampled token: -A_it estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
-    L     = sum_it h_i max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
+    L     = sum_it h_i m_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
 optimizer mini-batch, on all ranks, of the responses that have a hint. A response without one has no teacher and no
 loss, and counts in no denominator. With --hint peer, a response has a hint if another one of its group is right; it is
-never its own. With --hint answer it has one if its row has an answer. In both cases it goes without if it was not
-graded, or if its prompt with the hint does not fit into the model.
+never its own. With --hint answer it has one if its row has an answer. A response has no hint if it was not graded, if
+prompt, hint and response together do not fit into the model, or if the hint spells a control token such as <|im_end|>.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
@@ -29,13 +30,19 @@ mini-batch (with --no-full-vocabulary those from before the step). With 0 it is 
 Differs from opd.py: the teacher's weights and its prompt; which responses have a teacher; the whole vocabulary by
 default.
 
-Differs from the paper or the authors' code: the exact divergence over the vocabulary, where that code takes the
-student's top 20 or 100 tokens and a tail; reverse KL, as in eq. 1, where that code takes the Jensen-Shannon divergence
-by default; several mini-batches a rollout, where it makes one update; no importance weights with the whole vocabulary;
-no environment's feedback in the hint; a peer's thinking stays in the hint, where that code removes it.
+Differs from the paper, which has two recipes (table 12). Without feedback: Jensen-Shannon divergence, a teacher rate of
+0.05, a learning rate of 1e-5, one update a rollout. With feedback: reverse KL, 0.01, 1e-6, an update for each question.
+The defaults here mix the two. Missing are a teacher within a trust region (eq. 10), the mixture with GRPO's advantages
+(eq. 3), an environment's feedback in the hint, and a lone right response that is its own hint (table 2; the authors'
+code does not have that either).
+
+Differs from the authors' code: the exact divergence over the vocabulary, where that code takes the student's top 20 or
+100 tokens and a tail; a mean over tokens that have a teacher, where that code's is over responses, and counts those
+without a teacher as 0; no importance weights with the whole vocabulary; with sampled tokens PPO's clip, where that code
+follows the current student; a peer's thinking stays in the hint, where that code removes it.
 
 Run:    python algos/sdpo.py                                            (embedded arithmetic, 2 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct --mini-batches 1
+        torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct
 Result: embedded arithmetic, greedy, mean of three seeds: 96.2 % from 55.9 %, from a start of its own that can read a
         hint (baselines/hints-start). On GPUs: not yet run.
 """
@@ -111,7 +118,7 @@ def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
     return peers
 
 
-def hinted(text: str, hint: str, template: str) -> str:
+def with_hint(text: str, hint: str, template: str) -> str:
     """The template with prompt and hint in their places: what the user says to the teacher.
 
     Both are filled in at once. One after the other would also replace a {hint} that the prompt itself spells.
@@ -123,9 +130,9 @@ def hinted(text: str, hint: str, template: str) -> str:
 @torch.no_grad()
 def follow(teacher: torch.nn.Module, policy: torch.nn.Module, rate: float) -> None:
     """teacher = (1 - rate) teacher + rate policy, in place, on this rank's shards. Both are of one architecture."""
-    for theirs, ours in zip(teacher.parameters(), policy.parameters()):
-        shard = theirs.to_local()
-        shard.lerp_(ours.to_local().to(shard.device), rate)  # --offload may keep the two on different devices
+    for teacher_weight, policy_weight in zip(teacher.parameters(), policy.parameters(), strict=True):
+        shard = teacher_weight.to_local()
+        shard.lerp_(policy_weight.to_local().to(shard.device), rate)  # --offload may keep them on different devices
 
 
 def compute_advantages(old_logprobs, teacher_logprobs, response_mask) -> torch.Tensor:
@@ -147,7 +154,7 @@ def policy_loss(
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
-    denominator: response tokens of the whole mini-batch on all ranks.
+    denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
     token_weights: (n, T), from rollout_weights().
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
@@ -201,7 +208,7 @@ def check_args(args: Args) -> None:
             "--sequence-parallel: add --no-full-vocabulary; with its hint a sequence is cut at other tokens"
         )
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary, because a divergence has no ratio to weight")
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary; it weighs sampled tokens, and this loss has all")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -212,9 +219,11 @@ def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None
         # The hints will be responses, whose lengths nobody knows yet. The prompts must at least fit with an empty hint.
         hinter.check(prompts, [""] * len(prompts))
         return
-    with_answer = [prompt for prompt in prompts if prompt.answer is not None]
+    with_answer = [
+        prompt for prompt in prompts if prompt.answer is not None and not hinter.spells_control_token(prompt.answer)
+    ]
     if not with_answer:
-        raise errors.BadInput("--hint answer: no row of --dataset has a reference answer")
+        raise errors.BadInput("--hint answer: no row of --dataset has a reference answer without control tokens")
     hinter.check(with_answer, [prompt.answer for prompt in with_answer])
 
 
@@ -224,9 +233,8 @@ def main(args: Args) -> None:
         args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
     check_args(args)
     # Checks flags, data and model before any model is loaded.
-    # A teacher with weights of its own needs the memory of a reference, a second model that nothing trains.
-    settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "reference"])
-    hinter = hints.Hinter(settings, partial(hinted, template=args.hint_template))
+    settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "teacher"])
+    hinter = hints.Hinter(settings, partial(with_hint, template=args.hint_template))
     check_hints(args, settings.prompts, hinter)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
@@ -253,7 +261,7 @@ def main(args: Args) -> None:
             settings.compute,
             offload=args.offload != "none",  # both "others" and "all" offload it
         )
-        trained["teacher"] = (teacher, None)  # nothing trains it, but a checkpoint needs it
+        trained["teacher"] = (teacher, None)  # it has no optimizer, but a checkpoint needs it
     engine = engines.start(
         args.rollout_backend,
         settings.model,
@@ -283,7 +291,7 @@ def main(args: Args) -> None:
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # An engine that shares the trainer's device frees memory until the push of new weights. An engine
             # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)
@@ -338,6 +346,7 @@ def main(args: Args) -> None:
                 denominator = world.sum(taught[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
+                    mask = micro.response_mask & taught[micro.rows]  # (n, T); the first is False in dummies
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
                         divergences, _, entropy = distillation.divergences(
@@ -349,15 +358,13 @@ def main(args: Args) -> None:
                         )
                         loss = vocabulary_loss(
                             divergences=divergences,
-                            response_mask=micro.response_mask,
+                            response_mask=mask,
                             denominator=denominator,
                         )
                         clipped = 0
-                        # The report shows them as advantages: how far each token is from the teacher.
-                        advantages[micro.rows] = torch.where(
-                            micro.response_mask, -divergences.detach(), advantages[micro.rows]
-                        )
-                        tracker.mean("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
+                        # The report shows minus the KL in the place of advantages: the mean of A over the vocabulary.
+                        advantages[micro.rows] = torch.where(mask, -divergences.detach(), advantages[micro.rows])
+                        tracker.mean("teacher/kl", torch.where(mask, divergences.detach(), 0.0).sum(), mask.sum())
                     else:
                         # (n, T) each. Only the log-probs have a gradient.
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)

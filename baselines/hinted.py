@@ -17,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from algos.sdpo import EMBEDDED, hinted
+from algos.sdpo import EMBEDDED, with_hint
 from common.data import arithmetic
 
 split = sys.argv[2] if len(sys.argv) > 2 else "train"
@@ -26,7 +26,7 @@ for number, row in enumerate(arithmetic.problems(split)):
     first, second = row["question"].rstrip("=").split("+")
     right = arithmetic.solution(int(first), int(second))
     hint = row["answer"] if number % 2 else right
-    prompt = hinted(row["question"], hint, EMBEDDED["hint_template"])
+    prompt = with_hint(row["question"], hint, EMBEDDED["hint_template"])
     lines.append(json.dumps({"prompt": prompt, "solution": right, "answer": row["answer"]}) + "\n")
 file = Path(sys.argv[1])
 file.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,9 @@ class Hinter:
         """Raises BadInput if a prompt has images, or no words of a user."""
         self.tokenizer = settings.tokenizer
         self.spelled = SpelledTokens(self.tokenizer, settings.args.source.control_tokens)
+        # With --control-tokens text a chat template's control tokens become text wherever a message spells them.
+        are_text = settings.args.source.control_tokens == "text" and self.tokenizer.chat_template
+        self.control_tokens = set() if are_text else set(templates.control_tokens(self.tokenizer).values())
         self.max_response_tokens = settings.args.max_response_tokens
         self.write = write
         self.positions = positions_of(settings.model)
@@ -42,42 +45,61 @@ class Hinter:
                 raise BadInput(f"{prompt.id}: has no message of a user that a hint could go into")
 
     def check(self, prompts: Sequence[Prompt], hints: Sequence[str]) -> None:
-        """Refuse hints that are known before the run if the longest does not fit into the model. Raises BadInput."""
-        sizes = [len(prompt.ids) + len(hint) for prompt, hint in zip(prompts, hints)]
-        longest = sizes.index(max(sizes))
-        tokens = len(self.ids(prompts[longest], hints[longest]))
-        if tokens + self.max_response_tokens > self.positions:
-            raise BadInput(
-                f"--max-response-tokens {self.max_response_tokens}: the prompt {prompts[longest].id} has {tokens} "
-                f"tokens with its hint, and --model has {self.positions} positions"
-            )
+        """Refuse hints that are known before the run if one does not fit into the model. Raises BadInput."""
+        room = self.positions - self.max_response_tokens
+        for prompt, hint in zip(prompts, hints):
+            # A tokenizer makes at most one token of a byte, and twice that leaves room for what normalizing adds. So
+            # most hints fit for certain, and only the others take the time to be tokenized.
+            if len(prompt.ids) + 2 * len(self.write(self.said(prompt), hint).encode()) <= room:
+                continue
+            tokens = len(self.ids(prompt, hint))
+            if tokens > room:
+                raise BadInput(
+                    f"--max-response-tokens {self.max_response_tokens}: the prompt {prompt.id} has {tokens} tokens "
+                    f"with its hint, and --model has {self.positions} positions"
+                )
+
+    def spells_control_token(self, hint: str) -> bool:
+        """Whether it would end the user's turn in the prompt: a policy can write <|im_end|> in ordinary tokens."""
+        return any(token in hint for token in self.control_tokens)
+
+    def last_turn(self, prompt: Prompt) -> int:
+        """Place of the last message of the user."""
+        return max(place for place, turn in enumerate(prompt.messages) if turn["role"] == "user")
+
+    def said(self, prompt: Prompt) -> str:
+        """What the user says, where the hint goes."""
+        return prompt.messages[self.last_turn(prompt)]["content"] if self.tokenizer.chat_template else prompt.text
 
     def ids(self, prompt: Prompt, hint: str) -> list[int]:
         """Token ids of a prompt with a hint in it."""
-        messages = []
-        if self.tokenizer.chat_template:
-            messages = list(prompt.messages)
-            last = max(place for place, turn in enumerate(messages) if turn["role"] == "user")
-            messages[last] = {**messages[last], "content": self.write(messages[last]["content"], hint)}
-            continues = messages[-1]["role"] == "assistant"
-            text = templates.chat_text(messages, self.tokenizer, prompt.tools, continues=continues)
-        else:
-            text = self.write(prompt.text, hint)
+        said = self.write(self.said(prompt), hint)
+        if not self.tokenizer.chat_template:
+            return templates.tokenize(prompt.id, said, self.tokenizer)
+        messages = list(prompt.messages)
+        last = self.last_turn(prompt)
+        messages[last] = {**messages[last], "content": said}
+        continues = messages[-1]["role"] == "assistant"
+        text = templates.chat_text(messages, self.tokenizer, prompt.tools, continues=continues)
         quoted = self.spelled.found(prompt.id, messages)
         return templates.tokenize(prompt.id, text, self.tokenizer, quoted)
 
     def batch(self, batch: Batch, hints: Sequence[str | None], tracker: Tracker) -> tuple[Batch, torch.Tensor]:
         """(the batch after prompts with hints, (N,) bool: True for graded rows that have a hint).
 
-        hints: one for each of the N rows, or None. A row whose hint does not fit into the model goes without.
+        hints: one for each of the N rows, or None. A row whose hint does not fit into the model goes without, and so
+        does one whose hint spells a control token. Both are counted.
         """
         group_size = len(batch) // len(batch.prompts)
         graded = batch.response_mask.any(1)  # (N,)
         prompt_ids = list(batch.prompt_ids)
         has_hint = torch.zeros_like(graded)  # (N,)
-        too_long = 0
+        too_long = spelled = 0
         for row in graded.nonzero().flatten().tolist():
             if hints[row] is None:
+                continue
+            if self.spells_control_token(hints[row]):
+                spelled += 1
                 continue
             ids = self.ids(batch.prompts[row // group_size], hints[row])
             if len(ids) + len(batch.response_ids[row]) > self.positions:
@@ -87,4 +109,5 @@ class Hinter:
             has_hint[row] = True
         tracker.mean("teacher/hinted", has_hint.sum(), graded.sum())
         tracker.sum("teacher/too_long", too_long)
+        tracker.sum("teacher/control_token", spelled)
         return dataclasses.replace(batch, prompt_ids=prompt_ids), has_hint

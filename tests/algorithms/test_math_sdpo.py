@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from algos.sdpo import Args, check_args, compute_advantages, follow, hinted, right_peers, vocabulary_loss
+from algos.sdpo import Args, check_args, compute_advantages, follow, right_peers, vocabulary_loss, with_hint
 from common.errors import BadInput
 
 
@@ -29,12 +29,12 @@ def test_a_response_alone_has_no_hint():
 
 
 def test_the_teacher_reads_prompt_and_hint_where_the_template_says():
-    assert hinted("1+1=", "2", "{hint}? {prompt}{hint}\n{prompt}") == "2? 1+1=2\n1+1="
+    assert with_hint("1+1=", "2", "{hint}? {prompt}{hint}\n{prompt}") == "2? 1+1=2\n1+1="
 
 
 def test_words_that_look_like_the_template_stay_as_they_are():
     """A response may spell {prompt}, and a prompt {hint} or LaTeX's braces."""
-    assert hinted(r"\frac{1}{2} {hint}", r"{prompt} \1", "{prompt}: {hint}") == r"\frac{1}{2} {hint}: {prompt} \1"
+    assert with_hint(r"\frac{1}{2} {hint}", r"{prompt} \1", "{prompt}: {hint}") == r"\frac{1}{2} {hint}: {prompt} \1"
 
 
 def test_only_taught_tokens_have_an_advantage():

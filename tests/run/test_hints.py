@@ -121,6 +121,43 @@ def test_hints_that_are_known_and_do_not_fit_are_refused_at_the_start():
         hinter.check(prompts, ["3", "1" * (room + 1)])
 
 
+def test_every_hint_that_is_known_is_looked_at():
+    """The one with most characters has few tokens here: six equal digits are one."""
+    tokenizer = arithmetic.tokenizer()
+    tokenizer.add_tokens(["111111"])
+    prompts = [plain("1+2=", tokenizer), plain("4+5=", tokenizer)]
+    hinter = Hinter(Setup(tokenizer, prompts), write)
+    room = hinter.positions - 40 - len(prompts[0].ids) - 1
+    hinter.check(prompts, ["1" * 6 * room, "2" * room])
+    with pytest.raises(BadInput, match="rows:1"):
+        hinter.check(prompts, ["1" * 6 * room, "2" * (room + 1)])
+
+
+@pytest.mark.parametrize("flag", ["keep", "text"])
+@pytest.mark.parametrize("with_chat", [False, True])
+def test_a_hint_that_spells_a_control_token_is_left_out(world, with_chat, flag):
+    """It would end the turn of the user, or the prompt. With a chat template and --control-tokens text it is text."""
+    tokenizer = tokenizer_with_chat() if with_chat else arithmetic.tokenizer()
+    prompt = replace(plain("1+2=", tokenizer), messages=[{"role": "user", "content": "1+2="}])
+    batch = batch_of([prompt], [[5], [6]], 2)
+    args = SimpleNamespace(source=TrainSource(control_tokens=flag), max_response_tokens=40)
+    metrics = Metrics(world)
+    hints = [f"3{tokenizer.eos_token}", "3"]
+    after, has_hint = Hinter(Setup(tokenizer, [prompt], args=args), write).batch(batch, hints, metrics)
+    is_text = with_chat and flag == "text"
+    assert has_hint.tolist() == [is_text, True] and metrics.sums["teacher/control_token"] == [(1 - is_text, 0)]
+    assert tokenizer.eos_token_id not in after.prompt_ids[0]
+    assert is_text or after.prompt_ids[0] == batch.prompt_ids[0]
+
+
+def test_a_tokenizer_without_control_tokens_leaves_no_hint_out(world, monkeypatch):
+    tokenizer = arithmetic.tokenizer()
+    prompt = plain("1+2=", tokenizer)
+    monkeypatch.setattr("common.data.templates.control_tokens", lambda tokenizer: {})
+    _, has_hint = Hinter(Setup(tokenizer, [prompt]), write).batch(batch_of([prompt], [[5]], 1), ["3"], Metrics(world))
+    assert has_hint.tolist() == [True]
+
+
 def test_prompts_that_cannot_take_a_hint_are_refused_at_the_start():
     tokenizer = tokenizer_with_chat()
     with pytest.raises(BadInput, match="^rows:1: has no message of a user"):
