@@ -91,10 +91,8 @@ def launch(main: Callable, flags: type, embedded: dict, description: str) -> Non
     defaults = {}
     if selection.model in ("", "embedded"):
         defaults |= embedded
-    if selection.environment in arithmetic.WITH_ENVIRONMENT:
-        defaults["dataset"] = (selection.environment,)
-    if selection.environment.startswith("openenv:"):
-        # What the server shows at a reset is the prompt.
+    # What a server of OpenEnv shows at a reset is the prompt.
+    if selection.environment in arithmetic.WITH_ENVIRONMENT or selection.environment.startswith("openenv:"):
         defaults["dataset"] = (selection.environment,)
     args = tyro.cli(flags, default=flags(**defaults), description=description)
     errors.launch(main, args)

@@ -10,7 +10,8 @@ They are computed from the model's config.json, the flags and the size of the me
 While it samples, only the states remain, and the engine may have the rest. So the states decide how large the token
 budget of a forward and the engine's share of a GPU can be.
 
-A CPU has one memory for all of this, and it is seldom short: there the activations get a fixed share.
+A CPU has one memory for all of this, and it is seldom short: there the activations get a share that depends on the
+number of trained models alone.
 """
 
 import math
@@ -22,8 +23,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
-from common.data.families import layer_configs, layer_kinds
-from common.data.tokenizer import causal_class, image_tokens
+from common.data.families import layer_configs, layer_kinds, without_weights
+from common.data.tokenizer import image_tokens
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
 from common.preflight.checks import heads_of_all
@@ -34,6 +35,7 @@ from common.trainer.logits import GPU_LOGITS_PER_CHUNK
 from common.trainer.model import GRADIENT_MEMORY_SHARE
 
 GIB = 2**30  # bytes
+FROZEN = ("reference", "teacher")  # models that are loaded from --model and that no gradient trains
 
 # Bytes of a parameter.
 MASTER_BYTES = 12  # a trained one: float32 weight and Adam's two moments
@@ -43,7 +45,9 @@ FROZEN_BYTES = 4
 FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
 ENGINE_ASLEEP = 2 * GIB  # kept by a sleeping engine: CUDA graphs, libraries
 ENGINE_WORKSPACE = 4 * GIB  # needed by an engine besides weights and KV cache
-ACTIVATION_SHARE = 0.2  # share of a rank's memory for the activations of a forward, on a CPU and in float32
+# Share of a rank's memory for the activations of a forward, on a CPU and in float32. On a CPU two trained models have
+# half of it.
+ACTIVATION_SHARE = 0.2
 LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
 MIN_BUDGET_TOKENS = 1024
 MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
@@ -54,13 +58,6 @@ RECURRENT = ("linear_attention", "hybrid")  # kinds of layers with a recurrence,
 def text_config(model_path: str) -> PreTrainedConfig:
     """The configuration of a model, or of its language model if it sees images too."""
     return AutoConfig.from_pretrained(model_path).get_text_config()
-
-
-def without_weights(model_path: str) -> torch.nn.Module:
-    """The model on the meta device. Reads the config, not the weights."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_path)
-        return causal_class(config).from_config(config)
 
 
 @lru_cache
@@ -152,7 +149,7 @@ class MemoryPlan:
     dtype: torch.dtype  # data type of forward and backward, and of the engine
     size: int  # number of ranks
     compute: Compute = Compute()
-    models: tuple[str, ...] = ("policy",)  # each as large as `model`; "reference" is frozen, others are trained
+    models: tuple[str, ...] = ("policy",)  # each as large as `model`; those of FROZEN are frozen, others are trained
     others: dict[str, str] = field(default_factory=dict)  # name -> a frozen model with a config of its own
     offload: str = "none"  # value of --offload
     backend: Literal["vllm", "sglang", "hf", "none"] = "none"  # "none": no engine, as in SFT
@@ -209,9 +206,8 @@ class MemoryPlan:
             trained += self.dtype.itemsize * self.parameters
         else:
             trained += FROZEN_BYTES * (self.parameters - self.trainable)  # such as a vision tower
-        states = dict.fromkeys(self.models, trained)
-        if "reference" in states:
-            states["reference"] = 0 if adapts else FROZEN_BYTES * self.parameters
+        frozen = 0 if adapts else FROZEN_BYTES * self.parameters
+        states = {name: frozen if name in FROZEN else trained for name in self.models}
         return states | {name: FROZEN_BYTES * count_parameters(path) for name, path in self.others.items()}
 
     @property
@@ -250,6 +246,8 @@ class MemoryPlan:
         """
         share = ACTIVATION_SHARE * self.memory
         if not self.gpu:
+            # A second trained model doubles the states, and a smaller forward makes up for a part of it.
+            share /= sum(name not in FROZEN for name in self.models)
             # A power of two is the same on machines of nearly the same memory.
             budget = MIN_BUDGET_TOKENS
             while budget < MAX_BUDGET_TOKENS and 2 * budget * self.token_bytes <= share:

@@ -138,6 +138,16 @@ def test_the_token_budget_by_hand(sizes, seven):
     assert narrow.token_budget() * narrow.token_bytes <= memory.ACTIVATION_SHARE * 80e9
 
 
+def test_on_a_cpu_a_second_trained_model_halves_the_forward(seven):
+    """A fifth of the memory for the activations, and a tenth with a critic. A reference changes nothing."""
+    per_token = seven.token_bytes
+    one = replace(seven, gpu=False, memory=5 * 4096 * per_token)
+    assert one.token_budget() == 4096
+    assert replace(one, models=("policy", "reference")).token_budget() == 4096
+    assert replace(one, models=("policy", "critic")).token_budget() == 2048
+    assert replace(one, models=("policy", "reference", "critic")).token_budget() == 2048
+
+
 def test_with_offload_no_gradient_stays_on_the_gpu(seven):
     """What stays is what a backward passes through: gathered weights, gradients of the largest part, and logits."""
     ends = 2 * 3584 * 152064

@@ -775,10 +775,10 @@ def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module, function in ((placement, "init"), (model, "load"), (engines, "start"), (uvicorn, "run")):
         monkeypatch.setattr(module, function, lambda *a, **k: pytest.fail("went on"))
-    # The same on every machine: three cores, no GPU. And a user's reward has 1 s for a response, not 20.
+    # The same on every machine: three cores, no GPU. And a user's reward has 3 s for a response, not 20.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr(UserReward.__init__, "__defaults__", (0, 1.0))
+    monkeypatch.setattr(UserReward.__init__, "__defaults__", (0, 3.0))
 
     def start(command: str) -> int:
         script, *flags = shlex.split(command)

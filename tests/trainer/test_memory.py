@@ -1,6 +1,8 @@
 """What the trainer holds in memory, and when it lets go: gradients, gathered weights, activations, logits, a push."""
 
 import json
+import mmap
+import sys
 from unittest import mock
 
 import pytest
@@ -11,7 +13,7 @@ from memory_meter import LargestTensor, bytes_in_use
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from common import weight_sync
+from common import placement, weight_sync
 from common.data import arithmetic
 from common.rollout.rollout import collate
 from common.trainer import attention, batching, distillation, logits, model
@@ -151,3 +153,15 @@ def test_fsdp_is_asked_to_keep_parameters_in_host_memory(offload, models, world)
     assert sharded.call_count == 3  # two layers and the model
     for call in sharded.call_args_list:
         assert isinstance(call.kwargs.get("offload_policy"), CPUOffloadPolicy) == offload
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drop_pages is for Linux only")
+def test_dropped_pages_are_those_of_the_tensor_alone():
+    """Neighbours in the first and the last page of its storage keep their values."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 4 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"\1" * (4 * page)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=100, count=3 * page)
+    placement.drop_pages(tensor)
+    assert set(memory[:page]) == {1} and set(memory[3 * page :]) == {1}
+    assert set(memory[page : 3 * page]) == {0}
