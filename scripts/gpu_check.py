@@ -208,11 +208,25 @@ def finish(command: list[str], limit: float) -> tuple[int | None, str, str]:
 
 
 def end_all(mark: str) -> None:
-    """Kill every process with this mark."""
+    """Kill every process with this mark, and those that they start meanwhile."""
+    for _ in range(100):
+        pids = marked(mark)
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes with this mark. One that has ended has no environment left, even if nobody has waited for it."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
             if f"GPU_CHECK={mark}".encode() in (folder / "environ").read_bytes():
-                os.kill(int(folder.name), signal.SIGKILL)
+                pids.append(int(folder.name))
+    return pids
 
 
 def selftest(

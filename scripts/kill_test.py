@@ -136,6 +136,11 @@ def main(args: Args) -> None:
             moment = Moment(draw.randrange(1, args.steps), phase, draw.uniform(0, seconds[phase]))
             asynchronous = number // len(args.phases) % 2 == 1
             code = run(args, killed, asynchronous, "", moment)
+            while code == 0 and moment.delay > 0.001:
+                # The phase took longer in the uninterrupted run, so the kill came after the end.
+                shutil.rmtree(killed)
+                moment.delay /= 2
+                code = run(args, killed, asynchronous, "", moment)
             newest = next(reversed(folders.complete(killed)), None)
             left = sorted(path.name for path in killed.glob("checkpoints/*.*") if path.is_dir())
             if newest:

@@ -235,9 +235,9 @@ def test_items_arrive_whole(mine):
 
 def test_late_and_dead_workers_leave_their_prompt_ungraded(mine, capsys):
     items = [Item("a", "fine", "5"), Item("a", "loop", "5"), Item("b", "fine", "5"), Item("c", "kill", "5")]
-    results = rewarded(mine, "each", items, item_seconds=1.0)
+    results = rewarded(mine, "each", items, item_seconds=3.0)
     assert [result.score for result in results] == [None, None, 1.0, None]
-    late, died = {"timeout": "no answer within 2 s"}, {"died": "exit status -9"}
+    late, died = {"timeout": "no answer within 6 s"}, {"died": "exit status -9"}
     assert [result.info for result in results] == [late, late, {}, died]
     warning = f"warning[reward-slow]: reward \"{mine}:each\" took too long on 2 of 4 responses, such as prompt 'a'"
     assert warning in capsys.readouterr().err
@@ -327,7 +327,7 @@ def test_poisoned_expressions_cost_their_time_and_the_next_item_still_grades(mat
 
 def test_math_rows_whose_worker_fails_are_wrong(mine):
     reward = MathReward(workers=1)
-    reward.pool = graders(mine, "each", item_seconds=1.0)
+    reward.pool = graders(mine, "each", item_seconds=3.0)
     try:
         results = [result for text in ("loop", "kill", "boom") for result in failing(reward, text)]
         reward.pool.close()

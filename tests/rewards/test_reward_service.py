@@ -206,7 +206,7 @@ def test_no_proxy_stands_before_loopback(fake, monkeypatch):
 
 
 def slow(asked, attempt, reply):
-    time.sleep(2)
+    time.sleep(10)
     return 200, reply, {}
 
 
@@ -226,7 +226,7 @@ AGAIN = {
 def test_tried_again(fake, capfd, name):
     server = fake(lambda *given: AGAIN[name](*given) if given[1] == 0 else right(*given))
     before = random.getstate()
-    assert scores(ask(quick(server.url, read_timeout=1 if name == "slow" else 60))) == [0, 1, 2]
+    assert scores(ask(quick(server.url, read_timeout=3 if name == "slow" else 60))) == [0, 1, 2]
     assert len(server.posts) == 2
     assert len({post["asked"]["request_id"] for post in server.posts}) == 1, "a service could not know it is the same"
     assert random.getstate() == before, "a failure must not change a seeded run"
@@ -447,6 +447,7 @@ def serve():
         started.append((server, threading.Thread(target=server.run)))
         started[-1][1].start()
         while not server.started:
+            assert started[-1][1].is_alive(), "somebody else has taken the port"
             time.sleep(0.01)
         return f"http://127.0.0.1:{server.config.port}"
 
@@ -594,10 +595,11 @@ def test_a_run_goes_on_when_its_service_is_killed_and_restarted(models, tmp_path
     flags = [*ARITHMETIC, "--model", models["untied"], "--rollout-backend", "hf", "--steps", 6, "--prompts-per-step", 8]
     flags += ["--mini-batches", 2, "--eval-prompts", 0, "--run-dir"]
     (tmp_path / "mine.py").write_text("def grade(items, lengths, truncated):\n    return [n % 3 for n in lengths]\n")
-    reward, port, metrics = ["--reward", f"{tmp_path}/mine.py:grade"], free_port(), tmp_path / "served/metrics.jsonl"
+    reward, metrics = ["--reward", f"{tmp_path}/mine.py:grade"], tmp_path / "served/metrics.jsonl"
+    launch(ROOT / "algos/grpo.py", *flags, tmp_path / "inside", *reward, ranks=2)
+    port = free_port()
     command = [sys.executable, ROOT / "scripts/serve_reward.py", "--port", str(port), *reward]
     start = lambda: subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    launch(ROOT / "algos/grpo.py", *flags, tmp_path / "inside", *reward, ranks=2)
     server, url = start(), f"http://127.0.0.1:{port}"
     try:
         with ThreadPoolExecutor(1) as pool:

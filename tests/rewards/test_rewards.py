@@ -157,7 +157,7 @@ def test_a_name_stands_for_its_reward(name, response, score):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_reference_solutions_grade_themselves():
-    """With either marker, and 1,024 of them in a fifth of a second."""
+    """With either marker, and 1,024 of them in a fifth of a second of one core."""
     rows = [json.loads(line) for split in ("train", "test") for line in (GSM8K / f"{split}.jsonl").open()]
     assert len(rows) == 8792
     boxed = lambda solution: solution.replace("#### ", r"The answer is \boxed{") + "}"
@@ -168,9 +168,9 @@ def test_reference_solutions_grade_themselves():
 
 
 def seconds(function) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 DAPO_CASES = [  # response, reference answer, right for dapo, right for dapo-lenient

@@ -86,9 +86,9 @@ class Run:
     def sample(self, step: int, sampler):
         prompts = [prompt.text for prompt in sampler.prompts(self.count)]
         with self.engine.calls.under_way():
-            self.begun.append(step)
-            self.in_main.append(threading.current_thread() is self.main)
             version = self.engine.versions().start
+            self.begun.append(step)  # a test may push new weights as soon as it sees this
+            self.in_main.append(threading.current_thread() is self.main)
             if step in self.held:
                 assert self.held[step].wait(SECONDS)
         sampler.metrics.mean("reward/mean", step)

@@ -91,7 +91,7 @@ def test_a_run_ends_when_the_other_node_is_gone(runs, gone):
     folder, results = runs
     result = results[f"node_{gone}_is_gone"]
     assert result["codes"][gone] == -9 and result["codes"][1 - gone] == 3
-    assert 5 < result["seconds"] < 30
+    assert 2 < result["seconds"] < 60
     (line,) = errors_of(folder, f"node_{gone}_is_gone", 1 - gone)
     assert line.startswith(f"error[collective-timeout]: rank {1 - gone} in step 2: update: ")
     # Torch's store says who else has failed. Node 0 has the store.

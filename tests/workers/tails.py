@@ -1,11 +1,13 @@
 """Prints, for engines of several sizes, how many tokens 6 responses to each of 4 prompts took, as JSON: one line each.
 
+Each line also has the bytes of the KV cache, and how many bytes of memory sleep() returned.
 tails.py MODEL. Raises AssertionError if a log-prob differs from the trainer's, or if a copy of a tail is left over.
 """
 
 import json
 import sys
 
+import psutil
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -40,6 +42,11 @@ def computed_tokens(engine, prompts, **sampling):
     return batch, tokens
 
 
+def cache_bytes(worker) -> int:
+    storages = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # layers share one
+
+
 def cancel_the_first(llm, prompt: list[int]) -> None:
     """Of two requests with one prompt, the first is cancelled between its forwards. The other must not wait for it."""
     sampling = SamplingParams(max_tokens=1, detokenize=False)
@@ -68,12 +75,17 @@ def main(model_path: str) -> None:
         vllm_engine.engine_settings = lambda config, limits=limits: own_settings(config) | limits
         engine = engines.start("vllm", model_path, [1], world, torch.float32, max_model_len=128, sequences=24)
         _, prefill = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=1, seed=0)
-        engine.llm.reset_prefix_cache()
+        (cache,) = engine.llm.collective_rpc(cache_bytes)
+        resident = psutil.Process().memory_info().rss
+        engine.sleep()
+        returned = resident - psutil.Process().memory_info().rss
+        # The same prompts as before: their keys and values were in the cache that is gone.
         batch, _ = computed_tokens(engine, prompts, n=6, temperature=1.0, max_tokens=24, seed=1)
         micro_batches = batching.pack(batch, torch.arange(len(batch)), batching.Compute(600), world)
         trainer = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)
         gap = (trainer - batch.rollout_logprobs)[batch.response_mask].abs().max().item()
-        print(json.dumps({"limits": limits, "prefill": prefill, "gap": gap}), flush=True)
+        memory = {"cache": cache, "returned": returned}
+        print(json.dumps({"limits": limits, "prefill": prefill, "gap": gap, **memory}), flush=True)
         if "max_num_batched_tokens" in limits:
             cancel_the_first(engine.llm.llm_engine, prompts[2])
         engine.shutdown()
