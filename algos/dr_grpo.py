@@ -195,7 +195,7 @@ def main(args: Args) -> None:
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # An engine that shares the trainer's device frees memory until the push of new weights. An engine
             # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)

@@ -92,7 +92,7 @@ def policy_loss(
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
-    denominator: response tokens of the whole mini-batch on all ranks.
+    denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
     token_weights: (n, T), from rollout_weights().
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
@@ -136,7 +136,7 @@ def check_args(args: Args) -> None:
     if not args.teacher:
         raise errors.BadInput("--teacher: name a model to learn from")
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary, because a divergence has no ratio to weight")
+        raise errors.BadInput("--tis-cap: not with --full-vocabulary; it weighs sampled tokens, and this loss has all")
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -195,7 +195,7 @@ def main(args: Args) -> None:
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # An engine that shares the trainer's device frees memory until the push of new weights. An engine
             # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)

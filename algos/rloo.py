@@ -91,7 +91,7 @@ def policy_loss(
     """Scalar: the sum of the given rows' token losses, divided by `denominator`.
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
-    denominator: response tokens of the whole mini-batch on all ranks.
+    denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
     token_weights: (n, T), from rollout_weights().
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
@@ -193,7 +193,7 @@ def main(args: Args) -> None:
                 done=grading,
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
-            # An engine that shares the trainer's GPU frees its memory until the push of new weights wakes it. An engine
+            # An engine that shares the trainer's device frees memory until the push of new weights. An engine
             # on devices of its own, as --max-inflight-batches > 1 needs, does nothing here.
             engine.sleep()
         return sampler.grade(prompts, rollout, grading)

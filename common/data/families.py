@@ -45,12 +45,17 @@ def carries_state(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
+def without_weights(model_path: str) -> nn.Module:
+    """The model on the meta device. Reads the config, not the weights."""
+    config = AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        return causal_class(config).from_config(config)
+
+
 @lru_cache
 def family_carries_state(model_path: str) -> bool:
     """carries_state() of the decoder of a folder or Hub name, whose weights are not read."""
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        return carries_state(causal_class(config).from_config(config).get_decoder())  # a tower's convolutions are none
+    return carries_state(without_weights(model_path).get_decoder())  # a tower's convolutions are none
 
 
 def layers_without_own_keys(config) -> int:

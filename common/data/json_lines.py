@@ -82,3 +82,21 @@ def is_number(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """True for a whole number from 0 to 2^53. A float holds each of them exactly."""
     return type(value) is int and 0 <= value <= 2**53
+
+
+def objects_in(text: str) -> list[dict]:
+    """All JSON objects in a text that are not inside another one."""
+    decoder = json.JSONDecoder()
+    found = []
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+            found.append(value)
+        except ValueError:
+            end = start + 1
+        except RecursionError:
+            # Nested a thousand times. Each of its parts would be, too.
+            break
+        start = text.find("{", end)
+    return found

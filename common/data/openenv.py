@@ -30,6 +30,7 @@ import jsonschema
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
+from common.data import json_lines
 from common.errors import BadInput
 
 PREFIX = "openenv:"
@@ -139,7 +140,7 @@ class Actions:
 
     def of(self, text: str) -> dict | None:
         """The last JSON object in the text that fits the schema; otherwise the text in its field; otherwise None."""
-        for value in reversed(json_objects(text)):
+        for value in reversed(json_lines.objects_in(text)):
             if self.validator.is_valid(value):
                 return value
         return {self.text_field: text} if self.text_field else None
@@ -165,24 +166,6 @@ def text_field(schema: dict) -> str | None:
     if field.get("type") != "string" or "enum" in field:
         return None
     return required[0]
-
-
-def json_objects(text: str) -> list[dict]:
-    """All JSON objects in a text that are not inside another one."""
-    decoder = json.JSONDecoder()
-    found = []
-    start = text.find("{")
-    while start >= 0:
-        try:
-            value, end = decoder.raw_decode(text, start)
-            found.append(value)
-        except ValueError:
-            end = start + 1
-        except RecursionError:
-            # Nested a thousand times. Each of its parts would be, too.
-            break
-        start = text.find("{", end)
-    return found
 
 
 def text_of(observation: dict[str, Any]) -> str:

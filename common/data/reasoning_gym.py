@@ -9,18 +9,17 @@ The generators run in worker processes. There PYTHONHASHSEED is 0: several gener
 each process would make other problems.
 """
 
-import difflib
 import functools
 import importlib.util
 import math
 import random
 import typing
-from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
 
 from common.cores import cores_of_this_rank
+from common.data.rows import unknown
 from common.errors import BadInput, RunFailed, say
 from common.processes.child import Handler
 from common.processes.pool import Failure, Pool, Program
@@ -165,12 +164,6 @@ def parameters(query: str, config: type) -> dict[str, Any]:
         except ValidationError as error:
             raise BadInput(f"{key}={text}: {error.errors()[0]['msg']}") from None
     return values
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return BadInput(f'unknown {kind} "{name}"{hint}; known: {", ".join(known)}')
 
 
 def make_row(task: str, dataset: Any, number: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Worker processes of rewards import this file, so it imports no torch.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,6 +53,13 @@ def missing(where: str, row: dict, column: str, cure: str = "") -> BadInput:
     """The error for a row without a column."""
     columns = ", ".join(row) or "nothing"
     return BadInput(f'{where}: missing key "{column}" (found: {columns}){cure}')
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
+    """The error for a name that is not known, with the one that it resembles."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return BadInput(f'unknown {kind} "{name}"{hint}; known: {", ".join(known)}')
 
 
 def is_chat(value: Any) -> bool:

@@ -90,7 +90,7 @@ def prepare(
 ) -> Settings:
     """Check the whole input before a model is loaded, and settle what the user left open. Raises BadInput.
 
-    models: the models that the trainer loads from --model; "reference" is frozen, all others are trained.
+    models: the models that the trainer loads from --model; "reference" and "teacher" are frozen, others are trained.
     others: name of a flag -> frozen model that it names, which reads the same tokens.
     value_heads: further models that are trained from --model, with one value for each token in place of logits.
     prompts_per_draw, most_draws: with dynamic sampling, the prompts that all ranks together sample at once, and how

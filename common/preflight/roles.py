@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import BadInput, say
-from common.preflight.memory import FROZEN_BYTES, GIB, GRADIENT_BYTES, MemoryPlan
+from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def model_roles(plan: MemoryPlan) -> list[Role]:
             continue
         lives = f"sharded over {plan.shards} rank(s)"
         dtype = f"float32, computes in {computes}"
-        if name in plan.models and name != "reference":
+        if name in plan.models and name not in FROZEN:
             # The table shows the peak, so a trained model counts with its gradients.
             size += GRADIENT_BYTES * plan.trainable
             if adapts:

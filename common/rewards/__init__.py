@@ -11,12 +11,11 @@ A user's function may also have the signature of another library: signatures.py 
                                           again before each step (common/rewards/weights_file.py)
 """
 
-import difflib
 import re
 from functools import partial
 from pathlib import Path
 
-from common.data.rows import split_weight
+from common.data.rows import split_weight, unknown
 from common.errors import BadInput
 from common.rewards import text
 from common.rewards.choice import ChoiceReward
@@ -93,10 +92,7 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         from common.rewards.workers import UserReward
 
         return UserReward(path, function)
-    names = [*BUILT_IN, *WITH_PROCESSES]
-    near = difflib.get_close_matches(spec, names, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise BadInput(f'--reward: unknown reward "{spec}"{hint}; known: {", ".join(names)}, {WITH_PARAMETERS}')
+    raise BadInput(f"--reward: {unknown('reward', spec, [*BUILT_IN, *WITH_PROCESSES])}, {WITH_PARAMETERS}")
 
 
 def load(specs: tuple[str, ...], date: str = ""):

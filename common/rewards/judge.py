@@ -472,21 +472,8 @@ def read_score(text: str, low: float, high: float, whole: bool = True) -> float 
 
 def score_in_json(text: str) -> tuple[bool, float | None]:
     """(whether there is an object with "score", its last score). The score is None if it is no number."""
-    decoder = json.JSONDecoder()
-    found = False
-    score = None
-    place = text.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = place + 1
-        else:
-            if "score" in value:
-                found = True
-                score = as_number(value["score"])
-        place = text.find("{", end)
-    return found, score
+    scores = [value["score"] for value in json_lines.objects_in(text) if "score" in value]
+    return bool(scores), as_number(scores[-1]) if scores else None
 
 
 def as_number(value: Any) -> float | None:

@@ -101,10 +101,6 @@ def quoted_names(names: Iterable[str]) -> str:
 # The four ways to call a function: grade(caller, items, lengths, truncated) -> numbers or Results
 
 
-def grade_ours(caller: Caller, items: list[Item], lengths: list[int], truncated: list[bool]) -> Any:
-    return caller.call(items, lengths, truncated)
-
-
 def grade_trl(caller: Caller, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
     """TRL passes the batch and the columns of its rows, in lists with an entry for each completion."""
     logged: list[dict[str, Any]] = [{} for _ in items]  # the info of each response
@@ -236,7 +232,7 @@ FORMS = (
         grade_verl,
     ),
     Form("OpenRLHF", frozenset({"queries"}), "f(queries, prompts, labels)", grade_openrlhf),
-    Form("onefile-rl", frozenset({"items", "lengths", "truncated"}), "f(items, lengths, truncated)", grade_ours),
+    Form("onefile-rl", frozenset({"items", "lengths", "truncated"}), "f(items, lengths, truncated)", Caller.call),
 )
 
 

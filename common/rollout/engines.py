@@ -7,7 +7,8 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
                                  reply: turns.Reply or None; what an environment answers to a turn
     load_weights(named_tensors)  take the trainer's weights, full tensors of wire_dtype; weight_sync.push calls it
-    sleep()                      free the memory of weights and KV cache until the next load_weights
+    sleep()                      free memory until the next call: on a GPU weights and KV cache until load_weights, on a
+                                 CPU vLLM's KV cache
     shutdown()                   call it before the process group is destroyed
 """
 

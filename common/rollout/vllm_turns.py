@@ -30,10 +30,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
             limits["seed"] = turn_seed(seed, number, rows[row])
         return SamplingParams(**limits)
 
-    def reply_to(row: int) -> list[int] | None:
-        return reply(row // n - first, rows[row])
-
-    replies = Replies(reply_to)
+    replies = Replies(lambda row: reply(row // n - first, rows[row]))
     requests = {}  # vLLM's name of a request -> row
     due = list(range(len(rows)))  # rows whose next turn has not been asked for
     unfinished = len(rows)

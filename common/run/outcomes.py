@@ -46,13 +46,10 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
+        """One of report.KINDS."""
         if self.after.solved:
             return "kept" if self.before.solved else "learned"
         return "forgotten" if self.before.solved else "unsolved"
-
-
-KINDS = ("kept", "learned", "forgotten", "unsolved")
 
 
 def path_of(run_dir: Path, step: int) -> Path:

@@ -9,6 +9,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -268,20 +269,11 @@ def check_signal(args: dict, metrics: Rows) -> Found:
     silent = sum(value == 0 for value in largest)
     if not silent:
         return [(True, "Every step had an advantage to learn from.")]
-    fine = longest_row(largest) < guards.SILENT_STEPS and silent < len(largest)
+    longest = max(len([*run]) for is_silent, run in groupby(largest, lambda value: value == 0) if is_silent)
+    fine = longest < guards.SILENT_STEPS and silent < len(largest)
     return [
         (fine, f"{silent:,} of {len(largest):,} steps taught nothing, because all responses to a prompt scored alike.")
     ]
-
-
-def longest_row(values: list[float]) -> int:
-    """The most zeros in a row."""
-    longest = 0
-    now = 0
-    for value in values:
-        now = now + 1 if value == 0 else 0
-        longest = max(longest, now)
-    return longest
 
 
 def check_responses(args: dict, metrics: Rows) -> Found:
@@ -375,9 +367,9 @@ def sample(items: list) -> list:
 def bar(changes: list[Change]) -> str:
     """A bar of the four kinds, and its legend."""
     counts = Counter(change.kind for change in changes)
-    parts = [f"<i class={kind} style='flex:{counts[kind]}'></i>" for kind in outcomes.KINDS if counts[kind]]
+    parts = [f"<i class={kind} style='flex:{counts[kind]}'></i>" for kind in KINDS if counts[kind]]
     legend = []
-    for kind in outcomes.KINDS:
+    for kind in KINDS:
         legend.append(f"<li><i class={kind}></i>{KINDS[kind][0]} <b>{counts[kind]:,}</b></li>")
     return f"<div class=bar aria-hidden=true>{''.join(parts)}</div><ul class=legend>{''.join(legend)}</ul>"
 
@@ -405,12 +397,12 @@ def by_dataset(changes: list[Change]) -> str:
     names = [*dict.fromkeys(change.after.dataset for change in changes)]
     if len(names) < 2:
         return ""
-    titles = "".join(f"<th>{KINDS[kind][0]}" for kind in outcomes.KINDS)
+    titles = "".join(f"<th>{KINDS[kind][0]}" for kind in KINDS)
     lines = [f"<thead><tr><th>data set{titles}<th>before<th>after</thead><tbody>"]
     for name in names:
         own = [change for change in changes if change.after.dataset == name]
         counts = Counter(change.kind for change in own)
-        cells = [f"<td>{counts[kind]:,}" for kind in outcomes.KINDS]
+        cells = [f"<td>{counts[kind]:,}" for kind in KINDS]
         for solved in (counts["kept"] + counts["forgotten"], counts["kept"] + counts["learned"]):
             cells.append(f"<td>{solved / len(own):.1%}")
         lines.append(f"<tr><th>{short_name(name)}{''.join(cells)}")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from common.data.families import without_weights
 from common.data.images import ImageIds, tensors, together
-from common.data.tokenizer import causal_class, image_tokens
+from common.data.tokenizer import image_tokens
 from common.errors import BadInput
 from common.trainer.parts import decoder_of
 
@@ -117,8 +118,5 @@ def places_of(prompt: list[int]) -> list[list[int]]:
 @cache
 def rope_model(model_path: str) -> nn.Module | None:
     """The model without weights, if it gives images places in two dimensions, otherwise None."""
-    config = AutoConfig.from_pretrained(model_path)
-    if not config.model_type.startswith("qwen"):
-        return None
-    with torch.device("meta"):
-        return causal_class(config).from_config(config)
+    is_qwen = AutoConfig.from_pretrained(model_path).model_type.startswith("qwen")
+    return without_weights(model_path) if is_qwen else None
