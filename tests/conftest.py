@@ -1,6 +1,7 @@
 """Shared fixtures: tiny models on disk, a world of one, and a way to start workers as a user starts scripts."""
 
 import atexit
+import collections
 import functools
 import os
 import socket
@@ -202,14 +203,23 @@ def launch(
     return result
 
 
+HELD = collections.deque(maxlen=32)  # sockets that keep the latest ports of free_port()
+
+
+def free_port() -> int:
+    """A port that the system gives nobody else while its socket is bound. A server may listen on it all the same."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    HELD.append(held)
+    return held.getsockname()[1]
+
+
 def torchrun_variables(ranks: int) -> list[dict[str, str]]:
     """What torchrun would set for each rank; nothing for a single one, which is plain python."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"TORCHELASTIC_RUN_ID": "forked", "OMP_NUM_THREADS": 1}
     every = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     return [{name: str(value) for name, value in variables.items()} for variables in every]

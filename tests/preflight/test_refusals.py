@@ -764,7 +764,7 @@ def test_bad_input_is_refused_by_name(row, start, tmp_path, monkeypatch, capsys)
         assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", said), f"{name} is not named: {said}"
     assert not row.lines or said.count("\n") + 1 == row.lines
     assert SECRET not in said and len(said) < 5000 and not HARMFUL.search(said)
-    assert seconds < 30  # nothing hangs; a worker process on a busy machine takes 15 s to start
+    assert seconds < 120  # nothing hangs; a worker process on a busy machine takes 15 s to start
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ def test_a_reply_that_comes_byte_by_byte_is_not_waited_for(ask, head):
             yield b" "
 
     began = time.monotonic()
-    assert ask(drip, read_timeout=0.3).score is None and time.monotonic() - began < 3
+    assert ask(drip, read_timeout=0.3).score is None and time.monotonic() - began < 8  # all of it takes 10
 
 
 def test_texts_of_a_service_do_no_harm_and_make_no_token_known(ask, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +23,6 @@ def environment(**given: str) -> dict[str, str]:
     """This one without what another launch may have left in it."""
     inherited = {k: v for k, v in os.environ.items() if k not in (*placement.TORCHRUN_VARIABLES, *OURS)}
     return inherited | {"PYTHON": sys.executable} | given
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ for kind in ("tcp", "tcp6"):
 
 def test_a_run_of_one_process_opens_no_port_beyond_loopback(tmp_path):
     (tmp_path / "one.py").write_text(LISTENING)
-    listening = launch(tmp_path / "one.py", timeout=60).stdout.split()
+    listening = launch(tmp_path / "one.py").stdout.split()
     loopback = ("0100007F:", "00000000000000000000000001000000:")  # gloo's, of its own choice
     assert all(address.startswith(loopback) for address in listening), listening
 

@@ -54,7 +54,8 @@ def test_what_was_begun_is_what_grading_afterwards_gives(world):
     rewards = reward_mixture.Rewards({"length": reward}, {"length": 1.0})
     assert rewards.score(PROMPTS, responses, rollout, world, 1, None, begun(reward)) == after
     assert [result.score for result in after] == [1.0, 5.0, 2.0, 5.0, 3.0, 5.0]
-    assert [prompts for _, prompts in reward.calls] == [["2+1="] * 2, ["0+1="] * 2, ["1+1="] * 2], "and only once"
+    # In any order: threads grade them.
+    assert sorted(prompts for _, prompts in reward.calls) == [["0+1="] * 2, ["1+1="] * 2, ["2+1="] * 2], "and only once"
 
 
 def test_it_does_not_hold_up_who_samples():

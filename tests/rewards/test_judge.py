@@ -5,7 +5,6 @@ import json
 import os
 import random
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import CORES, ROOT
+from conftest import CORES, ROOT, free_port
 
 from common import rewards
 from common.data import arithmetic
@@ -268,7 +267,10 @@ def test_threads_that_wait_for_the_model_do_not_ask_for_it_again(fake):
 
 def test_many_requests_at_once_and_never_more_than_allowed(fake, settings):
     def slow(message, attempt):
-        time.sleep(0.2)
+        deadline = time.monotonic() + 30
+        while server.peak < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # a thirteenth would come meanwhile
         return '{"score": 5}'
 
     server = fake(slow)
@@ -671,9 +673,7 @@ def test_the_weak_judge_of_the_docs_likes_work_and_checks_nothing(fake):
 @pytest.fixture
 def vllm(tmp_path):
     """The address of vLLM's own server with the embedded model, which wants the key of the server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     template = tmp_path / "chat.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     flags = ["--model", str(ROOT / "baselines/warm-start"), "--served-model-name", "adder", "--host", "127.0.0.1"]

@@ -259,7 +259,7 @@ def test_new_weights_wait_for_the_next_step(world, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_agree(tmp_path):
     """Weights, dropped prompts and errors: what one rank sees, both do."""
-    result = launch(ROOT / "tests/workers/agree.py", tmp_path, ranks=2, timeout=120, engine=False)
+    result = launch(ROOT / "tests/workers/agree.py", tmp_path, ranks=2, engine=False)
     said = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
     assert len(said) == 2 and said[0] == said[1]
     assert said[0] == {
@@ -283,7 +283,7 @@ def test_items_carry_ids_and_meta(world):
 
 @pytest.mark.slow
 def test_every_algorithm_goes_on_without_a_prompt_that_was_not_graded(models, tmp_path):
-    launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded", timeout=300)
+    launch(ROOT / "tests/workers/mains.py", models["untied"], tmp_path, "ungraded")
     for name in (*ALGORITHMS, "remax-free"):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["reward/ungraded_frac"] > 0 for row in rows] == [False, False, False, True], name

@@ -273,7 +273,7 @@ def test_sharded_over_two_ranks_gives_the_same_scores(folder):
     """With five responses on one rank and one on the other; a conversation too long on one stops both."""
     items = [Item(f"{a}+38=", embedded.solution(a, 38), str(a + 38)) for a in (11, 22, 47, 58, 99)]
     expected = score(RewardModel(folder), items)
-    result = launch(ROOT / "tests/workers/sharded_reward.py", folder, ranks=2, timeout=120, engine=False)
+    result = launch(ROOT / "tests/workers/sharded_reward.py", folder, ranks=2, engine=False)
     five, one = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("[")))
     assert five["scores"] == pytest.approx(expected, abs=1e-5)
     assert one["scores"] == pytest.approx(expected[:1], abs=1e-5)

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 import uvicorn
-from conftest import ARITHMETIC, ROOT, launch
+from conftest import ARITHMETIC, ROOT, free_port, launch
 from helpers import load
 
 from common.errors import BadInput, RunFailed
@@ -156,7 +156,10 @@ def test_what_an_item_holds(fake):
 
 def test_at_most_eight_requests_at_once(fake):
     def slow(asked, attempt, reply):
-        time.sleep(0.3)
+        deadline = time.monotonic() + 30
+        while server.peak < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # a ninth would come meanwhile
         return 200, reply, {}
 
     server = fake(slow)
@@ -258,7 +261,7 @@ def test_nobody_waits_after_the_last_try(fake):
     server = fake(lambda asked, attempt, reply: (429, b"", {"Retry-After": "30"}))
     began = time.monotonic()
     assert scores(ask(quick(server.url, tries=1))) == [None] * 3
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_ten_tries_take_about_a_minute():
@@ -424,12 +427,6 @@ def test_health_of_nobody(listening):
 
 
 # scripts/serve_reward.py
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def gsm8k(*given) -> list[Result]:

@@ -610,7 +610,7 @@ def test_an_engine_waits_a_moment_for_replies_and_goes_on_without_slow_ones(monk
     began = time.monotonic()
     assert replies.take(idle=False) == [(4, [4])]
     assert replies.take(idle=False) == [], "patience with slow ones has ended"
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.9
     release.set()
     assert replies.take(idle=True) == [(1, [1])]
 
@@ -666,7 +666,7 @@ def test_nobody_waits_for_a_slow_environment(play, world, monkeypatch):
 
     def reply(index: int, turns) -> list[int] | None:
         if index == 0 and len(turns.starts) == 1:
-            waited.extend(ended.acquire(timeout=5) for _ in range(2))
+            waited.extend(ended.acquire(timeout=60) for _ in range(2))
             return [9, 9]
         if len(turns.starts) < 3:
             return [9]

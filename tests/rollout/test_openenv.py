@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from conftest import ROOT, launch
+from conftest import ROOT, free_port, launch
 from helpers import metrics
 from websockets.sync.server import serve
 
@@ -250,12 +249,6 @@ def test_a_server_that_is_no_openenv_is_refused_in_one_line(start, schema):
         environments.check(f"openenv:{server.url}")
     assert f"--environment openenv:{server.url}: GET {server.url}/schema: " in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_an_absent_server_is_one_line_before_a_model_is_loaded():

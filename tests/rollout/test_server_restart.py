@@ -324,6 +324,6 @@ def test_an_error_of_a_dead_engine_is_a_loss(status, code):
 @pytest.mark.slow
 def test_ranks_restart_together():
     """The loss is seen by the rank alone whose request it was."""
-    result = launch(ROOT / "tests/workers/restart.py", ranks=2, timeout=120, engine=False)
+    result = launch(ROOT / "tests/workers/restart.py", ranks=2, engine=False)
     assert result.stdout.count("goes on with version 1 at http://own2") == 2, result.stdout
     assert result.stdout.count("ended: server-gone") == 2 and result.stderr.count("warning[server-restarted]") == 1

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from conftest import CORES, ROOT, launch
+from conftest import CORES, ROOT, free_port, launch
 from helpers import gaps_of
 
 pytestmark = [pytest.mark.journey, pytest.mark.slow]
@@ -26,9 +26,7 @@ LARGEST_GAP = 1e-4  # nats, between the log-probs of trainer and server, of any 
 def port(tmp_path_factory) -> Iterator[int]:
     """Of a server with the embedded model, which all runs use one after the other."""
     subprocess.run(["bash", ROOT / "scripts/sglang/install_cpu.sh", ENVIRONMENT], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["bash", ROOT / "scripts/serve_rollout.sh", ROOT / "baselines/warm-start", "--host", "0.0.0.0"]
     command += ["--port", port, "--dtype", "float32", "--max-total-tokens", 20_000, "--max-running-requests", 256]
     log = tmp_path_factory.mktemp("sglang") / "log"

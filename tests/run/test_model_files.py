@@ -235,7 +235,7 @@ def test_all_ranks_refuse_what_rank_0_reads(plain, tmp_path):
         f"def main(path):\n    model.load(path, placement.init(0), torch.float32)\n\n"
         f"errors.launch(main, {str(start)!r})\n"
     )
-    ended = launch(script, ranks=2, engine=False, check=False, timeout=120)
+    ended = launch(script, ranks=2, engine=False, check=False)
     assert ended.returncode == 2 and UP in ended.stderr
 
 

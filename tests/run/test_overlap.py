@@ -15,7 +15,7 @@ from common.run import sampling
 from common.run.sampling import InOrder, Prefetcher
 from common.run.tracking import Metrics
 
-SECONDS = 10  # a test that waits longer has found a deadlock
+SECONDS = 60  # a test that waits longer has found a deadlock
 
 
 def layout(inflight: int, updates: str = "none") -> Layout:

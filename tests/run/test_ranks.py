@@ -13,7 +13,7 @@ from common.run import outcomes, traces
 def ranks(tmp_path_factory):
     """The directory of a run on four ranks with two engines, and what tests/workers/ranks.py says of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    printed = launch(ROOT / "tests/workers/ranks.py", folder, ranks=4, timeout=120, engine=False).stdout
+    printed = launch(ROOT / "tests/workers/ranks.py", folder, ranks=4, engine=False).stdout
     return folder, json.loads(next(line for line in printed.splitlines() if line.startswith("[")))
 
 

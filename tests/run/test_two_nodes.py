@@ -55,7 +55,7 @@ def test_torchrun_on_two_nodes_gives_what_one_node_gives(nodes, models, tmp_path
         command_on_core = ["taskset", "-c", cores[node.number % len(cores)], *command]
         settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         running.append(node.start(command_on_core, cwd=ROOT, env=environment(**variables), **settings))
-    printed = [process.communicate(timeout=300)[0] for process in running]
+    printed = [process.communicate(timeout=600)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], printed
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert one == two and len(one) == 2 and one[0]["train/grad_norm"] > 0
@@ -87,11 +87,11 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(runs):
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_run_ends_when_the_other_node_is_gone(runs, gone):
-    """No connection is closed, so a rank notices when its collective has taken too long: here after 10 seconds."""
+    """No connection is closed, so a rank notices when its collective has taken too long: here after 20 seconds."""
     folder, results = runs
     result = results[f"node_{gone}_is_gone"]
     assert result["codes"][gone] == -9 and result["codes"][1 - gone] == 3
-    assert 2 < result["seconds"] < 60
+    assert 2 < result["seconds"] < 120
     (line,) = errors_of(folder, f"node_{gone}_is_gone", 1 - gone)
     assert line.startswith(f"error[collective-timeout]: rank {1 - gone} in step 2: update: ")
     # Torch's store says who else has failed. Node 0 has the store.
@@ -127,7 +127,7 @@ def server(nodes, models, tmp_path):
     with open(log, "w") as file:
         process = nodes[1].start(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
     ask = [sys.executable, "-c", f"import urllib.request; urllib.request.urlopen('{url}/health', timeout=3)"]
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     try:
         while nodes[0].start(ask, stderr=subprocess.DEVNULL).wait():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
@@ -148,7 +148,7 @@ def train_on(node: Node, *flags, own_memory: bool = False) -> subprocess.Complet
         stderr=subprocess.PIPE,
         text=True,
     )
-    printed, errors = process.communicate(timeout=300)
+    printed, errors = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 

@@ -164,7 +164,7 @@ def in_update_of_step_2(fault) -> dict:
             yield
 
     tracking.Tracker.begin, tracking.Tracker.time = begin_step, timed_phase
-    placement.COLLECTIVE_TIMEOUT_SECONDS = 6
+    placement.COLLECTIVE_TIMEOUT_SECONDS = 15
     return {}
 
 

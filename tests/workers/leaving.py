@@ -16,6 +16,7 @@ KEPT = []  # holds the mesh, as the caches of DTensor do
 
 
 def main(way: str) -> None:
+    placement.EXIT_PAUSE_SECONDS = 5.0  # on a core that other tests fill, such threads wait for more than the usual
     world = placement.init(seed=0)
     dist.barrier()
     cores = sorted(os.sched_getaffinity(0))

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 def serve(pipe) -> None:
     """Do what each (route, body) says, and send the tensors that came with it back."""
     torch.set_num_threads(1)
+    pipe.send("ready")
     group = None
     while True:
         route, body = pipe.recv()

@@ -27,9 +27,9 @@ from common.data import arithmetic as embedded
 from common.preflight.flags import Saving
 from common.run import tracking
 
-SECONDS = 10  # how long ranks wait for each other in runs that lose a node
+SECONDS = 20  # how long ranks wait for each other in runs that lose a node
 CUT_SECONDS = 2.0
-STORE_SECONDS = 2.0
+STORE_SECONDS = 8.0
 
 
 def at_update_of_step_2(event) -> None:
