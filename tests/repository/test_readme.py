@@ -96,7 +96,7 @@ def test_a_script_writes_its_part_of_a_page_and_nothing_else(tmp_path):
 def test_a_baseline_is_a_run_of_code_that_is_here():
     """Its run.json names a commit, without changes beside it. The history has that commit, where a clone has it all.
 
-    One control ran before this was asked of it. Two commits were never published; baselines/README.md says which to take.
+    One control ran before this was asked of it. Two commits were never published: baselines/README.md says more.
     """
     older = ROOT / "baselines/sums/rejection"
     lost = {"f5f44929f0d564d8feedf21e4921bc16f1bf582f", "db4aecbf46e5b4fd43951c828a01aff7a6a2480f"}
