@@ -305,7 +305,8 @@ def main(args: Args) -> None:
             hint_texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
         # The same responses, each after its prompt with the hint. A hint with which it would not fit is dropped.
         hinted_batch, has_hint = hinter.batch(batch, hint_texts, tracker)  # has_hint: (N,) bool
-        has_gradient = has_hint  # (N,) every response with a hint learns from the teacher
+        # A response without a hint has no teacher, so it is in no micro-batch.
+        has_gradient = has_hint  # (N,)
         taught = batch.response_mask & has_hint[:, None]  # (N, T) bool: tokens that have a teacher
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training.
@@ -346,7 +347,6 @@ def main(args: Args) -> None:
                 denominator = world.sum(taught[mini_batch.rows].sum())
 
                 for micro in mini_batch.micro_batches:
-                    mask = micro.response_mask & taught[micro.rows]  # (n, T); the first is False in dummies
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
                         divergences, _, entropy = distillation.divergences(
@@ -358,13 +358,15 @@ def main(args: Args) -> None:
                         )
                         loss = vocabulary_loss(
                             divergences=divergences,
-                            response_mask=mask,
+                            response_mask=micro.response_mask,
                             denominator=denominator,
                         )
                         clipped = 0
                         # The report shows minus the KL in the place of advantages: the mean of A over the vocabulary.
-                        advantages[micro.rows] = torch.where(mask, -divergences.detach(), advantages[micro.rows])
-                        tracker.mean("teacher/kl", torch.where(mask, divergences.detach(), 0.0).sum(), mask.sum())
+                        advantages[micro.rows] = torch.where(
+                            micro.response_mask, -divergences.detach(), advantages[micro.rows]
+                        )
+                        tracker.mean("teacher/kl", divergences.detach().sum(), micro.response_mask.sum())
                     else:
                         # (n, T) each. Only the log-probs have a gradient.
                         logprobs, entropy = model.response_logprobs(policy, micro, args.temperature)
