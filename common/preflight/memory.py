@@ -30,6 +30,7 @@ from common.placement import Layout, rank_memory
 from common.preflight.checks import heads_of_all
 from common.rollout.engines import MOST_SEQUENCES, kv_bytes_per_token
 from common.trainer import lora
+from common.trainer.attention import KERNEL_MAX_WIDTH
 from common.trainer.batching import Compute
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
 from common.trainer.model import GRADIENT_MEMORY_SHARE
@@ -256,9 +257,12 @@ class MemoryPlan:
         room = self.usable - self.update(0)
         config = text_config(self.model)
         capped = getattr(config, "attn_logit_softcapping", None) is not None
-        # Attention in float32, with capped scores or with sinks has no kernel of its own: it pads, and keeps more than
-        # activation_bytes() says.
-        if self.dtype == torch.float32 or capped or config.model_type == "gpt_oss":
+        # Gemma 4 has heads of two widths.
+        widths = [getattr(config, name, None) or 0 for name in ("head_dim", "global_head_dim")]
+        # Attention in float32, with capped scores, with sinks or with wide heads has no kernel of its own: it pads, and
+        # keeps more than activation_bytes() says.
+        no_kernel = capped or config.model_type == "gpt_oss" or max(widths) > KERNEL_MAX_WIDTH
+        if self.dtype == torch.float32 or no_kernel:
             room = min(room, share)
         tokens = room / self.token_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS
         return int(max(MIN_BUDGET_TOKENS, min(tokens, MAX_BUDGET_TOKENS)))

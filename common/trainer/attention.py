@@ -30,6 +30,7 @@ from common.errors import BadInput
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
 MAX_PADDING = 0.15  # most padding tokens in a run, divided by its real tokens
 EXTRA_PADDING = 256  # padding tokens that a run of responses may have on top of that; another call would cost more
+KERNEL_MAX_WIDTH = 256  # of a head; FlashAttention, which is behind varlen_attn, refuses wider ones
 WRITTEN_OUT_MAX_KEYS = 512  # up to so many keys, the prompt's included, holding the weights in memory is faster
 
 
@@ -167,13 +168,21 @@ def packed_attention(
         raise NotPackable(f"layers of {module.config.model_type} models, which do not get the layout of a packed row")
     options = ScoreOptions(scaling, sliding_window, softcap, s_aux)
     row = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
-    # The kernel supports neither float32 nor values whose width differs from the keys' (DeepSeek).
-    kernel_fits = query.shape[-1] == value.shape[-1] and not options.written_out
-    if query.is_cuda and query.dtype != torch.float32 and kernel_fits:
+    if query.is_cuda and kernel_fits(query, value, options):
         out = variable_length_attention(*row, spans, options)
     else:
         out = padded_attention(*row, spans.runs, options)
     return out[None], None  # transformers expects the output and, if somebody asked for them, attention weights
+
+
+def kernel_fits(query: torch.Tensor, value: torch.Tensor, options: ScoreOptions) -> bool:
+    """Whether the variable-length kernel of a GPU can compute a layer. Otherwise padded_attention() does."""
+    width = query.shape[-1]
+    if width != value.shape[-1]:  # DeepSeek
+        return False
+    if width > KERNEL_MAX_WIDTH or width % 8 != 0:  # Gemma 4's layers without a window have 512
+        return False
+    return query.dtype != torch.float32 and not options.written_out
 
 
 def variable_length_attention(query, key, value, spans: Spans, options: ScoreOptions) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Layer:
 LAYERS = {
     "plain": Layer(14, 2, 64),
     "heads of 128": Layer(8, 8, 128),
+    "heads of 512": Layer(2, 1, 512),
     "window": Layer(8, 2, 64, window=48),
     "window of 2": Layer(8, 2, 64, window=2),
     "cap": Layer(8, 2, 64, window=48, cap=50.0, scores=8.0),
@@ -154,6 +155,22 @@ def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, monkeypatch):
 
     asked, exact = (with_gradients(way, layer, "cpu", torch.float64) for way in (by_kernel, one_after_the_other))
     assert max(relative(one, two) for one, two in zip(asked, exact)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "fits, width, of_values, dtype, options",
+    [
+        (True, 256, 256, torch.bfloat16, {"window": 8}),
+        (False, 256, 256, torch.float32, {}),
+        (False, 192, 128, torch.bfloat16, {}),  # DeepSeek's
+        (False, 512, 512, torch.bfloat16, {}),  # of Gemma 4's layers without a window
+        (False, 60, 60, torch.bfloat16, {}),
+        (False, 64, 64, torch.bfloat16, {"cap": 50.0}),
+    ],
+)
+def test_the_kernel_gets_the_layers_that_it_can_compute(fits, width, of_values, dtype, options):
+    query, value = (torch.empty(1, 1, columns, dtype=dtype) for columns in (width, of_values))
+    assert attention.kernel_fits(query, value, attention.ScoreOptions(**options)) == fits
 
 
 @needs_gpu
