@@ -27,6 +27,7 @@ tests/trainer/test_families.py checks all of this for the supported families.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class TensorInfo(NamedTuple):
 
 
 class FullParameters:
-    """The weights to send: iterating over it yields (name, full tensor) pairs.
+    """The weights to send: iterating over it yields (name, full tensor) pairs. The thread that trains makes it.
 
     Each pass over it gathers the weights as they are then: all parameters, with adapters merged, and the buffers that
     are saved with the model. Collective: every rank iterates to the end. Servers may get them after load_weights() has
@@ -62,11 +63,14 @@ class FullParameters:
         self.policy = policy
         self.dtype = dtype
         self.saved_names = saved_names
+        self.on_gpu = device_type(next(policy.parameters())) == "cuda"
+        # The optimizer's kernels are queued here. It isn't always the default stream: vLLM gives a thread that asks it
+        # for its current stream another one for good.
+        self.trainer_stream = torch.cuda.current_stream() if self.on_gpu else None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        first_parameter = next(self.policy.parameters())
-        if device_type(first_parameter) == "cuda":
-            yield from gather_ahead(self.gather_each())
+        if self.on_gpu:
+            yield from gather_ahead(self.gather_each(), self.trainer_stream)
         else:
             for tensors in self.gather_each():
                 yield from tensors
@@ -144,7 +148,19 @@ def device_type(parameter: torch.Tensor) -> str:
     return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
 
 
-def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torch.Tensor]]:
+@cache
+def gathering_stream(device: int) -> torch.cuda.Stream:
+    """The CUDA stream of all gathers on a GPU.
+
+    Memory that is freed stays with the stream that it was allocated on. With a new stream for each push, none could use
+    what the earlier ones have left, and a rank would lose two full parameters of memory a push.
+    """
+    return torch.cuda.Stream(device)
+
+
+def gather_ahead(
+    parameters: Iterator[NamedTensors], trainer_stream: torch.cuda.Stream
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The (name, tensor) pairs of all parameters, on a GPU. The next parameter is gathered while one is loaded.
 
     Gathering has its own CUDA stream, so it runs at the same time as the consumer's work:
@@ -155,10 +171,11 @@ def gather_ahead(parameters: Iterator[NamedTensors]) -> Iterator[tuple[str, torc
     Gather i + 1 is queued just before the consumer gets parameter i, and only after load i - 1 has ended. So two full
     parameters are in memory: the one that is being loaded, and the next. Nothing reads a shard any more when the loop
     ends, so the optimizer may change it, on the GPU or, with --offload, in host memory.
+
+    trainer_stream: where the optimizer writes the shards. The current stream may be one of vLLM's sender.
     """
-    gathering = torch.cuda.Stream()
-    # The optimizer writes the shards on the default stream. The current one may be a stream of vLLM's sender.
-    gathering.wait_stream(torch.cuda.default_stream())
+    gathering = gathering_stream(torch.cuda.current_device())
+    gathering.wait_stream(trainer_stream)
 
     def gather_next() -> tuple[NamedTensors | None, torch.cuda.Event]:
         """The next parameter's tensors (None after the last), and an event recorded after their gather."""

@@ -36,7 +36,8 @@ if nvidia-smi -L > /dev/null 2>&1; then
   # As common/rollout/engines.py: no TF32 in float32 (bfloat16 does not use it), no all-reduce that nvcc has to compile.
   export TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
   export VLLM_ALLREDUCE_USE_FLASHINFER=${VLLM_ALLREDUCE_USE_FLASHINFER:-0}
-  own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}')
+  own=(--weight-transfer-config '{"backend": "nccl"}' --hf-overrides '{"head_dtype": "float32"}'
+    --compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}')
 else
   # As common/rollout/engines.py, too: one process for an engine and its worker, and no compiling, which gains nothing there.
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}

@@ -68,6 +68,8 @@ def engine_settings(config: EngineConfig) -> dict:
     if cuda:
         # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
         settings["hf_overrides"] = {"head_dtype": "float32"}
+        # The second way to FlashInfer's all-reduce, which nvcc would compile (see engines.set_vllm_environment).
+        settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         settings["gpu_memory_utilization"] = layout.rollout_memory or (0.9 if layout.split else 0.4)
         return settings
     if config.kv_cache_bytes:

@@ -100,6 +100,10 @@ def test_vllm_knows_every_setting_that_an_engine_on_a_gpu_is_given(split, share,
     assert arguments.hf_overrides == {"head_dtype": "float32"} and arguments.logprobs_mode == "processed_logprobs"
     assert arguments.gpu_memory_utilization == share and not arguments.enforce_eager
     assert arguments.weight_transfer_config.backend == transfer
+    assert arguments.compilation_config.pass_config.fuse_allreduce_rms is False
+    # A server that a user starts has the same settings.
+    script = (ROOT / "scripts/serve_rollout.sh").read_text()
+    assert '{"pass_config": {"fuse_allreduce_rms": false}}' in script and '{"head_dtype": "float32"}' in script
 
 
 def kernel_of_a_gpu(module, query, key, value, attention_mask, *, spans, scaling, **settings):

@@ -142,6 +142,32 @@ def test_a_push_holds_two_full_parameters_and_sends_the_newest(streams, record_p
 
 
 @needs_gpu
+def test_a_push_waits_for_the_trainer_on_whatever_stream_it_works():
+    policy = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    trainer = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(trainer):
+        parameters = FullParameters(policy, torch.bfloat16)
+        torch.cuda._sleep(10**8)  # cycles: some 50 ms
+        policy.weight.fill_(1.0)
+    [(_, tensor)] = parameters
+    assert (tensor == 1).all()
+
+
+@needs_gpu
+def test_pushes_use_the_memory_that_earlier_ones_have_left():
+    """With an engine that never empties PyTorch's cache, such as servers or --rollout-backend hf."""
+    policy = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False, device="cuda") for _ in range(3)))
+    reserved = []
+    for _ in range(4):
+        for _, tensor in FullParameters(policy, torch.bfloat16):
+            del tensor
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == reserved[:1] * 3
+
+
+@needs_gpu
 def test_an_update_takes_the_memory_that_was_planned(tmp_path, world, record_property):
     """A model of 0.5 B: what a token keeps for the backward, and the peak of an update."""
     gc.collect()
