@@ -224,6 +224,8 @@ class VLLMEngine:
         """Replace all weights by (name, full tensor) pairs. Collective, because gathering the tensors is."""
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
+            if self.never:
+                self.llm.collective_rpc(clear_positions)
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"weights": named_tensors}})
         self.llm.finish_weight_update()
@@ -272,6 +274,17 @@ def drop_caches(worker) -> None:
     caches = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
     for cache in caches.values():
         drop_pages(cache)
+
+
+def clear_positions(worker) -> None:
+    """Zero the positions of a GPU worker whose model sees images: sleep() has given their memory back.
+
+    vLLM writes those of real tokens anew. But a CUDA graph also reads those of its padding, and uses them as an index.
+    """
+    state = getattr(worker.model_runner, "model_state", None)
+    rope = getattr(state, "rope_state", None)  # None: a family without positions in several dimensions
+    if rope is not None:
+        rope.positions.zero_()
 
 
 def to_response(completion) -> Response:

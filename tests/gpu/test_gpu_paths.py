@@ -3,6 +3,7 @@
 The other files of this folder make the real calls.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -76,6 +77,30 @@ def test_an_engine_wakes_takes_the_weights_and_forgets_its_cache_in_this_order()
     woken = [call.wake_up(tags=["weights"]), *update, call.wake_up(tags=["kv_cache"]), call.reset_prefix_cache()]
     assert engine.llm.mock_calls == [call.sleep(level=2), *woken, *update, call.reset_prefix_cache()]
     assert engine.weight_version == 2
+
+
+def test_an_engine_that_sees_images_wakes_with_positions_that_are_an_index():
+    """vLLM has written those of the tokens so far. It reads those of a graph's padding as well."""
+    rope = SimpleNamespace(positions=torch.full((3, 5), -1))
+    workers = [
+        SimpleNamespace(model_runner=SimpleNamespace(model_state=SimpleNamespace(rope_state=rope))),
+        SimpleNamespace(model_runner=SimpleNamespace(model_state=SimpleNamespace(rope_state=None))),
+        SimpleNamespace(model_runner=SimpleNamespace()),  # vLLM's first runner keeps them outside the sleep's memory
+    ]
+    llm = mock.Mock()
+    llm.collective_rpc.side_effect = lambda method: [method(worker) for worker in workers]
+    engine = SimpleNamespace(llm=llm, world=a_world(), asleep=True, never=(7,), weight_version=0)
+    VLLMEngine.load_weights(engine, [])
+    assert rope.positions.tolist() == [[0] * 5] * 3
+    assert [name for name, _, _ in llm.mock_calls[:2]] == ["wake_up", "collective_rpc"]
+
+
+def test_vllm_still_has_the_positions_that_are_cleared():
+    from vllm.v1.worker.gpu.mm import rope
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    assert "self.positions = torch.zeros(" in inspect.getsource(rope.RopeState.__init__)
+    assert "self.rope_state = " in inspect.getsource(DefaultModelState.__init__)
 
 
 @pytest.mark.parametrize("dtype, precision", [(torch.float32, "ieee"), (torch.bfloat16, None)])
