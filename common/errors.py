@@ -4,6 +4,7 @@ torch is imported inside the functions that need it: worker processes of rewards
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -128,6 +129,7 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
     from torch.distributed.checkpoint import CheckpointException
 
     try:
+        check_given_once(args, sys.argv[1:])
         main(args)
     except KeyboardInterrupt:
         say("\ninterrupted; nothing has been trained since the last checkpoint", file=sys.stderr)
@@ -150,6 +152,26 @@ def launch(main: Callable[[Any], None], args: Any) -> None:
         print_once(failure)
         sys.stdout.flush()
         os._exit(3)  # sys.exit would run destructors, which wait for the other ranks
+
+
+def check_given_once(args: Any, words: list[str]) -> None:
+    """Refuse a second `--reward`: tyro would take its values and forget those of the first. Raises BadInput.
+
+    A flag with one value may be repeated, as in a script that ends with "$@". The last one counts.
+    """
+    typed = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    for name in flags_with_several_values(args):
+        if typed.count(name) > 1:
+            raise BadInput(f"{name}: given {typed.count(name)} times; write all its values after one: {name} ONE TWO")
+
+
+def flags_with_several_values(args: Any) -> Iterator[str]:
+    """Names of the flags, those of nested dataclasses included, whose value is a tuple."""
+    for field in dataclasses.fields(args) if dataclasses.is_dataclass(args) else ():
+        value = getattr(args, field.name)
+        if isinstance(value, tuple):
+            yield f"--{field.name.replace('_', '-')}"
+        yield from flags_with_several_values(value)
 
 
 def recognized(error: BaseException) -> RunFailed | None:

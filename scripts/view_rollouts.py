@@ -11,6 +11,7 @@ grey.
 import dataclasses
 import html
 import math
+import signal
 import sys
 from functools import partial
 from itertools import compress
@@ -208,4 +209,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    # Ends quietly when its reader has seen enough, as `| head` has.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     errors.launch(main, tyro.cli(Args, description=__doc__))

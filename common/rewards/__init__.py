@@ -92,6 +92,10 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         from common.rewards.workers import UserReward
 
         return UserReward(path, function)
+    if spec.endswith(".py"):
+        raise BadInput(f"--reward {spec}: add the name of its function, as in {spec}:score")
+    if "," in spec:
+        raise BadInput(f"--reward {spec}: put spaces between several rewards: {' '.join(spec.split(','))}")
     raise BadInput(f"--reward: {unknown('reward', spec, [*BUILT_IN, *WITH_PROCESSES])}, {WITH_PARAMETERS}")
 
 

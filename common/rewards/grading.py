@@ -198,7 +198,9 @@ def final_box(text: str) -> tuple[int, str] | None:
 
 def as_list(results: Any, count: int) -> list:
     """What a reward has returned for `count` items, as a list. Raises BadInput if it is not one value for each item."""
-    expected = f"expected {count} results"
+    expected = f"expected a list of {count} results, one for each response"
+    if results is None:
+        raise BadInput(f"{expected}, got None; is a return missing?")
     # The keys of a dict and the letters of a text are values too, but no results. A set has no order.
     if isinstance(results, Mapping | AbstractSet | str | bytes) or not isinstance(results, Iterable):
         raise BadInput(f"{expected}, got {type(results).__name__}: {str(results)[:200]!r}")

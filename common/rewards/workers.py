@@ -248,7 +248,8 @@ def to_rows(results: Any, count: int) -> list[list]:
         if is_number(result):
             result = Result(float(result), float(result > 0))
         if not isinstance(result, Result):
-            raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}")
+            hint = "; Result(None, None) says that it cannot be graded" if result is None else ""
+            raise BadInput(f"result {number}: expected a number or a Result, got {described(result)}{hint}")
         for value in (result.score, result.acc):
             if value is not None and not is_number(value):
                 raise BadInput(f"result {number}: expected a number or None, got {described(value)}")

@@ -250,7 +250,7 @@ def test_late_and_dead_workers_leave_their_prompt_ungraded(mine, capsys):
         ("each", "nothing", BadInput, ["mine.py:each", "'b'", "result 1", "got 'None', NoneType"]),
         ("each", "text", BadInput, ["mine.py:each", "'b'", "result 1", "got '1.0', str"]),
         ("short", "fine", BadInput, ["mine.py:short", "returned 1 results for 2 items"]),
-        ("none", "fine", BadInput, ["mine.py:none", "expected 2 results, got NoneType"]),
+        ("none", "fine", BadInput, ["mine.py:none", "expected a list of 2 results, one for each response, got None"]),
     ],
 )
 def test_a_wrong_user_reward_is_named(mine, function, response, error, words):

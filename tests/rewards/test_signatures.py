@@ -169,7 +169,7 @@ def test_what_only_a_trainer_of_theirs_has_is_refused_if_it_is_needed():
     [
         ([1.0], "returned 1 results for 2 items"),
         ([1.0] * 3, "returned 3 results for 2 items"),
-        (1.0, "expected 2 results, got float"),
+        (1.0, "one for each response, got float"),
         (["1", 1.0], "result 0: expected a number or None, got '1', str"),
         (torch.zeros(2, 1), "of shape"),
     ],

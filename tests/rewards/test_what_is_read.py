@@ -276,7 +276,7 @@ WRONG_RETURNS = [  # what a reward returns for two items, what the message says
     ("10", "str"),
     (b"10", "bytes"),
     (1.0, "float"),
-    (None, "NoneType"),
+    (None, "got None"),
     (torch.zeros(2, 1), r"\(2, 1\)"),
     (torch.zeros(1, 2), r"\(1, 2\)"),
     (torch.tensor(1.0), r"\(\)"),
@@ -286,9 +286,9 @@ WRONG_RESULTS = ["1.0", None, [1.0], {"score": 1.0}, torch.zeros(3), torch.zeros
 
 @pytest.mark.parametrize("returned, said", WRONG_RETURNS)
 def test_a_return_value_of_another_type_is_refused(returned, said):
-    with pytest.raises(BadInput, match=f"expected 2 results.*{said}"):
+    with pytest.raises(BadInput, match=f"expected a list of 2 results.*{said}"):
         to_rows(returned, 2)
-    with pytest.raises(BadInput, match=f'reward "mine": expected 2 results.*{said}'):
+    with pytest.raises(BadInput, match=f'reward "mine": expected a list of 2 results.*{said}'):
         grade("mine", lambda *_: returned, [Item("", "", "1")] * 2, [1] * 2, [False] * 2)
 
 

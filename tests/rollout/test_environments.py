@@ -476,9 +476,16 @@ class Bad(Environment):
 class NoStep:
     pass
 
+class Typo(Environment):
+    def stp(self, text):
+        return Step(done=True)
+
 class Raises(Environment):
     def __init__(self):
         raise OSError("no display")
+
+    def step(self, text):
+        return Step(done=True)
 """
 
 
@@ -792,6 +799,7 @@ def test_seed_and_server_of_a_prompt_do_not_depend_on_the_number_of_ranks(reply,
     [
         ("Missing", 'has no subclass of Environment with the name "Missing"'),
         ("NoStep", 'has no subclass of Environment with the name "NoStep"'),
+        ("Typo", "Typo has no method step(self, text)"),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(bad, name, message):

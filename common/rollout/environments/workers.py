@@ -140,6 +140,8 @@ def find(spec: str) -> type[Environment]:
     environment_class = getattr(import_file(Path(path), "environment"), name, None)
     if not isinstance(environment_class, type) or not issubclass(environment_class, Environment):
         raise BadInput(f'{path} has no subclass of Environment with the name "{name}"')
+    if environment_class.step is Environment.step:
+        raise BadInput(f"{path}: {name} has no method step(self, text)")
     return environment_class
 
 
