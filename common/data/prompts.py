@@ -173,12 +173,35 @@ def load_one(
 
     prompts = collect(rows, make)
     spelled.warn(spec, len(prompts))
+    warn_of_lost_characters(spec, prompts, tokenizer)
     short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
     if not short:
         raise BadInput(f"{spec}: all {len(prompts)} prompts are longer than --max-prompt-tokens {max_tokens}")
     if len(short) < len(prompts):
-        say(f"{spec}: dropped {len(prompts) - len(short)} of {len(prompts)} prompts over {max_tokens} tokens")
+        dropped = len(prompts) - len(short)
+        say(f"{spec}: dropped {dropped} of {len(prompts)} prompts over {max_tokens} tokens (--max-prompt-tokens)")
     return short
+
+
+def warn_of_lost_characters(spec: str, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say which characters the model never sees: its tokenizer leaves them out, or reads them all as one token.
+
+    The embedded model has no capital letters. Tokenizers of bytes have every character.
+    """
+    lost = set()
+    for character in set().union(*(prompt.text for prompt in prompts)):
+        ids = tokenizer.encode(character, add_special_tokens=False)
+        # Some tokenizers leave out spaces on purpose, or join them to the next word.
+        if not character.isspace() and (not ids or tokenizer.unk_token_id in ids):
+            lost.add(character)
+    if lost:
+        count = sum(not lost.isdisjoint(prompt.text) for prompt in prompts)
+        shown = " ".join(sorted(lost)[:20])
+        warn(
+            f"{spec}: the model's tokenizer has no token for {shown}, so {count} of {len(prompts)} prompts lose "
+            "characters",
+            "characters-lost",
+        )
 
 
 def suite_prompt(spec: str) -> str | None:

@@ -169,6 +169,8 @@ def check_inputs(args: Flags, inputs: Inputs) -> int:
     reward = inputs.reward
     all_prompts = inputs.prompts + inputs.held_out
     checks.check_held_out(inputs.held_out, inputs.size)
+    if not inputs.held_out and args.source.eval_prompts:
+        say("nothing is evaluated, as --dataset has no test split; --eval-dataset names one, --eval-prompts 0 says no")
     checks.check_images(all_prompts, args.compute, args.environment, args.layout)
     for name, function in reward.rewards.items():
         # With a batch in flight, a thread grades while this rank trains.
@@ -234,6 +236,8 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
     # A resumed run is compared with its run.json, which has settled values too.
     run_directory.check_configuration(settings.recorded, settings.name)
     run_directory.check_steps_left(args, inputs.resume)
+    if inputs.resume:
+        run_directory.warn_of_changed_code(args)
     return settings
 
 

@@ -4,6 +4,7 @@ Also reads the files that a run has left there, run.json and metrics.jsonl.
 """
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.json_lines import is_count, is_number, read, read_object
-from common.errors import BadInput, redacted
+from common.errors import BadInput, redacted, warn
 from common.preflight import folders
 
 # Flags that may change when a run is resumed. All others must stay, the flags of a fork too.
@@ -184,12 +185,45 @@ def check_configuration(args, name: str) -> None:
             # The learning rate of each step depends on the last one.
             may_differ = False
         if not may_differ and comparable(before[flag]) != comparable(now.get(flag)):
-            changed.append(f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}")
+            why = " (with --schedule linear it decides each learning rate)" if flag == "steps" else ""
+            changed.append(f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}{why}")
     if changed:
         raise BadInput(
             f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with, or start "
             "another run: --resume CHECKPOINT with a new --run-dir",
             code="run-changed",
+        )
+
+
+def code_of(args) -> dict[str, str]:
+    """The user's Python files -> a checksum of each: the algorithm's, and those that --reward and --environment name.
+
+    Modules that these files import are not among them.
+    """
+    named = flags(args)
+    files = {f"{name_of(args)}.py": Path(inspect.getfile(type(args)))}
+    for spec in (*named.get("reward", ()), named.get("environment", "")):
+        path = spec.rpartition(":")[0]
+        if path.endswith(".py"):
+            files[path] = Path(path)
+    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for path, file in files.items() if file.is_file()}
+
+
+def warn_of_changed_code(args) -> None:
+    """Say which of the user's files are others than those that the run of --run-dir has last run with."""
+    file = Path(args.run_dir) / "run.json"
+    if not args.run_dir or not file.is_file():
+        return
+    before = described(file).get("code")
+    if not isinstance(before, dict):  # written by an older version
+        return
+    changed = [path for path, checksum in code_of(args).items() if before.get(path, checksum) != checksum]
+    if changed:
+        warn(
+            f"--run-dir {args.run_dir}: since its last step {' and '.join(changed)} {'have' if changed[1:] else 'has'} "
+            "changed; from here on its curve is another program's. To keep them apart: --resume CHECKPOINT with a new "
+            "--run-dir",
+            code="code-changed",
         )
 
 

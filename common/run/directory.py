@@ -19,6 +19,7 @@ import torch.distributed as dist
 from common.data import dates
 from common.errors import BadInput, RunFailed
 from common.placement import World
+from common.preflight import run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_SECONDS = 20.0  # how long other nodes may take to see a file that rank 0 wrote
@@ -50,7 +51,8 @@ def describe(args, name: str, world: World, date: str = "") -> dict:
 
     date: the one that the chat template prints in this run. A resumed run goes on with it.
 
-    "file" is the algorithm's file: its path in this repository, or an absolute one if it is elsewhere.
+    "file" is the algorithm's file: its path in this repository, or an absolute one if it is elsewhere. "code" has
+    checksums of it and of the user's other files, as a commit doesn't say what is changed or lies elsewhere.
     """
     file = Path(inspect.getfile(type(args))).resolve()
     if file.is_relative_to(ROOT):
@@ -58,6 +60,7 @@ def describe(args, name: str, world: World, date: str = "") -> dict:
     return {
         "algorithm": name,
         "file": file.as_posix(),
+        "code": run_directory.code_of(args),
         "argv": sys.argv,
         "args": dataclasses.asdict(args),
         "seed": args.seed,

@@ -67,9 +67,19 @@ def test_long_prompts_are_dropped_and_counted_never_cut(rows, capsys):
     path = rows(*OVERLONG)
     kept = load(path, limit=7)
     assert [prompt.text for prompt in kept] == ["1+1="] * 7
-    assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 7 tokens\n"
+    assert capsys.readouterr().out == f"{path}: dropped 7 of 14 prompts over 7 tokens (--max-prompt-tokens)\n"
     with pytest.raises(BadInput, match="14 prompts .*--max-prompt-tokens 2"):
         load(path, limit=2)
+
+
+def test_characters_that_the_model_never_sees_are_named(rows, capsys):
+    """The embedded tokenizer has small letters. One of bytes has everything, and no one misses a space."""
+    path = rows('{"prompt": "What is 1+1?"}', '{"prompt": "what is 1+1?"}', '{"prompt": "W\\u00e4 "}')
+    load(path, limit=50)
+    said = capsys.readouterr().err
+    assert said.startswith("warning[characters-lost]") and "for W \u00e4, so 2 of 3 prompts" in said
+    load(rows('{"prompt": "what is 1+1?"}'), limit=50)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("limit, kept", [(4, ["1+1="]), (7, ["1+1="]), (8, ["12345678", "1+1="])])

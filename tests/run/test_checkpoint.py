@@ -545,7 +545,11 @@ class Flags:
         ({"seed": 1}, {}, "its run began with --seed 1, now 0. Use"),
         ({}, {"dataset": ("gsm8k", "math")}, "--dataset ['arithmetic'], now ['gsm8k', 'math']. Use"),
         ({}, {"source": data.TrainSource(template="t"), "seed": 2}, "--seed 0, now 2; --template '', now 't'. Use"),
-        ({"schedule": "linear"}, {"schedule": "linear", "steps": 20}, "--steps 10, now 20. Use"),
+        (
+            {"schedule": "linear"},
+            {"schedule": "linear", "steps": 20},
+            "--steps 10, now 20 (with --schedule linear",
+        ),
         ({"schedule": "linear"}, {"schedule": "linear", "eval_every": 20}, ""),
     ],
 )
@@ -567,6 +571,34 @@ def test_another_configuration_is_refused(world, tmp_path, before, now, refused)
     (tmp_path / "run.json").write_text(json.dumps(began))
     with pytest.raises(BadInput, match="--old-flag 1, now None"):
         check("grpo")
+
+
+def test_a_run_goes_on_with_changed_code_but_says_so(world, tmp_path, capsys):
+    """The algorithm's file, and those of the reward and the environment. One that is gone is refused elsewhere."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import dataclasses\n\n\n@dataclasses.dataclass\nclass Args:\n    run_dir: str\n    reward: tuple\n"
+        "    environment: str\n    steps: int = 1\n    seed: int = 0\n\n\ndef main(args):\n    pass\n"
+    )
+    others = [tmp_path / "r.py", tmp_path / "g.py"]
+    for other in others:
+        other.write_text("1")
+    reward = ("gsm8k=0", f"{others[0]}:score=1")
+    args = directory.import_algorithm(file).Args(str(tmp_path), reward, f"{others[1]}:Game")
+    record = errors.redacted(json.dumps(directory.describe(args, "mine", world)))
+    (tmp_path / "run.json").write_text(record)
+    run_directory.warn_of_changed_code(args)
+    assert capsys.readouterr().err == ""
+    file.write_text(file.read_text() + "# another\n")
+    for other in others:
+        other.write_text("2")
+    run_directory.warn_of_changed_code(args)
+    said = capsys.readouterr().err
+    assert said.startswith("warning[code-changed]") and all(str(path) in said for path in others) and "mine.py" in said
+    older = {name: value for name, value in json.loads(record).items() if name != "code"}
+    (tmp_path / "run.json").write_text(json.dumps(older))
+    run_directory.warn_of_changed_code(args)
+    assert capsys.readouterr().err == ""
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
