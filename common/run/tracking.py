@@ -97,15 +97,17 @@ class Metrics:
         KL = mean(e^d - 1 - d). mismatch/staleness is the mean age of all tokens, in pushes of weights to the engine:
         for tokens of older weights d also contains what was learned since. weight_version: the trainer's. Collective.
         """
-        mask, difference = self._gap(old_logprobs, batch, rows)
-        tokens = mask.sum()
-        self.mean("mismatch/logprob_abs_mean", difference.abs().sum(), tokens)
-        self.mean("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), tokens)
-        self.max("mismatch/logprob_abs_max", difference.abs().max())
-
         staleness = (weight_version - batch.weight_versions) * batch.response_mask
         self.mean("mismatch/staleness", staleness.sum(), batch.response_mask.sum())
         self.max("mismatch/staleness_max", staleness.max())
+
+        mask, difference = self._gap(old_logprobs, batch, rows)
+        tokens = mask.sum()
+        if not self.world.sum(tokens):
+            return  # no rank has trained on a token, and a gap of 0 would look like perfect agreement
+        self.mean("mismatch/logprob_abs_mean", difference.abs().sum(), tokens)
+        self.mean("mismatch/kl", (difference.clamp(-20, 20).exp() - 1 - difference).sum(), tokens)
+        self.max("mismatch/logprob_abs_max", difference.abs().max())
 
         weights = torch.where(mask, difference.clamp(-20, 20).exp(), 0.0)  # importance weights without a cap
         self.mean("mismatch/weight_over_2_frac", (weights > 2).sum(), tokens)

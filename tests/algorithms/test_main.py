@@ -325,6 +325,7 @@ def check_every_update(record, tmp_path, name: str, flags: dict) -> None:
         case = case_of(recording, step, args, name)
         ungraded += sum(not row.graded for row in case.rows)
         assert [row.response for row in case.rows] == [list(ids) for ids in step.batch.response_ids]
+        assert hasattr(by_hand, name), f"write {name}(case) in tests/algorithms/by_hand.py"
         losses = getattr(by_hand, name)(case)
         updates = list(step.updates)
         seen = {}

@@ -83,12 +83,20 @@ def test_the_gap_of_stale_tokens_is_told_from_rounding(world, exact):
 
 def test_the_effective_size_is_that_of_all_ranks_together():
     """100 weights of 1 here and 100 of 2 on the other rank: (100 + 200)^2 / (100 + 400) / 200 = 0.9."""
-    others = iter([200.0, 400.0])
+    others = iter([100.0, 200.0, 400.0])
     metrics = Metrics(SimpleNamespace(size=2, sum=lambda own: float(own) + next(others)))
     batch = collate([[1]], [[5] * 100], [[-1.0] * 100], [True], 0, torch.device("cpu"))
     metrics.mismatch(torch.full((1, 100), -1.0), batch, 0)
     ((own, count),) = metrics.sums["mismatch/effective_frac"]
     assert 2 * own / (2 * int(count)) == pytest.approx(0.9)
+
+
+def test_a_step_that_trained_on_nothing_has_no_gap(world):
+    """0 would read as a perfect agreement of trainer and engine."""
+    batch = collate([[1], [2]], [[5], [6]], [[-1.0], [-2.0]], [True, True], [[1], [2]], torch.device("cpu"))
+    metrics = Metrics(world)
+    metrics.mismatch(torch.zeros(2, 1), batch, 3, torch.tensor([False, False]))
+    assert list(metrics.sums) == ["mismatch/staleness"] and list(metrics.maxima) == ["mismatch/staleness_max"]
 
 
 def test_metrics_of_rows_that_were_not_trained_on_are_left_out(world):
