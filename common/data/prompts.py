@@ -188,14 +188,20 @@ def warn_of_lost_characters(spec: str, prompts: list[Prompt], tokenizer: PreTrai
 
     The embedded model has no capital letters. Tokenizers of bytes have every character.
     """
+    control_tokens = sorted(templates.control_tokens(tokenizer).values(), key=len, reverse=True)
+    texts = [prompt.text for prompt in prompts]
+    if control_tokens:
+        # Of <|im_end|> the model sees one token, whichever characters it knows.
+        pattern = re.compile("|".join(map(re.escape, control_tokens)))
+        texts = [pattern.sub(" ", text) for text in texts]
     lost = set()
-    for character in set().union(*(prompt.text for prompt in prompts)):
+    for character in set().union(*texts):
         ids = tokenizer.encode(character, add_special_tokens=False)
         # Some tokenizers leave out spaces on purpose, or join them to the next word.
         if not character.isspace() and (not ids or tokenizer.unk_token_id in ids):
             lost.add(character)
     if lost:
-        count = sum(not lost.isdisjoint(prompt.text) for prompt in prompts)
+        count = sum(not lost.isdisjoint(text) for text in texts)
         shown = " ".join(sorted(lost)[:20])
         warn(
             f"{spec}: the model's tokenizer has no token for {shown}, so {count} of {len(prompts)} prompts lose "
