@@ -35,7 +35,7 @@ from common.data import arithmetic, preview
 from common.data.pairs import Pairs, load_pairs
 from common.data.prompts import PromptLoader, Source
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.preflight import checks, flags, machine, ranges, run_directory
+from common.preflight import checks, flags, folders, machine, ranges, run_directory
 from common.preflight.offline import settle
 from common.rollout import rollout
 from common.run import checkpoint, guards, job, offline
@@ -149,7 +149,13 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    taken = PromptLoader(prompts, args.seed).take(args.steps * args.batch_size)
+    # The pairs of the steps that are left. A resumed run begins where its checkpoint says.
+    ahead = PromptLoader(prompts, args.seed)
+    steps_done = 0
+    if settings.resume:
+        saved = folders.state(settings.resume)
+        ahead.position, steps_done = saved.position, saved.step
+    taken = ahead.take((args.steps - steps_done) * args.batch_size)
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
     # The reference is the policy before a checkpoint is loaded.
     reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)

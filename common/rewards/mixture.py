@@ -259,9 +259,10 @@ class Rewards:
             if failed:
                 score = None
                 info["ungraded"] = failed[0].info or "no score"
-            elif not applied:
+            elif not any(weight for weight, _ in applied):
                 score = None
-                info["ungraded"] = f"no reward applies: {info[NOT_APPLIED]}"
+                info[NOT_APPLIED] = next(result.info[NOT_APPLIED] for result in row if NOT_APPLIED in result.info)
+                info["ungraded"] = f"no reward with a weight applies: {info[NOT_APPLIED]}"
             else:
                 score = sum(weight * result.score for weight, result in applied if weight)
             if len(row) > 1:

@@ -248,3 +248,15 @@ def test_kept_rows_have_the_prompt_that_was_answered_and_an_answer_only_if_there
     (asked,), (with_template,) = (evaluate.right(prompt, [("2", 1.0)], template) for template in ("", "{prompt}"))
     assert asked["prompt"].startswith("2 apples?") and len(asked["prompt"]) > len("2 apples?")
     assert with_template == {"prompt": "2 apples?", "solution": "2"}
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_smaller_batches_has_the_references_of_its_pairs(tmp_path):
+    """A checkpoint says where its pairs end. That isn't steps times the batch size of the run that goes on."""
+    flags = ["--output", tmp_path / "model", "--run-dir"]
+    launch(ROOT / "algos/dpo.py", "--steps", "2", "--batch-size", "32", *flags, tmp_path / "first")
+    saved = tmp_path / "first/checkpoints/step_000002"
+    resumed = ["--steps", "4", "--batch-size", "8", "--resume", saved]
+    launch(ROOT / "algos/dpo.py", *resumed, *flags, tmp_path / "second")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "second/metrics.jsonl").read_text().splitlines()]
+    assert steps[-2:] == [3, 4]

@@ -464,6 +464,9 @@ def test_tpo_stands_still_where_the_policy_has_reached_its_target():
     settings = {"group_size": 4, "eta": 1.0}
     equal = torch.zeros(12, dtype=torch.float64)
     assert module.target_weights(old, old, equal, mask, **settings).abs().max() < 1e-12
+    # Adam would make full steps of rounding noise.
+    many, all_of_it = torch.randn(256, 5), torch.ones(256, 5, dtype=torch.bool)
+    assert not module.target_weights(many, many, torch.zeros(256), all_of_it, **settings).any()
     assert module.target_weights(new, old, equal, mask, **settings).abs().max() > 1e-3
 
     # A policy whose sums of log-probs moved by u, up to a constant, is the target.

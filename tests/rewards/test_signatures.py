@@ -400,6 +400,15 @@ def test_a_response_to_which_no_reward_applies_leaves_with_its_prompt_and_the_ru
     assert "2 of 4 responses" in capsys.readouterr().out
 
 
+def test_a_reward_that_is_only_measured_does_not_stand_in_for_one_that_does_not_apply(world):
+    """With a score of 0 the responses about code would be trained as wrong ones."""
+    rewards = {"math": of_trl(math), "length": of_trl(lambda text: 10.0)}
+    texts = ["math right", "math wrong", "code right", "code wrong"]
+    results, trained = score(rewards, {"math": 1.0, "length": 0.0}, texts, world)
+    assert trained == [True, True, False, False]
+    assert NOT_APPLIED in results[2].info and results[2].info["parts"] == {"math": None, "length": 10.0}
+
+
 def test_a_step_to_which_no_reward_applies_stops_the_run(world):
     with pytest.raises(RunFailed, match="2 of 2 responses .*at least one reward must apply"):
         score({"math": of_trl(math)}, {"math": 1.0}, ["code right", "code"], world)
