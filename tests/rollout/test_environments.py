@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -823,10 +825,16 @@ def test_a_name_that_is_no_environment_is_refused(spec, message):
 
 def test_the_page_about_environments_has_code_that_runs(tmp_path):
     """Shop and Hangman of docs/environments.md, as files of a user."""
-    shop, hangman, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    shop, by_hand, hangman, _ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/environments.md").read_text(), re.DOTALL
+    )
     assert len(hangman.split("class Hangman")[1].strip().splitlines()) <= 15
     (tmp_path / "hangman.py").write_text(hangman)
     (tmp_path / "shop.py").write_text(shop)
+    played = subprocess.run(
+        [sys.executable, "-c", by_hand], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert played.stdout.decode().strip() == by_hand.rpartition("# ")[2].strip(), played.stderr
     pool = EnvironmentPool(f"{tmp_path}/hangman.py:Hangman", "plain")
     word = {**PROBLEM, "answer": "noon"}
     assert pool.ask(0, word, ["n"], False)["observation"] == "n__n"
