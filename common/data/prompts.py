@@ -188,24 +188,23 @@ def warn_of_lost_characters(spec: str, prompts: list[Prompt], tokenizer: PreTrai
 
     The embedded model has no capital letters. Tokenizers of bytes have every character.
     """
-    control_tokens = sorted(templates.control_tokens(tokenizer).values(), key=len, reverse=True)
-    texts = [prompt.text for prompt in prompts]
-    if control_tokens:
-        # Of <|im_end|> the model sees one token, whichever characters it knows.
-        pattern = re.compile("|".join(map(re.escape, control_tokens)))
-        texts = [pattern.sub(" ", text) for text in texts]
     lost = set()
-    for character in set().union(*texts):
+    for character in set().union(*(prompt.text for prompt in prompts)):
         ids = tokenizer.encode(character, add_special_tokens=False)
         # Some tokenizers leave out spaces on purpose, or join them to the next word.
         if not character.isspace() and (not ids or tokenizer.unk_token_id in ids):
             lost.add(character)
-    if lost:
-        count = sum(not lost.isdisjoint(text) for text in texts)
-        shown = " ".join(sorted(lost)[:20])
+    if not lost:
+        return
+    # Of <|im_end|> the model sees one token, whichever characters it knows.
+    pattern = control_token_pattern(tokenizer)
+    texts = [pattern.sub(" ", prompt.text) if pattern else prompt.text for prompt in prompts]
+    lost &= set().union(*texts)
+    count = sum(not lost.isdisjoint(text) for text in texts)
+    if count:
         warn(
-            f"{spec}: the model's tokenizer has no token for {shown}, so {count} of {len(prompts)} prompts lose "
-            "characters",
+            f"{spec}: the model's tokenizer has no token for {' '.join(sorted(lost)[:20])}, so {count} of "
+            f"{len(prompts)} prompts lose characters",
             "characters-lost",
         )
 
@@ -224,6 +223,12 @@ def tools_of(where: str, of_environment: list[dict] | None, of_row: list[dict] |
     return of_environment or of_row
 
 
+def control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
+    """Matches any control token of the tokenizer, the longest that fits. None if it has none."""
+    names = sorted(set(templates.control_tokens(tokenizer).values()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names))) if names else None
+
+
 class SpelledTokens:
     """Counts the rows in which control tokens are spelled, such as a question about <|im_end|>.
 
@@ -232,10 +237,7 @@ class SpelledTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, treatment: str):
         """treatment: --control-tokens."""
-        self.pattern = None
-        names = sorted(set(templates.control_tokens(tokenizer).values()), key=len, reverse=True)
-        if tokenizer.chat_template and names:
-            self.pattern = re.compile("|".join(map(re.escape, names)))
+        self.pattern = control_token_pattern(tokenizer) if tokenizer.chat_template else None
         self.treatment = treatment
         self.rows: list[str] = []  # their places
         self.example = ""  # the first control token

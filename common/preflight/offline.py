@@ -58,8 +58,7 @@ def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> 
     )
     run_directory.check_configuration(settings.recorded, settings.name)
     run_directory.check_steps_left(args, resume)
-    if resume:
-        run_directory.warn_of_changed_code(args)
+    run_directory.warn_of_changed_code(args, resume)
     return settings
 
 

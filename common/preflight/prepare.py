@@ -236,8 +236,7 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
     # A resumed run is compared with its run.json, which has settled values too.
     run_directory.check_configuration(settings.recorded, settings.name)
     run_directory.check_steps_left(args, inputs.resume)
-    if inputs.resume:
-        run_directory.warn_of_changed_code(args)
+    run_directory.warn_of_changed_code(args, inputs.resume)
     return settings
 
 

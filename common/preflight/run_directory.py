@@ -209,10 +209,13 @@ def code_of(args) -> dict[str, str]:
     return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for path, file in files.items() if file.is_file()}
 
 
-def warn_of_changed_code(args) -> None:
-    """Say which of the user's files are others than those that the run of --run-dir has last run with."""
+def warn_of_changed_code(args, resume: Path | None) -> None:
+    """Say which of the user's files are others than those that the run of --run-dir has last run with.
+
+    resume: the checkpoint from which it goes on. A run that begins anew mixes nothing.
+    """
     file = Path(args.run_dir) / "run.json"
-    if not args.run_dir or not file.is_file():
+    if resume is None or not args.run_dir or not file.is_file():
         return
     before = described(file).get("code")
     if not isinstance(before, dict):  # written by an older version

@@ -587,17 +587,17 @@ def test_a_run_goes_on_with_changed_code_but_says_so(world, tmp_path, capsys):
     args = directory.import_algorithm(file).Args(str(tmp_path), reward, f"{others[1]}:Game")
     record = errors.redacted(json.dumps(directory.describe(args, "mine", world)))
     (tmp_path / "run.json").write_text(record)
-    run_directory.warn_of_changed_code(args)
+    run_directory.warn_of_changed_code(args, tmp_path)
     assert capsys.readouterr().err == ""
     file.write_text(file.read_text() + "# another\n")
     for other in others:
         other.write_text("2")
-    run_directory.warn_of_changed_code(args)
+    run_directory.warn_of_changed_code(args, tmp_path)
     said = capsys.readouterr().err
     assert said.startswith("warning[code-changed]") and all(str(path) in said for path in others) and "mine.py" in said
     older = {name: value for name, value in json.loads(record).items() if name != "code"}
     (tmp_path / "run.json").write_text(json.dumps(older))
-    run_directory.warn_of_changed_code(args)
+    run_directory.warn_of_changed_code(args, tmp_path)
     assert capsys.readouterr().err == ""
 
 
