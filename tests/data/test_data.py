@@ -82,6 +82,13 @@ def test_characters_that_the_model_never_sees_are_named(rows, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_character_that_becomes_the_unknown_token_is_lost_too(rows, capsys):
+    letters = models.WordLevel({"<eos>": 0, "?": 1, "a": 2}, unk_token="?")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(letters), unk_token="?", eos_token="<eos>")
+    load_prompts((rows('{"prompt": "a"}', '{"prompt": "\u00e4"}'),), Source(), "train", tokenizer, 50)
+    assert "for \u00e4, so 1 of 2 prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("limit, kept", [(4, ["1+1="]), (7, ["1+1="]), (8, ["12345678", "1+1="])])
 def test_a_prompt_of_exactly_the_limit_stays(rows, limit, kept):
     assert [prompt.text for prompt in load(rows(*OVERLONG[:2]), limit=limit)] == kept
