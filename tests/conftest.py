@@ -23,9 +23,11 @@ from common import placement
 from common.data import arithmetic as embedded
 
 ROOT = Path(__file__).parents[1]
-# Flags of the embedded job for a script that is given another --model: real models have other defaults.
-ARITHMETIC = ["--dataset", "arithmetic", "--max-prompt-tokens", "64", "--max-response-tokens", "48"]
-ARITHMETIC += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
+# Flags of the embedded job for a script that is given another --model, whose defaults are those of real models. SHORT
+# is for another dataset: --dataset may only be given once.
+SHORT = ["--max-prompt-tokens", "64", "--max-response-tokens", "48"]
+SHORT += ["--learning-rate", "2e-4", "--schedule", "linear", "--warmup-steps", "2"]
+ARITHMETIC = ["--dataset", "arithmetic", *SHORT]
 ENVIRONMENT = dict(os.environ)
 FORK_SERVER = "fork server"  # what pytest tells its workers: {"address": that of the server}
 shared: dict[str, str] = {}  # what this worker was told

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from conftest import ARITHMETIC, ROOT, launch
+from conftest import ROOT, SHORT, launch
 
 from common import rewards
 from common.data import arithmetic, choices
@@ -458,7 +458,7 @@ def questions(tmp_path):
 @pytest.mark.slow
 def test_a_run_with_this_reward_shows_the_options(questions, tmp_path):
     """Otherwise it would be refused, because its prompts hide them."""
-    flags = [*ARITHMETIC, "--dataset", questions, "--eval-dataset", questions, "--reward", "choice", "--dry-run"]
+    flags = [*SHORT, "--dataset", questions, "--eval-dataset", questions, "--reward", "choice", "--dry-run"]
     run = launch(ROOT / "algos/grpo.py", *flags, engine=False)
     assert "10+1=" in run.stdout and ") 11" in run.stdout
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from conftest import ARITHMETIC, CORES, ROOT, launch, save_model
+from conftest import CORES, ROOT, SHORT, launch, save_model
 from helpers import gaps_of, metrics, same, weights
 from transformers import AutoModelForCausalLM
 
@@ -950,7 +950,7 @@ def test_a_slow_environment_changes_no_token_of_the_first_step(played, tmp_path,
         "        return super().step(text)\n"
     )
     flags = ["--environment", f"{tmp_path}/late.py:Late", "--dataset", "calculator", "--steps", 2, *SMALL]
-    start = ["--model", arithmetic.warm_start("calculator"), *ARITHMETIC]
+    start = ["--model", arithmetic.warm_start("calculator"), *SHORT]
     launch(ROOT / "algos/grpo.py", *start, *flags, *ahead, "--run-dir", tmp_path / "run", servers=bool(ahead))
     fast, late = rows(played / "whole", 1), rows(tmp_path / "run", 1)
     assert [row["response_ids"] for row in late] == [row["response_ids"] for row in fast]
@@ -982,7 +982,7 @@ def test_a_slow_or_broken_environment_does_not_end_the_run(tmp_path):
         "        return Step(b'12') if kind == 5 else super().step(text)\n"
     )
     flags = ["--environment", f"{tmp_path}/moody.py:Moody", "--dataset", "calculator", "--steps", 2, *SMALL]
-    start = ["--model", arithmetic.warm_start("calculator"), *ARITHMETIC]
+    start = ["--model", arithmetic.warm_start("calculator"), *SHORT]
     result = launch(ROOT / "algos/grpo.py", *start, *flags, "--group-size", 4, "--run-dir", tmp_path / "run")
     given = rows(tmp_path / "run", 1) + rows(tmp_path / "run", 2)
     codes = {row["info"].get("environment") for row in given}
