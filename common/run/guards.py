@@ -30,7 +30,8 @@ def stop_unless_finite(tracker, name: str, value: torch.Tensor) -> None:
 class Trends:
     """Checks that look at many steps: has any response had an advantage, does any response end, is there entropy left?
 
-    Every rank calls check() with the reduced metrics, so all ranks come to the same conclusion.
+    Every rank calls check() with the reduced metrics, so all ranks come to the same conclusion. Checkpoints don't hold
+    what it has counted: a resumed run counts anew, and its "first steps" are those after the checkpoint.
     """
 
     def __init__(self, had_signal: bool = False):
@@ -68,7 +69,7 @@ class Trends:
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
-        warn(f"{message}: all of these prompts are solved, or none is any more", "no-signal")
+        warn(f"{message}: either every response is right, or none is any longer", "no-signal")
 
     def check_truncation(self, metrics: dict[str, float]) -> None:
         """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""
@@ -78,7 +79,8 @@ class Trends:
         self.truncated_steps += 1
         message = f"step {metrics['step']}: every response hit --max-response-tokens"
         if self.truncated_steps == TRUNCATED_STEPS:
-            raise RunFailed(f"{message}, as in the {TRUNCATED_STEPS - 1} steps before; raise it", code="all-truncated")
+            before = f"as in the {TRUNCATED_STEPS - 1} steps before"
+            raise RunFailed(f"{message}, {before}; raise that flag", code="all-truncated")
         self.warn_once("all-truncated", f"{message}; after {TRUNCATED_STEPS} such steps in a row the run stops")
 
     def check_entropy(self, metrics: dict[str, float]) -> None:

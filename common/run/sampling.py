@@ -5,7 +5,6 @@ metrics. With `--max-inflight-batches 2` or more, sample() runs in threads, one 
 has its own process group and metrics.
 """
 
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -115,7 +114,7 @@ class PromptSampler:
         grading=None,
         *,
         with_metrics: bool = True,
-        at_least: float = -math.inf,
+        at_least: float | None = None,
     ) -> Batch:
         """Grade all responses. If one cannot be graded, its group has scores of 0, and rollout.response_mask becomes
         False there. Collective: every rank calls it. Raises BadInput or RunFailed, also for a score below `at_least`.
@@ -130,17 +129,18 @@ class PromptSampler:
             texts = texts_of(rollout, self.tokenizer)
             results = self.reward.score(prompts, texts, rollout, self.world, self.step, metrics, grading)
         batch = Batch.of(rollout, prompts, texts, results)
-        if at_least > -math.inf:
-            self._check_lowest(batch.scores, at_least)
+        if at_least is not None:
+            self._check_lowest(batch, at_least)
         if metrics is not None:
             metrics.rollout(batch.scores, len(texts) // len(prompts), batch)
             if rollout.episodes is not None:
                 self.reward.environment.log(rollout.episodes, metrics)
         return batch
 
-    def _check_lowest(self, scores: torch.Tensor, at_least: float) -> None:
+    def _check_lowest(self, batch: Batch, at_least: float) -> None:
         """Raise RunFailed on all ranks if a score of any rank is too low. Collective."""
-        lowest = self.world.min(scores.min())
+        scores = batch.scores[batch.response_mask.any(1)]  # of the graded responses
+        lowest = self.world.min(min(scores.tolist(), default=at_least))
         if lowest < at_least:
             raise RunFailed(
                 f"step {self.step}: a response scored {lowest:.3g}, and this algorithm needs {at_least:g} or more; "
@@ -344,8 +344,8 @@ class Prefetcher:
             return
         # In the order of the steps. If one has failed on this rank alone, the other ranks hang in its collectives, and
         # the later steps of this rank hang with them. The get() of the one that failed raises at once.
-        for step in self.in_flight.values():
-            step.batch.get()
+        for begun in self.in_flight.values():
+            begun.batch.get()
         self.engine.send_if_behind()
 
     def abandon(self) -> None:
@@ -356,8 +356,8 @@ class Prefetcher:
         self.gates.abandoned = True  # first: a step whose requests end lets the next one draw
         if self.in_flight:
             self.engine.abandon()
-        for step in self.in_flight.values():
-            step.ended.wait()
+        for begun in self.in_flight.values():
+            begun.ended.wait()
 
     def _begin_until(self, step: int, last_step: int) -> None:
         """Begin all steps that may be sampled before `step` trains."""

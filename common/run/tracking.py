@@ -37,7 +37,7 @@ class Metrics:
         self.world = world
         self.step = 0
         self.phase = "start"
-        self.sums: dict[str, list[tuple]] = {}  # name -> pairs (total, count); a count of 0 everywhere makes a sum
+        self.sums: dict[str, list[tuple]] = {}  # name -> pairs (total, count); with counts of 0 alone it is a sum
         self.maxima: dict[str, list] = {}
 
     def mean(self, name: str, total, count=1) -> None:
@@ -49,7 +49,7 @@ class Metrics:
         self.sums.setdefault(name, []).append((value, 0))
 
     def max(self, name: str, value) -> None:
-        """Record a value of which the largest counts, over micro-batches and ranks."""
+        """Record a value. The metric is the largest one, over micro-batches and ranks."""
         self.maxima.setdefault(name, []).append(value)
 
     def loss(self, name: str, loss: torch.Tensor, micro: MicroBatch) -> None:
@@ -58,7 +58,8 @@ class Metrics:
         The shares of all micro-batches and ranks add up to a mini-batch's loss. Its last micro-batch, which each rank
         has, counts the optimizer step.
         """
-        self.mean(name, loss.detach(), micro.last / self.world.size)
+        optimizer_steps = int(micro.last) / self.world.size
+        self.mean(name, loss.detach(), optimizer_steps)
 
     @contextlib.contextmanager
     def time(self, phase: str):
@@ -94,8 +95,9 @@ class Metrics:
     ) -> None:
         """Record mismatch/ metrics of d = trainer's - engine's log-prob, for the tokens of `rows` (N,) bool; None: all.
 
-        KL = mean(e^d - 1 - d). mismatch/staleness is the mean age of all tokens, in pushes of weights to the engine:
-        for tokens of older weights d also contains what was learned since. weight_version: the trainer's. Collective.
+        KL(engine || trainer) = mean(e^d - 1 - d), as the engine sampled the tokens. mismatch/staleness is the mean age
+        of all tokens, in pushes of weights to the engine: for tokens of older weights d also contains what was learned
+        since. weight_version: the trainer's. Collective.
         """
         staleness = (weight_version - batch.weight_versions) * batch.response_mask
         self.mean("mismatch/staleness", staleness.sum(), batch.response_mask.sum())
@@ -134,11 +136,13 @@ class Metrics:
         mask, difference = self._gap(old_logprobs, batch, rows)
         difference = difference.abs()
         current = mask & (batch.weight_versions == weight_version)
-        if exact:
+        # Without such tokens on any rank there is no mean. A gap of 0 would look like perfect agreement.
+        if exact and self.world.sum(current.sum()):
             self.mean("mismatch/rounding_abs_mean", difference[current].sum(), current.sum())
             self.sum("mismatch/current_tokens", current.sum())
         stale = mask & (batch.weight_versions < weight_version)
-        self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
+        if self.world.sum(stale.sum()):
+            self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
 
     def _gap(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None) -> tuple:
         """(N, T) bool: the tokens that have old_logprobs; and (N, T): d of these tokens, 0 elsewhere."""
@@ -351,13 +355,18 @@ class Tracker(Metrics):
         """Write report.html, give it to the tracker, close that, and print the report's path."""
         if not self.world.is_main:
             return
+        said = ""
         try:
             report = self.write_report()
             self.sink.file(report)
+            said = f"report: {report}"
+        except BadInput as error:  # somebody has changed a file; the run ends as it would with a report
+            warn(f"no report: {error}", error.code)
         finally:
             self.sink.close()
             self.bar.close()
-        print(f"report: {report}", flush=True)
+        if said:
+            print(said, flush=True)
 
 
 def console_line(metrics: dict[str, float]) -> str:

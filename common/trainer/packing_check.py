@@ -36,7 +36,7 @@ PROMPT_TOKENS = 36  # of the first two texts: enough to be shared
 # Of different lengths, so that rows are padded. The prompts of the last two are one token: a state that leaks from the
 # sequence before disturbs the first tokens most. After a longer prompt it could vanish in bfloat16's rounding.
 RESPONSE_TOKENS = (4, 9, 4, 6)
-FIRST = 2  # the shortest text, which comes first in a packed row
+SHORTEST = 2  # index of the shortest text, which comes first in a packed row
 # Functions that a hybrid's layers call -> whether a kernel for them is installed, on a machine with a GPU.
 KERNELS = {
     "causal_conv1d_fn(": is_causal_conv1d_available,
@@ -138,8 +138,9 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         if packed and model.carries_state:
             # What a trained model has read before may move it less than rounding does. But with another text at the
             # start of the row, the same operations compute the rest from the same numbers, so nothing must move.
-            again = hidden_states_of(model, texts(model, world, first=110), compute, world)
-            rest = torch.tensor([row != FIRST for row, length in enumerate(RESPONSE_TOKENS) for _ in range(length)])
+            again = hidden_states_of(model, texts(model, world, shortest_at=110), compute, world)
+            row_of_token = [row for row, length in enumerate(RESPONSE_TOKENS) for _ in range(length)]
+            rest = torch.tensor(row_of_token) != SHORTEST  # (tokens,)
             if world.max((again - found)[rest].norm() / found[rest].norm()) > tolerance / 1000:
                 return False
         return difference(found, right_hidden, world) <= tolerance
@@ -154,7 +155,8 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         except NotPackable as error:
             packed = False
             reason = str(error)
-    if reason and compute.packing == "on":
+    if compute.packing == "on" and not packed:
+        reason = reason or "layers or kernels of another rank"
         raise BadInput(f"{refused} with --packing on, because of {reason}")
     if reason:
         counted = "" if compute.packing == "off" else " (with --packing off, --token-budget counts padding)"
@@ -181,16 +183,16 @@ def difference(found: torch.Tensor, right: torch.Tensor, world: World) -> float:
     return world.max(error.nan_to_num(nan=torch.inf))  # a maximum over ranks could lose NaN
 
 
-def texts(model: nn.Module, world: World, first: int = 100) -> Rollout:
+def texts(model: nn.Module, world: World, shortest_at: int = 100) -> Rollout:
     """Four responses of different lengths, two to the same prompt. They are the same on every rank.
 
-    first: another number gives another text to the row that comes first in a packed row, the shortest.
+    shortest_at: where in `ids` the shortest response begins. Another place gives it another text.
     """
     never = image_tokens(model.config)
     usable = [token for token in range(3, model.config.get_text_config().vocab_size) if token not in never]
     ids = [usable[i % len(usable)] for i in range(160)]
-    prompts = [ids[:PROMPT_TOKENS], ids[:PROMPT_TOKENS], [ids[first - 1]], [ids[129]]]
-    starts = (36, 76, first, 130)  # no two texts have a token in common
+    prompts = [ids[:PROMPT_TOKENS], ids[:PROMPT_TOKENS], [ids[shortest_at - 1]], [ids[129]]]
+    starts = (PROMPT_TOKENS, 76, shortest_at, 130)  # no two responses have a token in common
     responses = [ids[start : start + length] for start, length in zip(starts, RESPONSE_TOKENS)]
     return collate(prompts, responses, None, [False] * 4, 0, world.device)
 

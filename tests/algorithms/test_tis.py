@@ -81,6 +81,17 @@ def test_the_gap_of_stale_tokens_is_told_from_rounding(world, exact):
     assert {name: recorded[name] for name in recorded.keys() & rounding.keys()} == (rounding if exact else {})
 
 
+@pytest.mark.parametrize(
+    "versions, missing", [([6, 6], "mismatch/rounding_abs_mean"), ([7, 7], "mismatch/stale_abs_mean")]
+)
+def test_a_step_without_tokens_of_an_age_has_no_gap_of_that_age(world, versions, missing):
+    """0 would look like perfect agreement."""
+    batch = collate([[1]], [[5, 5]], [[-1.0, -2.0]], [True], [versions], "cpu")
+    metrics = Metrics(world)
+    metrics.mismatch_by_age(torch.tensor([[-1.25, -4.0]]), batch, 7, None, exact=True)
+    assert missing not in metrics.sums and len(metrics.sums) in (1, 2)
+
+
 def test_the_effective_size_is_that_of_all_ranks_together():
     """100 weights of 1 here and 100 of 2 on the other rank: (100 + 200)^2 / (100 + 400) / 200 = 0.9."""
     others = iter([100.0, 200.0, 400.0])

@@ -33,7 +33,7 @@ FAULTS = {
     "infinite_reward": (2, "bad-input", "inf", None),
     "killed_reward_worker": (3, "reward-failed", "died", None),
     "constant_reward": (3, "no-signal", "for 3 steps all responses to a prompt have scored alike, 1 on average", 3),
-    "all_truncated": (3, "all-truncated", "step 5: every response .*raise it", 5),
+    "all_truncated": (3, "all-truncated", "step 5: every response .*raise that flag", 5),
     "out_of_memory": (3, "out-of-memory", "rank 0 in step 1: logprobs: .*lower --token-budget", None),
     "disk_full_while_writing": (3, "disk-full", "No space left on device", None),
     "disk_full_before_a_checkpoint": (3, "disk-full", "a checkpoint needs", None),

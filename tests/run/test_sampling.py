@@ -100,6 +100,13 @@ def test_a_score_that_is_too_low_for_an_algorithm_ends_the_run(world, texts, ref
     assert failed.value.code == "reward-failed"
 
 
+def test_a_response_without_a_grade_has_no_score_that_could_be_too_low(world):
+    sampler = a_sampler(world)
+    prompts = sampler.prompts(20)
+    batch = sampler.grade(prompts, rollout_of(prompts, ["no", "bad", *["no"] * 38]), at_least=0.25)
+    assert batch.scores.tolist() == [0.0, 0.0, *[0.25] * 38]
+
+
 GROUPS = {  # a prompt -> its two responses
     "p0": ["yes", "no"],
     "p1": ["yes", "yes"],
