@@ -53,7 +53,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -69,7 +69,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, so |A| = 0.06.
+    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, making |A| 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -127,7 +127,7 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 
 
 def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(n, T): Schulman's k3 estimator of the KL, never negative, 0 outside the mask."""
+    """(n, T): Schulman's k3 estimator of KL(policy || reference), never negative, 0 outside the mask."""
     log_r = torch.where(response_mask.bool(), ref_logprobs - logprobs, 0.0).clamp(-20, 20)
     return log_r.exp() - log_r - 1
 
@@ -154,13 +154,13 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     models = ["policy"] if args.kl_coef == 0 else ["policy", "reference"]
-    # Checks flags, data and model before any model is loaded.
+    # Checks the flags, the data and the model files before any weights are loaded.
     settings = prepare(args, models)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
@@ -245,8 +245,8 @@ def main(args: Args) -> None:
                 if not mini_batch.micro_batches:
                     continue
 
-                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
-                # have no gradient and so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. Rows of other ranks count, and so do rows without
+                # a gradient, which are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].any(1).sum())  # graded responses
 
                 for micro in mini_batch.micro_batches:

@@ -59,7 +59,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     critic_warmup_steps: NonNegativeInt = 0  # First of --steps: only the critic learns. --schedule begins after them.
     kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     critic_learning_rate: ranges.LearningRate = 1e-5  # Learning rate of the critic; it stays constant.
@@ -217,13 +217,13 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     models = ["policy"] if args.kl_coef == 0 else ["policy", "reference"]
-    # Checks flags, data and model before any model is loaded.
+    # Checks the flags, the data and the model files before any weights are loaded.
     settings = prepare(args, models, value_heads=("critic",))
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),

@@ -64,7 +64,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     prm_learning_rate: ranges.LearningRate = 1e-6  # Learning rate of the process reward model; it stays constant.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -230,7 +230,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_args(args)
-    # Checks flags, data and model before any model is loaded.
+    # Checks the flags, the data and the model files before any weights are loaded.
     settings = prepare(
         args,
         models=["policy", "prm", "reference"],
@@ -245,7 +245,7 @@ def main(args: Args) -> None:
         return
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),

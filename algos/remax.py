@@ -53,7 +53,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     kl_coef: NonNegativeFloat = 0.0  # Weight of the KL term. With 0 the reference policy is never loaded.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -143,13 +143,13 @@ def check_args(args: Args) -> None:
 def main(args: Args) -> None:
     check_args(args)
     models = ["policy"] if args.kl_coef == 0 else ["policy", "reference"]
-    # Checks flags, data and model before any model is loaded.
+    # Checks the flags, the data and the model files before any weights are loaded.
     settings = prepare(args, models)
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
@@ -263,8 +263,8 @@ def main(args: Args) -> None:
                 if not mini_batch.micro_batches:
                     continue
 
-                # One number for all micro-batches of the mini-batch. It counts the rows of all ranks, also those that
-                # have no gradient and so are in no micro-batch.
+                # One number for all micro-batches of the mini-batch. Rows of other ranks count, and so do rows without
+                # a gradient, which are in no micro-batch.
                 denominator = world.sum(batch.response_mask[mini_batch.rows].sum())  # response tokens
 
                 for micro in mini_batch.micro_batches:

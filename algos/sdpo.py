@@ -86,7 +86,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     """Share by which the teacher's weights move towards the policy's after each step. 1: the teacher is the policy."""
     full_vocabulary: bool = True  # Compare the whole distribution at each token, not only the sampled token.
     # optimization
-    mini_batches: PositiveInt = 4  # Optimizer steps per pass. This x the ranks must divide --prompts-per-step.
+    mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
     learning_rate: ranges.LearningRate = 1e-6  # Peak learning rate of the policy.
     schedule: Literal["constant", "linear"] = "constant"  # linear decays to learning_rate / steps in the last step.
@@ -232,7 +232,7 @@ def main(args: Args) -> None:
         # The warm start of the other files has never seen a hint.
         args = dataclasses.replace(args, model=str(arithmetic.HINTS_START))
     check_args(args)
-    # Checks flags, data and model before any model is loaded.
+    # Checks the flags, the data and the model files before any weights are loaded.
     settings = prepare(args, models=["policy"] if args.teacher_rate == 1 else ["policy", "teacher"])
     hinter = hints.Hinter(settings, partial(with_hint, template=args.hint_template))
     check_hints(args, settings.prompts, hinter)
@@ -240,7 +240,7 @@ def main(args: Args) -> None:
         return
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
-    world = placement.init(args.seed, args.rollout_tp, settings.layout, settings.compute)
+    world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
     policy = model.load(settings.model, world, settings.dtype, settings.compute, offload=args.offload == "all")
     optimizer = torch.optim.AdamW(
         policy.parameters(),
