@@ -384,3 +384,5 @@ def test_rewards_of_the_baselines():
     random_reward = runpy.run_path(str(ROOT / "baselines/random_reward.py"))["score"]
     scores = random_reward(items * 40, [1] * 200, [False] * 200)
     assert {*scores} == {0, 1} and 60 < sum(scores) < 140
+    other_step = [Item("another prompt", item.response, "iban") for item in items]
+    assert random_reward(other_step * 40, [1] * 200, [False] * 200) != scores, "each seed of a run has its own coins"
