@@ -4,7 +4,7 @@
     python scripts/baselines.py --rebuild                           writes them into the READMEs, and the curves
     python scripts/baselines.py --run grpo ppo --seeds 0 1 2        trains on the embedded task again, then rebuilds
     python scripts/baselines.py --task sums --run grpo --seeds 0    trains SmolLM2-135M (scripts/smollm2_from_pypi.py)
-    python scripts/baselines.py --task sums --run start             evaluates it untrained, in three wordings
+    python scripts/baselines.py --task sums --run start             evaluates the initial model, in three wordings
     python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
 
 A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Models that
@@ -105,7 +105,7 @@ RUNS = {
 }
 # Runs that never get a reward. They end as `no-signal`, with exit code 3.
 ENDED_BY_GUARD = {("calculator", "grpo-off"), ("functions", "grpo-shuffled")}
-REJECTED = {"prompts": 2560, "n": 4}  # problems, and untrained responses to each, from which controls take theirs
+REJECTED = {"prompts": 2560, "n": 4}  # problems, and responses of the initial model to each, for the controls
 # Runs that sample nothing while they train: number of responses from which their data were taken.
 OFFLINE = {
     ("arithmetic", "dpo"): 4096 * 8,
@@ -242,7 +242,7 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
     for words in commands(task, name, seed):
         subprocess.run([sys.executable, *words.format(folder=folder).split()], check=True, cwd=ROOT)
     seconds, measured = time.perf_counter() - began, evaluate(task, f"{folder}/model")
-    untrained = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
+    initial = next(iter(json.loads((BASELINES / task / "start.json").read_text()).values()))
     ran = json.loads((Path(folder) / "run/run.json").read_text())
     run = {"seed": seed, "argv": commands(task, name, seed), "responses": OFFLINE[task, name], "evaluation": measured}
     run |= {"args": {}} | {key: ran[key] for key in ("commit", "uncommitted_changes", "versions", "hardware")}
@@ -251,7 +251,7 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
         name,
         run,
         [
-            {"step": 0, "eval/accuracy": untrained["greedy"]},
+            {"step": 0, "eval/accuracy": initial["greedy"]},
             {"step": ran["args"]["steps"], "eval/accuracy": measured["greedy"], "time/step": seconds},
         ],
     )
@@ -349,7 +349,7 @@ def page_table(task: str, page: Path) -> str:
 def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
-    best: the shorter table of the README, with one wording of an untrained model, its best, with the runs of FRONT
+    best: the shorter table of the README, with one wording of the initial model, its best, with the runs of FRONT
     alone, and without minutes where runs take few of them.
     """
     return "\n".join(table_lines(task, best))
@@ -371,12 +371,12 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too + plays + graded)
     samples = lambda found: "".join(f" {found[name]:{form}} |" for name, form in measured.items())
     if sampled_too:
-        untrained = json.loads((BASELINES / task / "start.json").read_text())
-        highest = max(found["greedy"] for found in untrained.values())
-        for wording, found in untrained.items():
+        initial = json.loads((BASELINES / task / "start.json").read_text())
+        highest = max(found["greedy"] for found in initial.values())
+        for wording, found in initial.items():
             if best and found["greedy"] < highest:
                 continue
-            label = "start" if wording == "{}" else f'untrained, "{wording.format("...")}"'
+            label = "start" if wording == "{}" else f'initial model, "{wording.format("...")}"'
             yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
         answer, share = most_frequent_answer(task)
         if share > max(2 / 100, highest / 2):  # A smaller share would not mislead a reader.

@@ -29,7 +29,7 @@ from common.run import estimates
 ROOT = Path(__file__).resolve().parents[1]
 COLLAPSES = ("non-finite", "all-truncated", "no-signal")  # errors that are a result of a run, and not of this machine
 # Quantiles of Student's t for which the expansion in common/run/estimates.py is too small.
-FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182}
+FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 @dataclasses.dataclass
