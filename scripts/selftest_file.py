@@ -218,7 +218,7 @@ def run(algorithm: ModuleType, args: Flags, trial: Trial, world: World) -> None:
     """Run the file's main() on few prompts. Collective: every rank calls it."""
     grade = reward_mixture.Rewards.score
 
-    def join(seed: int, *arguments) -> World:
+    def join(seed: int, *arguments, **keywords) -> World:
         """In place of placement.init: the world exists already."""
         torch.manual_seed(seed)
         return world

@@ -146,9 +146,9 @@ class Early(sampling.Prefetcher):
         assert (ages == expected).all(), f"step {step}: ages {ages.unique().tolist()}, expected {expected}"
 
 
-def record_masks(metrics: Metrics, old_logprobs, batch, rows) -> None:
+def record_masks(metrics: Metrics, old_logprobs, batch, had_forward) -> None:
     """Record what IcePop and the sequence mask leave out of this step, or would: shares of tokens and of responses."""
-    mask = batch.response_mask if rows is None else batch.response_mask & rows[:, None]
+    mask = batch.response_mask if had_forward is None else batch.response_mask & had_forward[:, None]
     log_weights = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
     weights = log_weights.exp()  # (N, T), 1 outside the mask
     metrics.mean("masked/icepop", ((weights < 0.5) | (weights > 5)).sum(), mask.sum())
@@ -162,9 +162,9 @@ def learn(staleness: int, file: str, flags: list[str]) -> None:
     """
     plain_mismatch = Metrics.mismatch
 
-    def mismatch_and_masks(self, old_logprobs, batch, weight_version, rows=None) -> None:
-        plain_mismatch(self, old_logprobs, batch, weight_version, rows)
-        record_masks(self, old_logprobs, batch, rows)
+    def mismatch_and_masks(self, old_logprobs, batch, weight_version, had_forward=None) -> None:
+        plain_mismatch(self, old_logprobs, batch, weight_version, had_forward)
+        record_masks(self, old_logprobs, batch, had_forward)
 
     Metrics.mismatch = mismatch_and_masks
     Early.staleness = staleness

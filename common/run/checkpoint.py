@@ -37,10 +37,9 @@ from common.data.prompts import PromptLoader
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, RunFailed, say, warn
 from common.placement import World
-from common.preflight import folders
+from common.preflight import folders, run_directory
 from common.preflight.flags import Saving
 from common.preflight.folders import AdapterInfo, RewardState, SavedState
-from common.preflight.run_directory import date_of
 from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
 from common.trainer.model import reshard
@@ -177,7 +176,8 @@ class Saver:
 
     def what_changed(self, folder: Path) -> str:
         """Why the prompts may differ from those of the run that saved the folder."""
-        if "strftime_now" not in str(self.tokenizer.chat_template) or date_of("", str(folder)):
+        prints_date = "strftime_now" in str(self.tokenizer.chat_template)
+        if not prints_date or run_directory.date_of(run_dir="", resume=str(folder)):
             return "a file of --dataset has changed"
         return (
             "a file of --dataset has changed, or the date that the chat template prints; that run's run.json doesn't "

@@ -1,6 +1,7 @@
 """Measures the gap between the engine's and the trainer's log-probs on fresh responses, and explains a large one.
 
-scripts/selftest.py measures it. After a step whose gap is over --max-logprob-gap, guards.check asks for the reason.
+scripts/selftest.py measures it. After a step whose gap is over --max-logprob-gap, guards.check_logprob_gap asks for
+the reason.
 """
 
 from collections.abc import Callable

@@ -21,10 +21,10 @@ def stop_unless_finite(tracker, name: str, value: torch.Tensor) -> None:
     """
     if torch.isfinite(value):
         return
-    message = f"step {tracker.step}: {name} is {float(value)}; this update was not applied"
-    failure = RunFailed(message + tracker.blame(tracker.step), code="non-finite")
+    responses = tracker.save_refused(tracker.step)  # collective
+    message = f"step {tracker.step}: {name} is {float(value)}; this update was not applied{responses}"
     tracker.before_failing()
-    raise failure
+    raise RunFailed(message, code="non-finite")
 
 
 class Trends:
@@ -105,7 +105,9 @@ class Trends:
             warn(message, code)
 
 
-def check(metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[float], tuple[str, str]]) -> None:
+def check_logprob_gap(
+    metrics: dict[str, float], max_logprob_gap: float, explain: Callable[[float], tuple[str, str]]
+) -> None:
     """Raises RunFailed if trainer and engine disagree in this step. Every rank calls it with the reduced metrics.
 
     explain(max_logprob_gap): (error code, sentence) that say why the gap is too large; see diagnosis.explain_gap.

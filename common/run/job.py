@@ -175,8 +175,9 @@ class Run:
     ) -> None:
         """Write metrics, check them and refresh the report. Write rollouts, evaluate and save when they are due.
 
-        advantages: (N,) or (N, T), for N responses of up to T tokens. old_logprobs: (N, T). rows: (N,) bool, True for
-        responses that had a forward, because only they have old_logprobs; None: all had. values: (N, T), of a critic.
+        advantages: (N,) or (N, T), for N responses of up to T tokens. old_logprobs: (N, T). rows: (N,) bool, not
+        indices: True for responses that had a forward, as only they have old_logprobs; None: all had one. values:
+        (N, T), of a critic.
         Raises RunFailed if a metric isn't finite, or if trainer and engine disagree (--max-logprob-gap).
         """
         tracker = self.tracker
@@ -198,8 +199,9 @@ class Run:
                     tracker.write(step)  # the step is done: a resumed run begins with the next one
                     raise
             metrics = tracker.write(step)
+            # Called only if the gap is too large: it samples and pushes again, after which the run could not go on.
             explain = partial(diagnosis.explain_gap, self.probe, batch.prompts, self.prefetcher.settle)
-            guards.check(metrics, self.settings.max_logprob_gap, explain)
+            guards.check_logprob_gap(metrics, self.settings.max_logprob_gap, explain)
             tracker.refresh_report()
             # This step's metrics are written already, so these seconds are reported with the next step.
             with tracker.time("save"):

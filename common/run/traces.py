@@ -44,14 +44,14 @@ def write(
     batch,
     advantages: torch.Tensor | None = None,
     old_logprobs: torch.Tensor | None = None,
-    needed: torch.Tensor | None = None,
+    had_forward: torch.Tensor | None = None,
     *,
     values: torch.Tensor | None = None,
 ) -> None:
     """Write one JSON object for each response of all ranks, in the order of the step's prompts.
 
     batch: a sampling.Batch. advantages: (N,) or (N, T). old_logprobs: (N, T). Both are None for a step that failed
-    before they were computed. needed: (N,) bool, True for rows that have old_logprobs; None: all rows have them.
+    before they were computed. had_forward: (N,) bool, the rows that have old_logprobs; None: all have them.
     values: (N, T), the critic's values. Collective: every rank calls it, with the same number of prompts.
     """
 
@@ -61,7 +61,7 @@ def write(
         lines = []
         for row in range(place * group_size, (place + 1) * group_size):
             # A row that is not trained on has no old log-probs.
-            has_old = needed is None or needed[row]
+            has_old = had_forward is None or had_forward[row]
             fields = sampled_fields(batch, row, batch.prompts[place])
             fields["index"] = place * world.size + world.rank  # rank r has prompts r, r + size, ...
             length = len(batch.response_ids[row])

@@ -91,10 +91,11 @@ class Metrics:
         self.sum("throughput/tokens_per_s", tokens)  # write() divides it by the seconds of the step
 
     def mismatch(
-        self, old_logprobs: torch.Tensor, batch: Rollout, weight_version: int, rows: torch.Tensor | None = None
+        self, old_logprobs: torch.Tensor, batch: Rollout, weight_version: int, had_forward: torch.Tensor | None = None
     ) -> None:
-        """Record mismatch/ metrics of d = trainer's - engine's log-prob, for the tokens of `rows` (N,) bool; None: all.
+        """Record mismatch/ metrics of d = trainer's - engine's log-prob.
 
+        had_forward: (N,) bool, the rows that have old_logprobs; None: all have them. The other rows are left out of d.
         KL(engine || trainer) = mean(e^d - 1 - d), as the engine sampled the tokens. mismatch/staleness is the mean age
         of all tokens, in pushes of weights to the engine: for tokens of older weights d also contains what was learned
         since. weight_version: the trainer's. Collective.
@@ -103,7 +104,7 @@ class Metrics:
         self.mean("mismatch/staleness", staleness.sum(), batch.response_mask.sum())
         self.max("mismatch/staleness_max", staleness.max())
 
-        mask, difference = self._gap(old_logprobs, batch, rows)
+        mask, difference = self._gap(old_logprobs, batch, had_forward)
         tokens = mask.sum()
         if not self.world.sum(tokens):
             return  # no rank has trained on a token, and a gap of 0 would look like perfect agreement
@@ -124,16 +125,17 @@ class Metrics:
         old_logprobs: torch.Tensor,
         batch: Rollout,
         weight_version: int,
-        rows: torch.Tensor | None,
+        had_forward: torch.Tensor | None,
         *,
         exact: bool,
     ) -> None:
         """Record |d| of the tokens of current and of older weights apart; arguments as for mismatch().
 
-        Among those of current weights it is rounding alone, which guards.check() bounds. exact: False if the keys and
-        values behind them may be those of older weights (--inflight-updates keep), and then there are no such tokens.
+        Among those of current weights it is rounding alone, which guards.check_logprob_gap() bounds. exact: False if
+        the keys and values behind them may be those of older weights (--inflight-updates keep), and then there are no
+        such tokens.
         """
-        mask, difference = self._gap(old_logprobs, batch, rows)
+        mask, difference = self._gap(old_logprobs, batch, had_forward)
         difference = difference.abs()
         current = mask & (batch.weight_versions == weight_version)
         # Without such tokens on any rank there is no mean. A gap of 0 would look like perfect agreement.
@@ -144,11 +146,11 @@ class Metrics:
         if self.world.sum(stale.sum()):
             self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
 
-    def _gap(self, old_logprobs: torch.Tensor, batch: Rollout, rows: torch.Tensor | None) -> tuple:
+    def _gap(self, old_logprobs: torch.Tensor, batch: Rollout, had_forward: torch.Tensor | None) -> tuple:
         """(N, T) bool: the tokens that have old_logprobs; and (N, T): d of these tokens, 0 elsewhere."""
         mask = batch.response_mask
-        if rows is not None:
-            mask = mask & rows[:, None]
+        if had_forward is not None:
+            mask = mask & had_forward[:, None]
         return mask, torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0)
 
     def merge(self, other: "Metrics") -> None:
@@ -285,7 +287,7 @@ class Tracker(Metrics):
             self.bar.write(console_line(metrics))
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise RunFailed(f"step {step}: {name} is {value}{self.blame(step)}", code="non-finite")
+                raise RunFailed(f"step {step}: {name} is {value}{self.save_refused(step)}", code="non-finite")
         self.trends.check(metrics)
         return metrics
 
@@ -312,19 +314,31 @@ class Tracker(Metrics):
             metrics[name] = value
         return metrics
 
-    def save_rollouts(self, step: int, batch, *columns, **more_columns) -> None:
-        """Write rollouts/step_NNNNNN.jsonl with the arguments of traces.write, and send a part of it to the tracker.
+    def save_rollouts(
+        self,
+        step: int,
+        batch,
+        advantages: torch.Tensor,
+        old_logprobs: torch.Tensor | None = None,
+        had_forward: torch.Tensor | None = None,
+        *,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Write rollouts/step_NNNNNN.jsonl, and send a part of it to the tracker. Shapes are those of traces.write().
 
         Collective: every rank calls it.
         """
         path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        traces.write(path, self.world, batch, *columns, **more_columns)
+        traces.write(path, self.world, batch, advantages, old_logprobs, had_forward, values=values)
         if self.world.is_main and self.sink.wants_table(step):
             responses = len(batch.responses) * self.world.size  # every rank has as many
             self.sink.table(response_table.read(path, step, responses, self.table_characters))
 
-    def blame(self, step: int) -> str:
-        """Write the step's responses to rollouts/refused_NNNNNN.jsonl; the path ends the error message. Collective."""
+    def save_refused(self, step: int) -> str:
+        """Write the responses of a step that failed to rollouts/refused_NNNNNN.jsonl. Collective: every rank calls it.
+
+        Returns the end of an error message, which names the file.
+        """
         if self.sampled is None:
             return ""
         path = self.run_dir / "rollouts" / f"refused_{step:06d}.jsonl"

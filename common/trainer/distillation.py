@@ -64,7 +64,7 @@ def divergences(
         teacher_hidden, teacher_head = teacher.hidden_and_head(for_teacher or micro)
     # A head that is a parameter in training would make FSDP reduce the policy's gradients before they are complete.
     teacher_head = teacher_head.detach()
-    model.reduce_gradients_after(micro, policy)
+    model.plan_gradient_reduction(policy, micro)
     teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
     kl, logprobs, entropy = (place(values, micro) for values in packed)

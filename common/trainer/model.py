@@ -84,7 +84,7 @@ def load(
     for layer in layers_of(model):
         layer.training = True
 
-    # reduce_gradients_after() asks whether a rank can keep whole gradients between micro-batches.
+    # plan_gradient_reduction() asks whether a rank can keep whole gradients between micro-batches.
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
     model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
     for function in (hidden_states, own_forward, token_values if value_head else token_logprobs):
@@ -275,7 +275,7 @@ def silence(config) -> dict[str, float]:
     return noise
 
 
-def reduce_gradients_after(micro: MicroBatch, model: nn.Module) -> None:
+def plan_gradient_reduction(model: nn.Module, micro: MicroBatch) -> None:
     """Tell FSDP what to do with the gradients of the backward that follows this micro-batch's forward.
 
     Only the last micro-batch of an optimizer step reduces gradients over the ranks, layer by layer. Until then each
@@ -302,15 +302,20 @@ def response_logprobs(
     Collective: every rank calls it equally often.
     """
     if torch.is_grad_enabled():
-        reduce_gradients_after(micro, policy)
+        plan_gradient_reduction(policy, micro)
     logprobs, entropy = policy.token_logprobs(micro, temperature, with_entropy, entropy_gradient)
-    return place(logprobs, micro), place(entropy, micro) if with_entropy else None
+    if not with_entropy:
+        return place(logprobs, micro), None
+    return place(logprobs, micro), place(entropy, micro)
 
 
 def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """Values (n, T) before each response token of a micro-batch, 0 where there is none. Collective, see above."""
+    """Values (n, T) before each response token of a micro-batch, 0 where there is none.
+
+    Collective: every rank calls it equally often.
+    """
     if torch.is_grad_enabled():
-        reduce_gradients_after(micro, critic)
+        plan_gradient_reduction(critic, micro)
     return place(critic.token_values(micro), micro)
 
 
@@ -318,7 +323,10 @@ def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
 def frozen_logprobs(
     policy: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch], temperature: float
 ) -> torch.Tensor:
-    """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    """Log-probs (N, T) without gradient for the rows in these micro-batches, 0 elsewhere.
+
+    policy: the policy as it is now, or a frozen model. Collective: every rank calls it equally often.
+    """
     logprobs = [response_logprobs(policy, micro, temperature, with_entropy=False)[0] for micro in micro_batches]
     reshard(policy)
     return whole_rollout(logprobs, rollout, micro_batches)
@@ -326,7 +334,10 @@ def frozen_logprobs(
 
 @torch.no_grad()
 def frozen_values(critic: nn.Module, rollout: Rollout, micro_batches: list[MicroBatch]) -> torch.Tensor:
-    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere. Collective, see above."""
+    """Values (N, T) without gradient for the rows in these micro-batches, 0 elsewhere.
+
+    Collective: every rank calls it equally often.
+    """
     values = [response_values(critic, micro) for micro in micro_batches]
     reshard(critic)
     return whole_rollout(values, rollout, micro_batches)

@@ -97,7 +97,7 @@ def attend_with(model: nn.Module, implementation: str) -> None:
             module.config._attn_implementation = implementation
 
 
-def unpacked_attention(model: nn.Module) -> str:
+def name_of_unpacked_attention(model: nn.Module) -> str:
     """transformers' attention function for rows of their own. The fused one would silently leave out caps and sinks."""
     attentions = all_attentions(model)
     caps_or_sinks = any(mentions(attention, word) for attention in attentions for word in ("softcap=", "s_aux="))
@@ -133,7 +133,7 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
     def try_rows(packed: bool) -> bool:
         """Switch the model to packed rows, or to rows of their own. True if its hidden states are right."""
         model.packed = packed
-        attend_with(model, "packed" if packed else unpacked_attention(model))
+        attend_with(model, "packed" if packed else name_of_unpacked_attention(model))
         found = hidden_states_of(model, rollout, compute, world)
         if packed and model.carries_state:
             # What a trained model has read before may move it less than rounding does. But with another text at the

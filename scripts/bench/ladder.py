@@ -80,7 +80,7 @@ def packed_update(
             logprobs, _ = model.response_logprobs(policy, micro, 1.0)
             (logprobs.sum() / len(batch)).backward()
         else:
-            model.reduce_gradients_after(micro, policy)
+            model.plan_gradient_reduction(policy, micro)
             (whole_logits(policy, micro).sum() / len(batch)).backward()
 
 

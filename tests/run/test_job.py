@@ -114,7 +114,7 @@ def test_rounding_stops_a_run_also_where_other_tokens_are_stale(rounding, tokens
     metrics = {"step": 3, "mismatch/logprob_abs_mean": 0.2, "mismatch/staleness": 0.5}
     metrics |= {"mismatch/rounding_abs_mean": rounding, "mismatch/current_tokens": tokens}
     with pytest.raises(RunFailed, match="0.002 per token") if stops else contextlib.nullcontext():
-        guards.check(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
+        guards.check_logprob_gap(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
 
 
 @pytest.mark.parametrize("gap, staleness, stops", [(9e-4, 0, 0), (1.1e-3, 0, 1), (0.4, 0.5, 0), (0.6, 0.5, 1)])
@@ -122,7 +122,7 @@ def test_a_gap_stops_the_run_unless_it_was_learned_since(gap, staleness, stops):
     """A float32 run of two different functions had a gap of 0.01, which 0.05 for every dtype let pass."""
     metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
     with pytest.raises(RunFailed) if stops else contextlib.nullcontext():
-        guards.check(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
+        guards.check_logprob_gap(metrics, 1e-3, lambda bound: ("logprob-gap", "why"))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -378,7 +378,7 @@ def test_only_steps_in_a_row_end_a_run(capsys):
 @pytest.mark.parametrize("value, stops", [(math.nan, True), (math.inf, True), (0.0, False), (1e30, False)])
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(value, stops):
     saved = []
-    tracker = SimpleNamespace(step=3, blame=lambda step: "", before_failing=lambda: saved.append(True))
+    tracker = SimpleNamespace(step=3, save_refused=lambda step: "", before_failing=lambda: saved.append(True))
     with pytest.raises(RunFailed) if stops else contextlib.nullcontext() as failed:
         guards.stop_unless_finite(tracker, "train/grad_norm", torch.tensor(value))
     assert saved == [True] * stops and (not stops or failed.value.code == "non-finite")

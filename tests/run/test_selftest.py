@@ -264,10 +264,10 @@ def test_a_run_asks_why_only_where_it_stops(gap, staleness, stops):
     explain = lambda bound: asked.append(bound) or ("stale-weights", "it is so")
     metrics = {"step": 3, "mismatch/logprob_abs_mean": gap, "mismatch/staleness": staleness}
     if not stops:
-        guards.check(metrics, 0.05, explain)
+        guards.check_logprob_gap(metrics, 0.05, explain)
     else:
         with pytest.raises(RunFailed) as failed:
-            guards.check(metrics, 0.05, explain)
+            guards.check_logprob_gap(metrics, 0.05, explain)
         assert failed.value.code == "stale-weights"
         assert str(failed.value).startswith(f"step 3: trainer and engine disagree by {gap} per token, over --max-log")
         assert str(failed.value).endswith("; it is so")
