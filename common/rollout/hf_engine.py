@@ -157,10 +157,10 @@ class HFEngine:
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy (name, full tensor) pairs into the model. Collective, because gathering the tensors is."""
-        weights = dict(self.model.named_parameters())
-        weights |= dict(self.model.named_buffers())
+        own_tensors = dict(self.model.named_parameters())
+        own_tensors |= dict(self.model.named_buffers())
         for name, tensor in named_tensors:
-            weights[name].copy_(tensor)
+            own_tensors[name].copy_(tensor)
             del tensor  # otherwise it stays in memory while the next one is gathered
         self.weight_version += 1
 

@@ -18,8 +18,8 @@ Done = Callable[[int, list[list[int]], list[bool]], None]
 def spread_seed(seed: int) -> int:
     """The seed with its upper bits mixed into the lower 32, which are all that torch's generator reads on a CPU.
 
-    A run's own seed stands in the upper bits, so without this all runs on a CPU would sample with the same noise. As
-    numbers of 64 bits no two seeds become one. Those below 2**32 stay as they are.
+    A run's own seed stands in the upper bits, so without this all runs on a CPU would sample with the same noise.
+    Different seeds stay different numbers of 64 bits. Those below 2**32 stay as they are.
     """
     golden_ratio = 0x9E3779B1  # Knuth's multiplier: neighbours end far apart
     return seed ^ ((seed >> 32) * golden_ratio % 2**32)
@@ -97,12 +97,12 @@ def collate(prompt_ids, response_ids, logprobs, truncated, weight_version, devic
         versions[in_response] = torch.tensor(list(chain(*weight_version)), dtype=torch.long)
         versions = versions * mask
     return Rollout(
-        prompt_ids,
-        response_ids,
-        mask.to(device),
-        padded_logprobs.to(device),
-        torch.tensor(truncated, dtype=torch.bool, device=device),
-        versions.to(device),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        response_mask=mask.to(device),
+        rollout_logprobs=padded_logprobs.to(device),
+        truncated=torch.tensor(truncated, dtype=torch.bool, device=device),
+        weight_versions=versions.to(device),
     )
 
 
@@ -118,12 +118,12 @@ def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
         return torch.stack([F.pad(values, (0, width - len(values))) for values in rows])
 
     selected = Rollout(
-        [rollout.prompt_ids[row] for rollout, row in picked],
-        response_ids,
-        padded("response_mask"),
-        padded("rollout_logprobs"),
-        torch.stack([rollout.truncated[row] for rollout, row in picked]),
-        padded("weight_versions"),
+        prompt_ids=[rollout.prompt_ids[row] for rollout, row in picked],
+        response_ids=response_ids,
+        response_mask=padded("response_mask"),
+        rollout_logprobs=padded("rollout_logprobs"),
+        truncated=torch.stack([rollout.truncated[row] for rollout, row in picked]),
+        weight_versions=padded("weight_versions"),
     )
     if parts[0][0].episodes is not None:
         selected.episodes = [rollout.episodes[row] for rollout, row in picked]

@@ -44,7 +44,8 @@ from common.rewards.mixture import Rewards
 from common.run import model_card, stopping
 from common.trainer.model import reshard
 
-# "policy", and what changes beside it. Without an optimizer: a frozen model whose weights change in another way.
+# name -> (model, optimizer) of each model that changes, "policy" among them. None: no optimizer trains it, as SDPO's
+# teacher, which follows the policy.
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 # Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
 # threads write, so a save takes about four times as much.
@@ -80,7 +81,7 @@ class Saver:
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.world = world
-        self.run_dir = Path()
+        self.run_dir = Path()  # set in steps(): the tracker makes the folder, after load() has said where to resume
         self.signals = stopping.StopSignals()
         self.stopping = False
         self.step = 0  # the last step that is done
@@ -100,8 +101,8 @@ class Saver:
         BadInput or RunFailed on all ranks.
         """
         saved = folders.state(folder) if folder else None
-        # Ranks that find other checkpoints than rank 0 would train other weights without noticing.
         self.step = self.saved_step = saved.step if saved else 0
+        # A rank that found another checkpoint than rank 0 would silently train other weights.
         if self.world.min(self.step) != self.world.max(self.step):
             raise RunFailed(
                 f"--resume: this rank finds step {self.step}, other ranks another one; they need one file system",
@@ -313,7 +314,10 @@ class Saver:
         # Float32 masters and two moments of each of them, and the export, which with LoRA holds only the adapters.
         needed = 0
         for model, optimizer in self.trained.values():
-            needed += 4 * count_parameters(model, frozen=True) if optimizer is None else 12 * count_parameters(model)
+            if optimizer is None:
+                needed += 4 * count_parameters(model, frozen=True)
+            else:
+                needed += 12 * count_parameters(model)
         needed += self.dtype.itemsize * count_parameters(self.policy, frozen=adapters_of(self.policy) is None)
         free = math.inf
         if self.world.is_main:
@@ -412,8 +416,8 @@ def fresh_models(trained: Trained) -> list[str]:
 
 
 def training_state(trained: Trained, fresh: list[str]) -> dict[str, torch.Tensor]:
-    """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`. Of a
-    model without an optimizer all parameters.
+    """name -> sharded tensor: all trained parameters, and their moments except those of the models in `fresh`. For a
+    model without an optimizer: all parameters.
 
     The tensors are the models' and the optimizers' own, so to write into them is to restore a run. Collective: every
     rank calls it.
@@ -445,6 +449,7 @@ def add_moments(optimizer: torch.optim.AdamW) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state[parameter]:
+                # A fused or capturable Adam keeps its step counts on the device.
                 on_device = {"device": parameter.device} if group["fused"] or group["capturable"] else {}
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, **on_device),

@@ -108,20 +108,21 @@ class Run:
             args.max_response_tokens,
         )
         self.tracker = Tracker(
-            args.run_dir,
-            settings.name,
-            settings.recorded,
-            world,
-            args.track,
-            steps_done,
-            args.steps,
-            date_of(settings.tokenizer),
+            run_dir=args.run_dir,
+            name=settings.name,
+            args=settings.recorded,
+            world=world,
+            track=args.track,
+            start=steps_done,
+            steps=args.steps,
+            date=date_of(settings.tokenizer),
         )
         self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
         self.weight_version = 0  # pushes before this step's update; set in steps()
         if settings.held_out and not settings.resume:
-            self.tracker.first(self.accuracy(0))
+            self.tracker.mean("eval/accuracy", self.accuracy(0))
+            self.tracker.write(0)  # before the first step
 
     def accuracy(self, step: int) -> float:
         """Greedy accuracy on the held-out prompts after a step. Writes their responses to evaluations/."""
@@ -146,7 +147,7 @@ class Run:
             # If servers are lost during a push, the training of the step is complete.
             self.engine.before_failing = lambda: self.rescue(tracker.step, self.loader.resume_at)
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
-            tracker.begin(step)
+            tracker.step = step
             placement.return_holes()
             # If this step fails, a checkpoint labelled with the previous step lets a resumed run repeat these prompts.
             # The with-block covers sampling. The update is the caller's. It calls guards.stop_unless_finite, and that

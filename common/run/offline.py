@@ -41,21 +41,21 @@ class Run:
         self.saver = checkpoint.Saver(args.saving, trained, loader, None, None, tokenizer, settings.dtype, world)
         done = self.saver.load(settings.resume)
         self.tracker = Tracker(
-            args.run_dir,
-            settings.name,
-            settings.recorded,
-            world,
-            args.track,
-            done,
-            args.steps,
-            date_of(tokenizer),
+            run_dir=args.run_dir,
+            name=settings.name,
+            args=settings.recorded,
+            world=world,
+            track=args.track,
+            start=done,
+            steps=args.steps,
+            date=date_of(tokenizer),
         )
         self.saver.signals.doing = self.tracker.doing
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, up to --steps or until a signal asks the run to stop. end_step() ends each."""
         for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
-            self.tracker.begin(step)
+            self.tracker.step = step
             self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
             yield step
 

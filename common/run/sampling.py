@@ -198,7 +198,7 @@ class PromptSampler:
 
 
 def join(parts: list[tuple[Batch, list[int]]]) -> Batch:
-    """One batch of some groups of several batches. parts: for each group its batch, and its rows there."""
+    """One batch made of groups from several batches. parts: for each group its batch, and its rows there."""
     prompts = []
     responses = []
     results = []

@@ -250,19 +250,10 @@ class Tracker(Metrics):
         folders.write(self.metrics_file, "".join(lines))
         return repeated
 
-    def begin(self, step: int) -> None:
-        """Start a step."""
-        self.step = step
-
     def doing(self) -> str:
         """The step that a run finishes when it is asked to stop, as a text."""
         seconds = f"; the last one took {self.step_seconds:.0f} s" if self.step_seconds else ""
         return f"step {self.step}, which is at its {self.phase}{seconds}"
-
-    def first(self, accuracy: float) -> None:
-        """Write the accuracy before the first step, as step 0. Collective: every rank calls it."""
-        self.mean("eval/accuracy", accuracy)
-        self.write(0)
 
     def write(self, step: int) -> dict[str, float]:
         """Reduce metrics over ranks, write them to file and console, return them on every rank. Collective.

@@ -35,7 +35,7 @@ WRITTEN_OUT_MAX_KEYS = 512  # up to so many keys, the prompt's included, holding
 
 
 class NotPackable(BadInput):
-    """A family asks attention for something that packed rows do not have. The check at the start finds it."""
+    """This family's attention needs what packed rows can't give. choose_forward() finds out before the first step."""
 
 
 class ScoreOptions(NamedTuple):

@@ -42,14 +42,14 @@ from common.rollout.rollout import Rollout
 from common.trainer.attention import Group, Spans, spans
 from common.trainer.kernels import Kernels
 
-# A shared prompt is a segment of its own. With a shorter one that costs more, by a call of attention, than it saves.
+# A shared prompt is a segment of its own, which costs one more call of attention. Below this length it saves less.
 SHARED_PROMPT_MIN_TOKENS = 32
 PromptWithResponses = tuple[list[int], list[list[int]]]  # token ids of a prompt, and of each response to it
 
 
 @dataclass(frozen=True)
 class Compute(Sharding):
-    """Settings of the trainer's forward and backward. Down to --kernels they change results only by rounding."""
+    """Settings of the trainer's forward and backward. Those down to --kernels change results only by rounding."""
 
     token_budget: NonNegativeInt = 0  # Most tokens in one forward on one rank. 0: as many as fit into the memory.
     shared_prompts: tyro.conf.Suppress[bool] = True  # Set by prepare(). False computes a prompt for each response.
@@ -69,15 +69,15 @@ class MicroBatch:
     """n rows packed into one sequence of L tokens, R of which are response tokens.
 
     With sequence parallelism it is a slice of such a sequence: L is the slice's length, and `predictors` and `targets`
-    have only the response tokens that this slice predicts. `groups` and `spans` describe the whole sequence. The rank
-    that owns the rows gets all log-probs in the end, so its `scatter` has the tokens of all slices, slice after slice.
-    A slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
+    have only the response tokens that this slice predicts. `group_lengths` and `spans` describe the whole sequence.
+    The rank that owns the rows gets all log-probs in the end, so its `scatter` has the tokens of all slices, slice
+    after slice. A slice of another rank's sequence has no rows (n is 0) and an empty `scatter`.
     """
 
     rows: torch.Tensor  # (n,) indices into the rollout
     input_ids: torch.Tensor  # (1, L)
     position_ids: torch.Tensor  # (1, L); with M-RoPE (4, 1, L): of text, and time, height and width in an image
-    groups: list[Group]  # lengths of each prompt and of the responses to it, in the order of input_ids
+    group_lengths: list[Group]  # lengths of each prompt and of the responses to it, in the order of input_ids
     spans: Spans  # which tokens attend to which
     predictors: torch.Tensor  # (R,) position in the packed sequence whose logits predict each response token
     targets: torch.Tensor  # (R,) the response tokens
@@ -282,8 +282,8 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
 
     rows: index in the rollout of each response, in order; empty if another rank owns them.
     response_mask: (N, T), of the whole rollout.
-    A token's logits come from the position before it. Of the forwards that train,
-    only this one and unpacked.rows_of shift by that one token.
+    The logits of a token come from the position before it. For training, only this function and unpacked.rows_of
+    apply that shift.
     """
     tokens = []
     positions = []
@@ -321,7 +321,7 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
         rows=as_tensor(rows),
         input_ids=as_tensor([tokens]),
         position_ids=as_tensor(position_ids),
-        groups=lengths,
+        group_lengths=lengths,
         spans=spans(lengths, device),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),

@@ -33,14 +33,14 @@ def token_logprobs(
     hidden, head = factors(self, hidden)
     shape = logit_shape(self.config, temperature)
     logprobs, entropy = ChunkedLogprobs.apply(hidden, head, micro.targets, shape, with_entropy, entropy_gradient)
-    return logprobs, entropy if with_entropy else None
+    return logprobs, (entropy if with_entropy else None)
 
 
 def token_values(self, micro: MicroBatch) -> torch.Tensor:
     """Values, (R,) float32, before the R response tokens of a micro-batch: the value of the text up to there."""
     hidden = hidden_states(self, micro).float()  # (R, hidden size)
     values = F.linear(hidden, self.score.weight.float(), self.score.bias.float())  # (R, 1)
-    return values.squeeze(-1).clone()  # FSDP warns of a view
+    return values.squeeze(-1).clone()  # FSDP warns about an output that is a view
 
 
 def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
@@ -64,7 +64,7 @@ def boundaries(micro: MicroBatch) -> dict:
     the number of each token's sequence, to convolutions and Mamba 2. Its own code in PyTorch silently ignores both, so
     packing_check.py compares numbers. Raises ValueError if a prompt is shared.
     """
-    lengths = torch.tensor([prompt + response for prompt, (response,) in micro.groups])
+    lengths = torch.tensor([prompt + response for prompt, (response,) in micro.group_lengths])
     device = micro.input_ids.device
     offsets = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
     numbers = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, torch.int32)
@@ -136,7 +136,7 @@ def own_logprobs(
         checkpoint(statistics, *piece, use_reentrant=False) for piece in zip(hidden.split(size), targets.split(size))
     ]
     logprobs, entropy = (torch.cat(values) for values in zip(*pieces))
-    return logprobs, entropy if with_entropy else None
+    return logprobs, (entropy if with_entropy else None)
 
 
 class Answer(BaseModelOutput):
@@ -163,7 +163,8 @@ def own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def place(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """(R, ...) -> (n, T, ...): values of response tokens at their rows, with 0 where there is none.
 
-    With sequence parallelism they go first from the rank of a slice to the rank that owns the row.
+    With sequence parallelism they first go from the rank of a slice to the rank that owns the row, which is a
+    collective over the ranks that share the row.
     """
     values = micro.spans.to_owner(values)
     shape = micro.response_mask.shape

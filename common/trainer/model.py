@@ -35,7 +35,7 @@ from common.trainer.kernels import use_kernels
 from common.trainer.packing_check import choose_forward, own_forward
 from common.trainer.parts import all_attentions, decoder_of, layers_of
 
-# No noise, in spite of its name: by how much worse than the best one an expert of Phi-MoE may be, in training or not.
+# Not noise, despite its name: how far below the best expert another may score and still be chosen (Phi-MoE).
 NO_NOISE = (("phimoe", "router_jitter_noise"),)
 GRADIENT_MEMORY_SHARE = 0.1  # share of a rank's memory that unreduced gradients may take between micro-batches
 

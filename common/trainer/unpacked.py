@@ -32,7 +32,7 @@ def hidden_states(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The last hidden states, (R, hidden size), before the R response tokens of a micro-batch, each row on its own."""
     if micro.images:
         raise BadInput("packing is off, and prompts have images: only packed rows can have them")
-    places, predictors = rows_of(micro.groups, micro.input_ids.device)
+    places, predictors = rows_of(micro.group_lengths, micro.input_ids.device)
     hidden = body_of(model)(input_ids=micro.input_ids[0][places], use_cache=False).last_hidden_state  # (n, longest, d)
     return hidden.flatten(0, 1).index_select(0, predictors)
 

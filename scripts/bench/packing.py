@@ -77,7 +77,7 @@ def main(args: Args) -> None:
         """The tokens that an update computes, padding included."""
         tokens = 0
         for micro in batching.pack(batch, rows, compute, world):
-            longest = max(prompt + length for prompt, lengths in micro.groups for length in lengths)
+            longest = max(prompt + length for prompt, lengths in micro.group_lengths for length in lengths)
             tokens += micro.input_ids.numel() if policy.packed else len(micro.rows) * longest
         return tokens
 

@@ -175,7 +175,7 @@ def test_prompts_that_cannot_take_a_hint_are_refused_at_the_start():
 
 
 def groups_after(micro: batching.MicroBatch, rollout, **compute) -> list:
-    return batching.after_prompts_of(rollout, micro, batching.Compute(**compute)).groups
+    return batching.after_prompts_of(rollout, micro, batching.Compute(**compute)).group_lengths
 
 
 def test_the_same_tokens_are_predicted_after_a_longer_prompt(world):
@@ -188,7 +188,7 @@ def test_the_same_tokens_are_predicted_after_a_longer_prompt(world):
     assert torch.equal(other.targets, micro.targets) and torch.equal(other.scatter, micro.scatter)
     assert torch.equal(other.rows, micro.rows)
     first_of = {row: place for place, row in enumerate(other.rows.tolist())}
-    assert len(other.groups) <= 3 and len(first_of) == 3
+    assert len(other.group_lengths) <= 3 and len(first_of) == 3
     ids = other.input_ids[0].tolist()
     for predictor, target, place in zip(other.predictors.tolist(), other.targets.tolist(), other.scatter.tolist()):
         row = int(micro.rows[place // 3])

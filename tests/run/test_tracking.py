@@ -98,7 +98,8 @@ def test_counts_are_exact(tracker, world):
 
 
 def test_the_accuracy_before_training_is_that_of_step_0(tracker):
-    tracker.first(0.25)
+    tracker.mean("eval/accuracy", 0.25)
+    tracker.write(0)
     assert json.loads(tracker.metrics_file.read_text()) == {"step": 0, "eval/accuracy": 0.25}
 
 
@@ -124,7 +125,8 @@ def test_the_seconds_of_a_phase_are_the_mean_over_the_ranks(world, monkeypatch):
 def test_a_step_takes_the_seconds_since_the_one_before(tracker, monkeypatch):
     tracker.step_began = 100.0
     monkeypatch.setattr(tracking.time, "perf_counter", iter([103.0, 110.0, 115.0]).__next__)
-    tracker.first(0.25)  # an evaluation is no step
+    tracker.mean("eval/accuracy", 0.25)
+    tracker.write(0)  # an evaluation is no step
     assert [tracker.write(step)["time/step"] for step in (1, 2)] == [7.0, 5.0]
 
 

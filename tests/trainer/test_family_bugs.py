@@ -86,7 +86,7 @@ def restart_positions(monkeypatch, policy=None) -> None:
 
     def restarted(contents, *rest):
         micro = lay_out(contents, *rest)
-        positions = [range(n) for prompt, responses in micro.groups for n in (prompt, *responses)]
+        positions = [range(n) for prompt, responses in micro.group_lengths for n in (prompt, *responses)]
         micro.position_ids = torch.tensor([[place for places in positions for place in places]])
         return micro
 

@@ -91,7 +91,7 @@ def test_kernels_that_heed_boundaries_are_used_for_packed_rows(hybrid, kernels, 
     compute = checks.settle_packing(hybrid, COMPUTE)
     assert compute == replace(COMPUTE, shared_prompts=False)
     (micro,) = batching.pack(rows_longer_than_a_window(), torch.arange(4), compute, world)
-    assert all(len(responses) == 1 for _, responses in micro.groups)
+    assert all(len(responses) == 1 for _, responses in micro.group_lengths)
     policy = check_against_transformers(hybrid, compute, world)
     assert policy.packed and "packing" not in capsys.readouterr().out
 
@@ -175,7 +175,7 @@ def test_without_shared_prompts_each_row_of_a_pair_brings_its_own(world):
         first, second = micro.rows.tolist()
         assert second == first + 1  # they stay in one micro-batch
         lengths = [(len(rollout.prompt_ids[row]), [len(rollout.response_ids[row])]) for row in (first, second)]
-        assert micro.groups == lengths
+        assert micro.group_lengths == lengths
     # the budget counts both prompts
     tokens = sum(len(rollout.prompt_ids[row]) + len(rollout.response_ids[row]) for row in range(4))
     for budget, micro_batches in (tokens, 1), (tokens - 1, 2):

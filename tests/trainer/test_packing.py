@@ -254,7 +254,7 @@ def test_rows_without_packing_fill_the_budget_with_their_padding(world):
         assert sorted(row for micro in micro_batches for row in micro.rows.tolist()) == list(range(8))
         for micro in micro_batches:
             assert len(micro.rows) == 1 or len(micro.rows) * max(lengths[row] for row in micro.rows) <= budget
-            assert all(len(responses) == 1 for _, responses in micro.groups)  # no prompt is shared
+            assert all(len(responses) == 1 for _, responses in micro.group_lengths)  # no prompt is shared
         assert (len(micro_batches) == 8) == (budget == 1) and (len(micro_batches) == 1) == (budget == 10_000)
     pairs = batching.pack(rollout, torch.arange(8), Compute(1, packing="off"), world, unit_size=2)
     assert [micro.rows.tolist() for micro in sorted(pairs, key=lambda m: m.rows[0])] == [[0, 1], [2, 3], [4, 5], [6, 7]]
