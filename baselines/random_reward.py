@@ -4,6 +4,6 @@ import random
 
 
 def score(items, lengths, truncated):
-    """0 or 1 for each response. The prompt and the responses seed the coin, so runs with other seeds have other flips."""
+    """0 or 1 for each response. Prompt and responses seed the coin, so runs with other seeds have other flips."""
     coin = random.Random(repr([(item.prompt, item.response) for item in items]))
     return [float(coin.random() < 0.5) for _ in items]

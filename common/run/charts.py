@@ -87,7 +87,7 @@ SECTIONS = {  # heading -> its panels
             "Log-probs of the same tokens: rounding error.",
             log=True,
         ),
-        Panel("Age of the weights", "mismatch/staleness(_max)?", "updates", "How far the sampling policy is behind."),
+        Panel("Age of the weights", "mismatch/staleness(_max)?", "steps", "How far the sampling policy is behind."),
         Panel("Seconds of a step", PHASE, "seconds", "Its phases, on top of each other.", stacked=True),
         Panel(
             "Sampled tokens", "throughput/tokens_per_s", "tokens a second", "Over the whole step, training included."
