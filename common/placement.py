@@ -3,7 +3,7 @@
 Single program, multiple data: each rank runs the same script from top to bottom, on its own share of the prompts.
 Plain `python algos/X.py` is a world of one rank; `torchrun --nproc-per-node N` makes a world of N.
 Placement "colocate": a rank holds its shard of the trainer and an engine; with rollout_tp = k, each k consecutive ranks
-hold one engine together. Placement "split": the engines are vLLM servers on devices of their own.
+hold one engine together. Placement "split": the engines are servers of vLLM or SGLang, on devices of their own.
 """
 
 import atexit

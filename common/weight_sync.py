@@ -1,8 +1,8 @@
 """Weight sync: after every step the engine gets the policy's new weights.
 
-The engine is the program that samples, and it has its own copy of the model: a vLLM engine in each process, vLLM
-servers, or transformers' generate. FSDP2 shards the policy over the ranks, but an engine wants full tensors, under the
-names that it knows. So we walk through the policy, one parameter at a time:
+The engine is the program that samples, and it has its own copy of the model: a vLLM engine in each process, servers of
+vLLM or SGLang, or transformers' generate. FSDP2 shards the policy over the ranks, but an engine wants full tensors,
+under the names that it knows. So we walk through the policy, one parameter at a time:
 
     gather    the ranks exchange their shards, and each rank then has the full tensor (an all-gather)
     merge     with LoRA, the layer's adapters are added to its weight

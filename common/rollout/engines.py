@@ -4,12 +4,21 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
 `ServerEngine` (servers/engine.py) talks to servers of vLLM or SGLang, `HFEngine` (hf_engine.py) uses transformers.
 
     generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
+                                 n responses to each of this rank's prompts; temperature 0 is greedy; seed: another one
+                                 for each call
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
                                  reply: turns.Reply or None; what an environment answers to a turn
-    load_weights(named_tensors)  take the trainer's weights, full tensors of wire_dtype; weight_sync.push calls it
+    load_weights(named_tensors)  take the trainer's weights, full tensors; weight_sync.push calls it
     sleep()                      free memory until the next call: on a GPU weights and KV cache until load_weights, on a
                                  CPU vLLM's KV cache
     shutdown()                   call it before the process group is destroyed
+
+and these attributes:
+
+    wire_dtype, saved_names      what load_weights wants: see weight_sync.FullParameters
+    weight_version               number of the last push; a resumed run sets it
+
+Sampling ahead needs more, which ServerEngine alone has.
 """
 
 import gc
@@ -88,6 +97,7 @@ def start(
     Collective: every rank calls it. Raises RunFailed if there is too little memory, or a server does not start.
     model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
     max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
+    rollout_tp: devices of one server, for a split layout. Without servers, placement.init() was given that number.
     """
     # A run imports only the engine that it uses.
     if backend == "hf":

@@ -1,8 +1,8 @@
 """Attention inside a packed row: a token sees itself and earlier tokens of its own sequence and of its shared prompt.
 
-A packed row is a list of groups (P, [L_1 ... L_n]): a prompt of P tokens, then n responses to it. Response i attends
+A packed row is a list of groups (P, [R_1 ... R_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the model computes the prompt once for all n responses (batching.py has
-a picture). A group with a single response is one ordinary sequence of P + L tokens.
+a picture). A group with a single response is one ordinary sequence of P + R tokens.
 
 On a GPU, one variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences
 of similar length form a *run*. They must have the same shared prompt, or none. A run is padded to its longest sequence
@@ -158,7 +158,7 @@ def packed_attention(
 ):
     """Causal attention inside each sequence of a packed row. transformers calls it in every layer.
 
-    query (1, heads, T, d), key (1, key heads, T, d), value (1, key heads, T, v) -> (1, T, heads, v), for a row of T
+    query (1, heads, L, d), key (1, key heads, L, d), value (1, key heads, L, v) -> (1, L, heads, v), for a row of L
     tokens. Grouped-query attention has fewer key heads than heads. Raises NotPackable for a family that makes its own
     attention mask or doesn't hand the spans down to its layers.
     """
@@ -186,8 +186,8 @@ def kernel_fits(query: torch.Tensor, value: torch.Tensor, options: ScoreOptions)
 
 
 def variable_length_attention(query, key, value, spans: Spans, options: ScoreOptions) -> torch.Tensor:
-    """(heads, T, d) -> (T, heads, d) in one kernel on a GPU."""
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
+    """(heads, L, d) -> (L, heads, d) in one kernel on a GPU."""
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
     # Copy a shared prompt's keys and values before those of each response to it.
     if spans.key_positions is not None:
         key = key.index_select(0, spans.key_positions)
@@ -209,7 +209,7 @@ def variable_length_attention(query, key, value, spans: Spans, options: ScoreOpt
 
 
 def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) -> torch.Tensor:
-    """(heads, T, d) -> (T, heads, v), one padded call for each run."""
+    """(heads, L, d) -> (L, heads, v), one padded call for each run."""
     # Split the row once. A slice for each run would be slow: each slice's backward makes a gradient of the whole row.
     sizes = [sum(run.lengths) for run in runs]
     outputs = []
