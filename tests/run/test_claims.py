@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 from types import SimpleNamespace
 
@@ -115,7 +116,21 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     finished(tmp_path, "delight-gate", {seed: 0.5 + (seed - 2) / 1000 for seed in range(5)})
     said = claims.summary(tmp_path)
     assert "3 of 27 rows have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
-    assert "2 of these 3 intervals exclude 0" in said and said.endswith("1 of these differences remain: [std](#std).")
+    assert "2 of these 3 intervals exclude 0" in said and "1 of these differences remain: [std](#std).\n" in said
+    assert "Of *refuted here*, 1 remain " in said and said.endswith(": [delight](#delight).")
+
+
+@pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
+def test_a_gain_is_tested_against_the_margin_on_the_side_that_the_claim_expects(expected, sign):
+    """At the margin it is as likely as not. 2.776 standard errors below, the one-sided p of five seeds is 2.5 %."""
+    at_margin = {seed: sign * (0.02 + (seed - 2) / 100) for seed in range(5)}
+    control = dict.fromkeys(range(5), 0.0)
+    assert claims.p_of_margin(claim(expected), at_margin, control) == pytest.approx(0.5)
+    quantile = 2.77645 * statistics.stdev(at_margin.values()) / 5**0.5
+    below = {seed: value - sign * quantile for seed, value in at_margin.items()}
+    above = {seed: value + sign * quantile for seed, value in at_margin.items()}
+    assert claims.p_of_margin(claim(expected), below, control) == pytest.approx(0.025, abs=1e-5)
+    assert claims.p_of_margin(claim(expected), above, control) == pytest.approx(0.975, abs=1e-5)
 
 
 @pytest.mark.parametrize("count, quantile", [(2, 12.7062), (3, 4.30265), (4, 3.18245), (5, 2.77645), (12, 2.20099)])
