@@ -457,8 +457,8 @@ def summary(folder: Path) -> str:
         f"Taken one by one, {len(excluding)} of these {len(verdicts)} intervals exclude 0.\n"
         f"Tested together, with Holm's correction at 5 %, {len(remaining)} of these differences remain: "
         f"{', '.join(remaining) or 'none'}.\n"
-        f"Of *refuted here*, {len(refuted)} remain if all gains are tested against their margins together "
-        f"(Holm, one-sided, 2.5 %): {', '.join(refuted) or 'none'}."
+        f"Tested together against their margins (Holm, one-sided, 2.5 %), {len(refuted)} of the "
+        f"{len(short_of_margin)} rows that expect more or less fall short of it: {', '.join(refuted) or 'none'}."
     )
 
 

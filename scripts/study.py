@@ -96,7 +96,7 @@ def p_value(mean: float, deviation: float, count: int) -> float:
 
 
 def holm(p_values: dict[str, float], level: float = 0.05) -> list[str]:
-    """Names of the differences from 0 that remain when all are tested together, the surest first (Holm 1979)."""
+    """Names of the tests that remain significant when all count together, the surest first (Holm 1979)."""
     kept = []
     for name in sorted(p_values, key=p_values.get):
         if not p_values[name] <= level / (len(p_values) - len(kept)):  # also if it is NaN

@@ -69,7 +69,7 @@ class Trends:
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
-        warn(f"{message}: either every response is right, or none is any longer", "no-signal")
+        warn(f"{message}: the responses to each prompt are all right or all wrong by now", "no-signal")
 
     def check_truncation(self, metrics: dict[str, float]) -> None:
         """Warn when every response of a step was cut off, and stop after TRUNCATED_STEPS such steps in a row."""

@@ -147,7 +147,7 @@ class Run:
             # If servers are lost during a push, the training of the step is complete.
             self.engine.before_failing = lambda: self.rescue(tracker.step, self.loader.resume_at)
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
-            tracker.step = step
+            tracker.begin(step)
             placement.return_holes()
             # If this step fails, a checkpoint labelled with the previous step lets a resumed run repeat these prompts.
             # The with-block covers sampling. The update is the caller's. It calls guards.stop_unless_finite, and that

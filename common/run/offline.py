@@ -55,7 +55,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, up to --steps or until a signal asks the run to stop. end_step() ends each."""
         for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
-            self.tracker.step = step
+            self.tracker.begin(step)
             self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
             yield step
 

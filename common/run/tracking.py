@@ -133,7 +133,7 @@ class Metrics:
 
         Among those of current weights it is rounding alone, which guards.check_logprob_gap() bounds. exact: False if
         the keys and values behind them may be those of older weights (--inflight-updates keep), and then there are no
-        such tokens.
+        such tokens. Collective: every rank calls it, with the same `exact`.
         """
         mask, difference = self._gap(old_logprobs, batch, had_forward)
         difference = difference.abs()
@@ -249,6 +249,10 @@ class Tracker(Metrics):
         lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= start]
         folders.write(self.metrics_file, "".join(lines))
         return repeated
+
+    def begin(self, step: int) -> None:
+        """Start a step."""
+        self.step = step
 
     def doing(self) -> str:
         """The step that a run finishes when it is asked to stop, as a text."""
@@ -367,6 +371,8 @@ class Tracker(Metrics):
             said = f"report: {report}"
         except BadInput as error:  # somebody has changed a file; the run ends as it would with a report
             warn(f"no report: {error}", error.code)
+        except OSError as error:  # a full disk, say; why the run ends is more important
+            warn(f"no report: {error}", "disk-full")
         finally:
             self.sink.close()
             self.bar.close()

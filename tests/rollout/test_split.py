@@ -103,7 +103,8 @@ def test_it_learns_from_older_weights_until_it_is_interrupted(started):
     rows = found()[:9]
     assert rows[8]["eval/accuracy"] > rows[0]["eval/accuracy"] + 0.05, rows
     assert [row["mismatch/staleness_max"] for row in rows[1:]] == [0] + [1] * 7
-    assert max(row["mismatch/rounding_abs_mean"] for row in rows[1:]) <= 1e-6
+    assert rows[1]["mismatch/rounding_abs_mean"] <= 1e-6
+    assert max(row.get("mismatch/rounding_abs_mean", 0.0) for row in rows[2:]) <= 1e-6  # some have stale tokens alone
     assert all(row["overlapped/rollout"] > 0 and "time/rollout" not in row for row in rows[1:])
 
 

