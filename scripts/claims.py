@@ -366,8 +366,7 @@ def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) 
     Student's, one-sided, for a claim that expects more or less.
     """
     sign = -1 if claim.expected == "less" else 1
-    base = control if claim.control else dict.fromkeys(arm, 0.0)
-    beyond = study.paired(arm, {seed: value + sign * claim.margin for seed, value in base.items()})
+    beyond = difference(claim, {seed: value - sign * claim.margin for seed, value in arm.items()}, control)
     falls_short = sign * beyond.mean < 0
     return beyond.p / 2 if falls_short else 1 - beyond.p / 2
 
