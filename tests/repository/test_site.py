@@ -113,7 +113,7 @@ def test_the_api_has_public_names_only(site):
     assert not [name for name in names if "._" in name]
     page = (site / "api/trainer/index.html").read_text()
     assert "Micro-batches exist only to limit memory." in text_of(page)
-    assert "a list of groups (P, [L_1 ... L_n])" in text_of(page)  # not taken for a link or for emphasis
+    assert "a list of groups (P, [R_1 ... R_n])" in text_of(page)  # not taken for a link or for emphasis
 
 
 def test_a_notebook_becomes_a_page(tmp_path):
