@@ -142,4 +142,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args))
+    errors.launch(main, tyro.cli(Args, description=flags.help_text(__doc__)))

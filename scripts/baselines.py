@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 
 from common.data import arithmetic, tasks
 from common.preflight import folders
+from common.preflight.flags import help_text
 from common.preflight.run_directory import comparable, flat, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -531,4 +532,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=help_text(__doc__)))

@@ -37,6 +37,7 @@ import baselines
 from common import errors
 from common.data import arithmetic
 from common.preflight import folders
+from common.preflight.flags import help_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "baselines/claims"
@@ -536,4 +537,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

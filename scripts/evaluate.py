@@ -42,6 +42,7 @@ from common.data.prompts import INSTRUCTIONS, Prompt, Source, load, parse
 from common.data.sources import kind
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
+from common.preflight.flags import help_text
 from common.preflight.ranges import Seed, Temperature
 from common.rewards.mixture import Rewards
 from common.rollout import engines
@@ -364,4 +365,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -36,6 +36,7 @@ import blocks
 import variants
 
 from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo, sdpo
+from common.preflight.flags import help_text
 from common.trainer.distillation import ChunkedKL
 from common.trainer.logits import LogitShape
 
@@ -846,4 +847,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=help_text(__doc__)))

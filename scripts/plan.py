@@ -1,8 +1,8 @@
 """What fits on which GPUs? The memory of a run in each layout, by the rules that a run applies to itself.
 
-python scripts/plan.py --model Qwen/Qwen2.5-7B-Instruct --gpus 8                 # every layout on 8 GPUs of 80 GB
-python scripts/plan.py --model Qwen/Qwen2.5-0.5B-Instruct --gpus 1 2 4 --memory 24e9
-python scripts/plan.py --model FOLDER --gpus 8 --lora-rank 32 --activation-checkpointing
+    python scripts/plan.py --model Qwen/Qwen2.5-7B-Instruct --gpus 8                 # every layout on 8 GPUs of 80 GB
+    python scripts/plan.py --model Qwen/Qwen2.5-0.5B-Instruct --gpus 1 2 4 --memory 24e9
+    python scripts/plan.py --model FOLDER --gpus 8 --lora-rank 32 --activation-checkpointing
 
 Only the model's config.json is read: a folder with nothing else in it will do. No GPU is needed, and nothing here was
 measured on one. common/preflight/memory.py has the rules.
@@ -21,6 +21,7 @@ from common import errors
 from common.errors import BadInput
 from common.placement import Layout
 from common.preflight import checks, ranges
+from common.preflight.flags import help_text
 from common.preflight.memory import GIB, MemoryPlan, count_parameters, text_config
 from common.rollout.engines import MOST_SEQUENCES
 from common.trainer.batching import SHARED_PROMPT_MIN_TOKENS, Compute
@@ -156,4 +157,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -38,6 +38,7 @@ import tyro
 from common import errors, placement
 from common.data import prompts as data
 from common.preflight import folders, run_directory
+from common.preflight.flags import help_text
 from common.rewards import mixture as reward_mixture
 from common.rollout import engines, rollout, turns
 from common.run import traces, tracking
@@ -399,4 +400,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

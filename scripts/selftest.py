@@ -48,7 +48,7 @@ from common.data import arithmetic, prompts
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.placement import World
 from common.preflight import checks, machine, precision, ranges
-from common.preflight.flags import Saving
+from common.preflight.flags import Saving, help_text
 from common.preflight.memory import MemoryPlan
 from common.preflight.ranges import Temperature
 from common.rollout import engines
@@ -370,4 +370,4 @@ if __name__ == "__main__":
     if sys.argv[1:] and not sys.argv[1].startswith("-"):
         errors.launch(launch_file, sys.argv.pop(1))
     else:
-        errors.launch(main, tyro.cli(Args, description=__doc__))
+        errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -29,6 +29,7 @@ from pydantic import BaseModel, Field
 
 from common import errors, rewards
 from common.data import json_lines
+from common.preflight.flags import help_text
 from common.rewards.grading import Item, Result, Reward
 from common.rewards.schema import parse_as
 from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, group_of, plain
@@ -151,4 +152,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

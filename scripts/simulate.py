@@ -1,7 +1,7 @@
 """How fast is the loop? Simulated rows beside measured ones, and machines that nobody has measured.
 
-python scripts/simulate.py                                                # 8, 64 and 512 GPUs, by its assumptions
-python scripts/simulate.py --measured baselines/performance/tails.json    # beside what bench/tails.py measured
+    python scripts/simulate.py                                                # 8, 64 and 512 GPUs, by its assumptions
+    python scripts/simulate.py --measured baselines/performance/tails.json    # beside what bench/tails.py measured
 
 Both tables are Markdown, between comments that mark them in a page. scripts/loop_model.py is the model. It needs no
 GPU, and a table is the same each time.
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import tyro
 from loop_model import Costs, Loop, Run, rate
+
+from common.preflight.flags import help_text
 
 MOST_SEQUENCES = 512  # as in common/rollout/engines.py, which takes seconds to import
 
@@ -195,7 +197,7 @@ def at_scale(args: Args) -> str:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
+    args = tyro.cli(Args, description=help_text(__doc__))
     if args.measured:
         print(beside_measured(json.loads(Path(args.measured).read_text())))
     else:

@@ -41,6 +41,7 @@ import variants
 
 import baselines
 from common import errors
+from common.preflight.flags import help_text
 from common.run import sampling
 from common.run.tracking import Metrics
 
@@ -383,4 +384,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -43,6 +43,7 @@ from common.data.responses import Responses
 from common.data.rows import collect
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
+from common.preflight.flags import help_text
 from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout
@@ -235,4 +236,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

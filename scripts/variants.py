@@ -24,6 +24,7 @@ from types import ModuleType
 import tyro
 
 from common import errors
+from common.preflight.flags import help_text
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/variants.md"
@@ -113,4 +114,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

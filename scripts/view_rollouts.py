@@ -22,6 +22,7 @@ import tyro
 
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
+from common.preflight.flags import help_text
 from common.preflight.run_directory import described
 from common.run import html_page, traces
 
@@ -211,4 +212,4 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     # Ends quietly when its reader has seen enough, as `| head` has.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    errors.launch(main, tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -5,6 +5,7 @@ too, so each file declares these with its own defaults: steps, prompts_per_step,
 temperature, mini_batches, learning_rate, schedule.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -83,8 +84,8 @@ class Selection:
 
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
-    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`, and and
-    a built-in --environment, or a server of OpenEnv, is the default of --dataset, too.
+    """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`. A built-in
+    --environment, or a server of OpenEnv, is the default of --dataset, too. `description` is the file's docstring.
     """
     # Defaults depend on --model and --environment, so these two are read before tyro knows the defaults.
     selection, _ = tyro.cli(Selection, add_help=False, return_unknown_args=True)
@@ -94,5 +95,14 @@ def launch(main: Callable, flags: type, embedded: dict, description: str) -> Non
     # What a server of OpenEnv shows at a reset is the prompt.
     if selection.environment in arithmetic.WITH_ENVIRONMENT or selection.environment.startswith("openenv:"):
         defaults["dataset"] = (selection.environment,)
-    args = tyro.cli(flags, default=flags(**defaults), description=description)
+    args = tyro.cli(flags, default=flags(**defaults), description=help_text(description))
     errors.launch(main, args)
+
+
+def help_text(docstring: str) -> str:
+    """A file's docstring as tyro's `description`: indented lines keep their line breaks, and the rest is reflowed.
+
+    tyro joins lines that begin with a letter to the line before, which may be a formula or a command.
+    """
+    joined = re.sub(r"^(\S.*)\n(?=\S)", r"\1 ", docstring, flags=re.MULTILINE)
+    return re.sub(r"^( .*)\n(?=\S)", r"\1\n\n", joined, flags=re.MULTILINE)

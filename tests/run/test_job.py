@@ -102,6 +102,24 @@ def test_the_help_shows_the_defaults_of_the_case_at_hand(parsed, capsys, monkeyp
     assert f"One step is one rollout and its updates. (default: {shown})" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "opd"])
+def test_the_help_keeps_formulas_and_commands_in_lines_of_their_own(parsed, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parsed(name, "--help")
+    shown = capsys.readouterr().out.splitlines()
+    docstring = importlib.import_module(f"algos.{name}").__doc__.splitlines()
+    indented = [line for line in docstring if line.startswith(" ")]
+    assert len(indented) > 3 and not set(indented) - set(shown)
+
+
+def test_the_help_reflows_prose():
+    text = "Title.\n\n    f = 1\nThe first\n`line` goes on.\n\nRun:  one\n      two\nResult: three\n"
+    assert flags.help_text(text) == (
+        "Title.\n\n    f = 1\n\nThe first `line` goes on.\n\nRun:  one\n      two\n\nResult: three\n"
+    )
+
+
 @pytest.mark.parametrize("dtype, given, bound", [("float32", 0, 1e-3), ("bfloat16", 0, 0.1), ("bfloat16", 0.2, 0.2)])
 def test_the_bound_of_the_gap_follows_the_dtype(parsed, dtype, given, bound):
     settings = prepare(parsed("grpo", "--dtype", dtype, "--max-logprob-gap", str(given)), models=["policy"])
