@@ -10,15 +10,15 @@ or, with --full-vocabulary, no sampled estimate but the reverse KL of the two di
 
 sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. The teacher scores every
 token, so the signal is dense. A token's advantage leaves out what the token does to later ones (a discount of 0), which
-keeps the variance low. The teacher is any model with the policy's tokenizer. The texts are the policy's own, so that it
-learns what to do after its own mistakes, which a teacher's texts do not have.
+keeps the variance low. The teacher is any model with the policy's tokenizer. The responses are the policy's own, so it
+learns to recover from its own mistakes. A teacher's responses would not contain them.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
 --full-vocabulary is GKD (arXiv:2306.13649) with lambda = 1 and reverse KL. The default is that of Thinking Machines
 (On-Policy Distillation, 2025), with PPO's clip.
 
-Rewards are measured, not trained on. As elsewhere, a prompt that cannot be graded leaves the step.
+Rewards are measured, not trained on. As elsewhere, a prompt with an ungraded response leaves the step.
 
 Differs from rloo.py: a teacher in the reference's place; an advantage for each token; with --full-vocabulary a loss
 over the vocabulary.
@@ -166,6 +166,8 @@ def main(args: Args) -> None:
         settings.compute,
         offload=args.offload != "none",  # both "others" and "all" offload it
     )
+    if args.full_vocabulary:
+        distillation.check_heads(policy, teacher)
     engine = engines.start(
         args.rollout_backend,
         settings.model,
@@ -250,7 +252,7 @@ def main(args: Args) -> None:
                             denominator=denominator,
                         )
                         clipped = 0
-                        # The report shows them as advantages: how far each token is from the teacher.
+                        # rollouts/ and the report show minus the KL for A: it is the mean of A over the vocabulary.
                         advantages[micro.rows] = torch.where(
                             micro.response_mask, -divergences.detach(), advantages[micro.rows]
                         )
@@ -300,7 +302,7 @@ def main(args: Args) -> None:
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)  # its forwards had no backward after them, which would free the gathered weights
+            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does
 
         with tracker.time("sync"):
             weight_sync.push(policy, engine)  # the engine wakes with the new weights

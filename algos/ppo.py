@@ -8,13 +8,13 @@
 
 V_t is the critic's value before response token t, 0 after the last one: a response cut off by --max-response-tokens
 ends like any other. sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks.
-The mask m is False on tokens that the policy did not choose, and on all of a response that was not graded. The
-recursion skips them, wherever they stand.
+The mask m is False on tokens that the policy did not sample, and on all responses to a prompt if one of them could not
+be graded. The recursion skips these tokens, wherever they stand.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
-Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; advantages by token; the KL
-sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
+Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; one advantage for each
+token; the KL sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
 Differs from the papers: advantages are whitened, and the value loss is clipped (both from OpenAI's baselines); no
 entropy bonus; the critic starts as the policy with a zero head, and its --critic-learning-rate stays constant. It may
@@ -28,6 +28,7 @@ Result: embedded arithmetic, greedy, mean of three seeds: 85.5 % from 53.5 %. On
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -119,7 +120,7 @@ def compute_advantages(
     return advantages, returns
 
 
-def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total: Callable = float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
     Equal advantages give 0 everywhere.
 
@@ -129,8 +130,10 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
-    is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
+    # Equal advantages differ from their mean by rounding alone.
+    if variance <= 1e-12 * max(1.0, mean**2):
+        return torch.zeros_like(centred)
+    return centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -179,7 +182,9 @@ def value_loss(values, old_values, returns, response_mask, *, clip: float, denom
     return 0.5 * squared_errors.sum() / denominator
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, total=float) -> float:
+def explained_variance(
+    values: torch.Tensor, returns: torch.Tensor, response_mask: torch.Tensor, total: Callable = float
+) -> float:
     """1 - Var(returns - values) / Var(returns) over the response tokens; 0 for constant returns.
 
     total: sums a number over the ranks (World.sum). The default, float, adds nothing: for one rank alone.
@@ -292,7 +297,8 @@ def main(args: Args) -> None:
         return sampler.grade(prompts, rollout, grading)
 
     for step, batch in run.steps(sample):
-        has_gradient = batch.response_mask.any(1)  # (N,) True for responses that were graded
+        # The critic learns from every graded response, and whitening gives nearly every token an advantage.
+        has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows
 
         # While the critic warms up, only the critic learns, from Monte Carlo returns.
         warming_up = step <= args.critic_warmup_steps
@@ -318,7 +324,7 @@ def main(args: Args) -> None:
             response_mask=batch.response_mask,
             kl_coef=args.kl_coef,
         )  # (N, T)
-        # The policy's advantages and the critic's returns may have a lambda each, so GAE runs twice.
+        # GAE runs twice: the policy (--lam) and the critic (--critic-lam) may have different lambdas.
         advantages, _ = compute_advantages(
             token_rewards=token_rewards,
             values=old_values,
@@ -334,7 +340,7 @@ def main(args: Args) -> None:
             lam=1.0 if warming_up else args.critic_lam,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
+        # If all advantages are 0 the policy keeps its weights. A zero gradient would not do: Adam has momentum.
         learns = world.max(advantages.abs().max()) > 0
         explained = explained_variance(old_values, returns, batch.response_mask, total=world.sum)
         tracker.mean("critic/explained_variance", explained)

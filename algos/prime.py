@@ -17,12 +17,14 @@ L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-pr
 
 Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter.
 
-Differs from the authors' code: the baseline is the paper's, to which that code adds (r_t - its response's mean r) /
-(G - 1); the last token's process reward counts; surplus groups are discarded, where that code fills up a step with
-groups that fail the filter. As in that code, and not in the paper's equations: the scale of r, and the whitening.
+Differs from the authors' code: phi learns from a batch before it rewards it, where their script takes the rewards from
+the forward of that update; the baseline is the paper's, to which their code adds (r_t - its response's mean r) /
+(G - 1); the largest |sum| is that of all ranks, not of one; phi's gradients are clipped to --max-grad-norm, where their
+script has 10; prompts of surplus groups are dropped, where their code samples them again. As in their code, and not in
+the paper's equations: the scale of r, and the whitening.
 
 Run:    python algos/prime.py                                           (embedded arithmetic, 4 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset train.jsonl
+        torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset math --reward math
             --steps 500 --prompts-per-step 256 --gen-prompts 1024 --group-size 4 --learning-rate 5e-7
             --max-prompt-tokens 1024 --max-response-tokens 3072
 Result: embedded arithmetic, greedy, mean of three seeds: 90.4 % from 53.5 %. On GPUs: not yet run.
@@ -30,6 +32,7 @@ Result: embedded arithmetic, greedy, mean of three seeds: 90.4 % from 53.5 %. On
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -60,7 +63,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
-    """Prompts whose share of right responses is outside of this range are dropped."""
+    """Prompts are dropped if their share of right responses is outside this range (bounds included)."""
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
@@ -99,7 +102,7 @@ def prm_loss(prm_logprobs, ref_logprobs, response_mask, beta: float, correct) ->
     return loss * response_mask.bool().any(1)
 
 
-def normalize(process_rewards: torch.Tensor, response_mask: torch.Tensor, largest=float) -> torch.Tensor:
+def normalize(process_rewards: torch.Tensor, response_mask: torch.Tensor, largest: Callable = float) -> torch.Tensor:
     """(N, T): process rewards divided by 1e-6 + the largest |reward-to-go| of a response token.
 
     largest: maximum of a number over the ranks (World.max). The default, float, is for one rank alone.
@@ -133,7 +136,7 @@ def compute_advantages(
     return torch.where(response_mask, advantages, 0.0)
 
 
-def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total: Callable = float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
     Equal advantages give 0 everywhere.
 
@@ -143,8 +146,10 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
-    is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
+    # Equal advantages differ from their mean by rounding alone.
+    if variance <= 1e-12 * max(1.0, mean**2):
+        return torch.zeros_like(centred)
+    return centred * (variance + 1e-8) ** -0.5
 
 
 def keep_groups(correct: torch.Tensor, min_accuracy: float, max_accuracy: float) -> torch.Tensor:
@@ -224,6 +229,10 @@ def check_args(args: Args) -> None:
     low, high = args.accuracy_range
     if low > high:
         raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
+    counts = torch.arange(args.group_size + 1)[:, None]  # 0 ... G right responses
+    possible = torch.arange(args.group_size) < counts  # (G + 1, G) a group for each count
+    if not keep_groups(possible, low, high).any():
+        raise errors.BadInput(f"--accuracy-range {low} {high}: no share of {args.group_size} responses is within it")
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -238,7 +247,8 @@ def main(args: Args) -> None:
         most_draws=args.max_gen_batches,
     )
     # batch.correct is the first reward's verdict. batch.scores, the weighted sum of all, is not used here.
-    unused = [name for name, weight in [*settings.reward.weights.items()][1:] if weight]
+    further = list(settings.reward.weights)[1:]
+    unused = [name for name in further if settings.reward.weights[name]]
     if unused:
         raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong")
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
@@ -316,8 +326,10 @@ def main(args: Args) -> None:
         return batch
 
     for step, batch in run.steps(sample):
-        # Every response has a gradient: its tokens have process rewards of their own.
+        # All rows need a forward: until_full() keeps only graded groups, and each token has a process reward.
         has_gradient = torch.ones(len(batch), dtype=torch.bool, device=world.device)  # (N,)
+
+        correct = batch.correct  # (N,) 1 or 0: the verdict of the first reward
 
         # The rollout is packed once. The same micro-batches serve all log-probs and the training of both models.
         mini_batches = batching.split(batch, args.mini_batches, has_gradient, settings.compute, world)
@@ -332,9 +344,9 @@ def main(args: Args) -> None:
 
         with tracker.time("prm"):
             # How well does the process reward model rank these responses, which it has not been trained on?
-            prm_logprobs = model.frozen_logprobs(prm, batch, micro_batches, 1.0)  # (N, T)
-            scores = torch.where(batch.response_mask, prm_logprobs - ref_logprobs, 0.0).sum(1)  # (N,)
-            ranked_right, pairs = ranked_pairs(scores=scores, correct=batch.correct, group_size=args.group_size)
+            before_update = model.frozen_logprobs(prm, batch, micro_batches, 1.0)  # (N, T)
+            prm_scores = implicit_rewards(before_update, ref_logprobs, batch.response_mask, args.beta).sum(1)  # (N,)
+            ranked_right, pairs = ranked_pairs(scores=prm_scores, correct=correct, group_size=args.group_size)
             tracker.mean("prm/pair_accuracy", ranked_right, pairs)
 
             for mini_batch in mini_batches:
@@ -346,7 +358,7 @@ def main(args: Args) -> None:
                         ref_logprobs=ref_logprobs[micro.rows],
                         response_mask=micro.response_mask,
                         beta=args.beta,
-                        correct=batch.correct[micro.rows],
+                        correct=correct[micro.rows],
                     )  # (n,)
                     loss = losses.sum() / denominator
                     loss.backward()
@@ -368,13 +380,13 @@ def main(args: Args) -> None:
         process_rewards = normalize(process_rewards, batch.response_mask, world.max)  # (N, T)
         advantages = compute_advantages(
             process_rewards=process_rewards,
-            correct=batch.correct,
+            correct=correct,
             response_mask=batch.response_mask,
             group_size=args.group_size,
             c_process=args.c_process,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
+        # If all advantages are 0 the policy keeps its weights. A zero gradient would not do: Adam has momentum.
         learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):

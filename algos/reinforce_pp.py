@@ -24,6 +24,7 @@ Result: embedded arithmetic, greedy, mean of three seeds: 86.8 % from 53.5 %. On
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -95,7 +96,7 @@ def compute_advantages(token_rewards, scores, response_mask, group_size: int, ba
     return torch.where(response_mask, to_go, 0.0)
 
 
-def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total: Callable = float) -> torch.Tensor:
     """(N, T) -> (N, T): mean 0 and sample variance 1 over the response tokens of all ranks, 0 outside the mask.
     Equal advantages give 0 everywhere.
 
@@ -105,8 +106,10 @@ def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total=float) -
     mean = total(torch.where(response_mask.bool(), advantages, 0.0).sum()) / max(1, count)
     centred = torch.where(response_mask.bool(), advantages - mean, 0.0)
     variance = total(centred.square().sum()) / max(1, count - 1)
-    is_rounding = variance <= 1e-12 * max(1.0, mean**2)  # equal advantages differ from their mean by rounding
-    return torch.zeros_like(centred) if is_rounding else centred * (variance + 1e-8) ** -0.5
+    # Equal advantages differ from their mean by rounding alone.
+    if variance <= 1e-12 * max(1.0, mean**2):
+        return torch.zeros_like(centred)
+    return centred * (variance + 1e-8) ** -0.5
 
 
 def policy_loss(
@@ -255,7 +258,7 @@ def main(args: Args) -> None:
             baseline=args.baseline,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # With advantages of 0 alone there is no update: Adam's momentum would still move the weights.
+        # If all advantages are 0 the policy keeps its weights. A zero gradient would not do: Adam has momentum.
         learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):

@@ -12,12 +12,13 @@ the same score as the greedy one has advantage 0. With --max-inflight-batches > 
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
-Differs from rloo.py: one more response to each prompt, greedy, is the baseline; rewards are per token and are summed
-from the end.
+Differs from rloo.py: the baseline is the score of one extra, greedy response; rewards are per token and are summed from
+the end.
 
-Differs from the paper: a token's KL counts for it and for all tokens before it (the true return; the original code
-gives each token its own KL alone and discounts by 0.99); G samples share one greedy baseline, where the paper draws
-one; clipped ratios and several mini-batches a rollout, where the paper makes one on-policy update.
+Differs from the paper: a token's KL counts for it and for all tokens before it (the true return; the authors' code
+gives each token its own KL alone, and discounts by 0.99); score - b is not clipped, where that code has +-5; G
+sampled responses share a greedy one, where the paper samples one; clipped ratios and several mini-batches a rollout,
+where the paper makes one on-policy update.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --group-size 4 --kl-coef 0.001
@@ -198,6 +199,7 @@ def main(args: Args) -> None:
                 reply=grading.reply,  # the next turn of an environment (--environment)
             )
             # The baseline: one greedy response to each prompt, at temperature 0, where the seed has no effect.
+            # It has no done=, because `grading` collects the sampled responses.
             greedy = engine.generate(
                 [prompt.ids for prompt in prompts],
                 1,
@@ -221,9 +223,9 @@ def main(args: Args) -> None:
     for step, batch in run.steps(sample):
         greedy_scores = batch.baseline.scores.repeat_interleave(args.group_size)  # (N,)
 
-        # Only rows with a gradient need a forward, and a row with advantage 0 has none.
-        # If the KL is part of the rewards, all advantages will change: use all rows.
+        # Only rows with a gradient need a forward. Without KL, a row that scored like its greedy response has none.
         has_gradient = batch.response_mask.any(1) & (batch.scores != greedy_scores)  # (N,)
+        # With KL each token has a reward of its own, so all graded rows have one.
         if ref_policy is not None:
             has_gradient = batch.response_mask.any(1)  # (N,) True for graded rows
 

@@ -16,9 +16,10 @@ or, with --no-full-vocabulary, from the sampled tokens. In the first update this
 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
 optimizer mini-batch, on all ranks, of the responses that have a hint. A response without one has no teacher and no
-loss, and counts in no denominator. With --hint peer, a response has a hint if another one of its group is right; it is
-never its own. With --hint answer it has one if its row has an answer. A response has no hint if it was not graded, if
-prompt, hint and response together do not fit into the model, or if the hint spells a control token such as <|im_end|>.
+loss, and counts in no denominator. With --hint peer the hint is another right response of the group, so a lone right
+response has none. With --hint answer it is the reference answer of the prompt, if there is one. A response has no hint
+if it was not graded, if prompt, hint and response together do not fit into the model, or if the hint spells a control
+token such as <|im_end|>.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
@@ -34,7 +35,7 @@ Differs from the paper, which has two recipes (table 12). Without feedback: Jens
 0.05, a learning rate of 1e-5, one update a rollout. With feedback: reverse KL, 0.01, 1e-6, an update for each question.
 The defaults here mix the two. Missing are a teacher within a trust region (eq. 10), the mixture with GRPO's advantages
 (eq. 3), an environment's feedback in the hint, and a lone right response that is its own hint (table 2; the authors'
-code does not have that either).
+code can do that, but their scripts turn it off).
 
 Differs from the authors' code: the exact divergence over the vocabulary, where that code takes the student's top 20 or
 100 tokens and a tail; a mean over tokens that have a teacher, where that code's is over responses, and counts those
@@ -108,14 +109,15 @@ def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
 
     correct: 1 for a right response, otherwise 0. Rows are group-major: each group is `group_size` consecutive rows.
     """
-    peers = torch.full_like(correct, -1, dtype=torch.long)
-    for row in range(len(correct)):
+    right = correct.tolist()  # one copy from the GPU, not one for each element
+    peers = [-1] * len(right)
+    for row in range(len(right)):
         first = row // group_size * group_size  # the group's first row
         for peer in range(first, first + group_size):
-            if correct[peer] and peer != row:
+            if right[peer] and peer != row:
                 peers[row] = peer
                 break
-    return peers
+    return torch.tensor(peers, device=correct.device)
 
 
 def with_hint(text: str, hint: str, template: str) -> str:
@@ -262,6 +264,8 @@ def main(args: Args) -> None:
             offload=args.offload != "none",  # both "others" and "all" offload it
         )
         trained["teacher"] = (teacher, None)  # it has no optimizer, but a checkpoint needs it
+    if args.full_vocabulary:
+        distillation.check_heads(policy, teacher)
     engine = engines.start(
         args.rollout_backend,
         settings.model,
@@ -362,7 +366,7 @@ def main(args: Args) -> None:
                             denominator=denominator,
                         )
                         clipped = 0
-                        # The report shows minus the KL in the place of advantages: the mean of A over the vocabulary.
+                        # rollouts/ and the report show minus the KL for A: it is the mean of A over the vocabulary.
                         advantages[micro.rows] = torch.where(
                             micro.response_mask, -divergences.detach(), advantages[micro.rows]
                         )
@@ -412,7 +416,7 @@ def main(args: Args) -> None:
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)  # its forwards had no backward after them, which would free the gathered weights
+            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does
             if teacher is not policy:  # one step of the moving average for each rollout, not for each mini-batch
                 follow(teacher, policy, args.teacher_rate)
 

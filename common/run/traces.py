@@ -113,7 +113,7 @@ def sampled_fields(batch, row: int, prompt: Prompt) -> dict:
         "acc": result.acc,
         "extracted": result.extracted,
         "info": result.info,
-        "dropped": not batch.response_mask[row].any().item(),  # not trained on; info says why
+        "dropped": not batch.response_mask[row].any().item(),  # not trained on; info or baseline_info says why
         "finish_reason": finish_reason(batch, row),
         "weight_versions": entry(batch.weight_versions, row, length),
     }
@@ -124,7 +124,11 @@ def sampled_fields(batch, row: int, prompt: Prompt) -> dict:
 
 def baseline_fields(baseline, place: int) -> dict:
     """The greedy response to a prompt, which stands in the row of the prompt's first response."""
-    fields = {"baseline_response_ids": baseline.response_ids[place]}
+    fields = {
+        "baseline_response_ids": baseline.response_ids[place],
+        "baseline_score": baseline.results[place].score,
+        "baseline_info": baseline.results[place].info,
+    }
     if baseline.episodes is not None:
         fields["baseline_sampled"] = sampled_tokens(baseline, place)
     fields["baseline_finish_reason"] = finish_reason(baseline, place)

@@ -40,6 +40,16 @@ def own_teacher(policy: nn.Module) -> nn.Module:
     return policy
 
 
+def check_heads(policy: nn.Module, teacher: nn.Module) -> None:
+    """Raises BadInput for a model whose logits are not products with its head: divergences() could not compute them."""
+    for flag, loaded in (("--model", policy), ("--teacher", teacher)):
+        if not loaded.knows_logits:
+            raise BadInput(
+                f"--full-vocabulary: {flag} is a {loaded.config.model_type} model, whose logits are not products with "
+                "its head; turn --full-vocabulary off"
+            )
+
+
 def divergences(
     policy: nn.Module,
     teacher: nn.Module,
@@ -52,14 +62,8 @@ def divergences(
     for_teacher: the same responses in the same order, after the prompts that the teacher reads. None: the policy's.
     Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). The
     backward must come before the next call, as for model.response_logprobs(). Collective: every rank calls it equally
-    often. Raises BadInput for a model whose logits are not products with its head.
+    often. check_heads() must have accepted both models.
     """
-    for flag, loaded in (("--model", policy), ("--teacher", teacher)):
-        if not loaded.knows_logits:
-            raise BadInput(
-                f"--full-vocabulary: {flag} is a {loaded.config.model_type} model, whose logits are not products with "
-                "its head; turn --full-vocabulary off"
-            )
     with torch.no_grad():
         teacher_hidden, teacher_head = teacher.hidden_and_head(for_teacher or micro)
     # A head that is a parameter in training would make FSDP reduce the policy's gradients before they are complete.

@@ -192,6 +192,7 @@ refused("reinforce_pp --group-size 1 --baseline group", "--group-size", "--basel
 refused("opd --teacher ''", "--teacher")
 refused("opd --teacher x --full-vocabulary --tis-cap 2", "--tis-cap", "--full-vocabulary")
 refused("opd --dataset rows.jsonl --teacher ./absent", "--teacher")
+refused("prime --accuracy-range 0.6 0.7 --group-size 4", "--accuracy-range", "4 responses")
 refused("sdpo --group-size 1", "--group-size")
 refused("sdpo --hint-template {prompt}", "--hint-template", "{hint}")
 refused("sdpo --environment calculator", "--environment")

@@ -84,6 +84,11 @@ def test_a_file_has_everything(run):
     assert last["score"] is None and last["info"] == {"ungraded": "timeout"}
     assert [row["dropped"] for row in rows] == [False, False, False, True]
     assert (first["baseline_response_ids"], third["baseline_finish_reason"]) == ([9, 1], "length")
+    assert (first["baseline_score"], third["baseline_score"], third["baseline_info"]) == (
+        1.0,
+        0.0,
+        {"tensor": "tensor(2)"},
+    )
     assert "baseline_response_ids" not in second
 
 
