@@ -215,6 +215,11 @@ def rank_memory() -> float:
     """Bytes of this rank's GPU (before init() of the first one), or its share of the machine's memory."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return host_memory()
+
+
+def host_memory() -> float:
+    """This rank's share of the machine's memory, in bytes."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
 

@@ -39,10 +39,10 @@ from common import errors, placement
 from common.data import prompts as data
 from common.preflight import folders, run_directory
 from common.preflight.flags import help_text
+from common.processes.child import import_algorithm
 from common.rewards import mixture as reward_mixture
 from common.rollout import engines, rollout, turns
 from common.run import traces, tracking
-from common.run.directory import import_algorithm
 
 ALGORITHMS = Path(__file__).parents[1] / "algos"
 

@@ -44,11 +44,11 @@ from common.placement import World
 from common.preflight import flags, machine
 from common.preflight.flags import EMBEDDED, Flags, Saving
 from common.preflight.prepare import Settings
+from common.processes.child import import_algorithm
 from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout
 from common.run import job
-from common.run.directory import import_algorithm
 from common.trainer import batching
 
 BOUND = 1e-4  # largest relative difference of two gradients in float32

@@ -1,4 +1,4 @@
-"""The flags that all algorithm files share that sample (not sft.py and dpo.py), and the command line of a file.
+"""The flags that every sampling algorithm shares (all but sft.py and dpo.py), and the command line of a file.
 
 A file adds the hyperparameters of its algorithm in `class Args(flags.Flags)`. prepare.py and job.py read some of them,
 too, so each file declares these with its own defaults: steps, prompts_per_step, group_size, max_response_tokens,
@@ -85,7 +85,7 @@ class Selection:
 
 def launch(main: Callable, flags: type, embedded: dict, description: str) -> None:
     """Parse the command line and call main(args). Without --model, `embedded` replaces defaults of `flags`. A built-in
-    --environment, or a server of OpenEnv, is the default of --dataset, too. `description` is the file's docstring.
+    --environment, or an OpenEnv server, also becomes the default of --dataset. `description` is the file's docstring.
     """
     # Defaults depend on --model and --environment, so these two are read before tyro knows the defaults.
     selection, _ = tyro.cli(Selection, add_help=False, return_unknown_args=True)

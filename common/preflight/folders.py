@@ -97,8 +97,8 @@ def state(folder: Path) -> SavedState:
 def check(folder: Path) -> None:
     """Raise BadInput if a file of a complete checkpoint is missing or has another size than when it was saved."""
     # A user who is told that a checkpoint is damaged wants to know which one to take instead.
-    steps = [(step_of(other), other) for other in complete(folder.parent.parent)]
-    older = [other for step, other in steps if folder.name.startswith("step_") and step < step_of(folder)]
+    is_named = COMPLETE.fullmatch(folder.name)  # and not a copy that somebody made
+    older = [other for other in complete(folder.parent.parent) if is_named and step_of(other) < step_of(folder)]
     cure = f"{older[-1]} is older: --resume it, with another --run-dir" if older else "there is no older one"
     try:
         saved_sizes = state(folder).files
@@ -152,15 +152,16 @@ def remove(folder: Path) -> None:
 
 def rotate(run_dir: Path, keep: int) -> None:
     """Write best.json, and delete all checkpoints except the newest `keep` and the best. keep = 0 keeps all."""
-    checkpoints = complete(run_dir)
-    states = {folder: state(folder) for folder in checkpoints}
-    evaluated = [folder for folder in checkpoints if states[folder].accuracy is not None]
+    states = {}
+    for folder in complete(run_dir):
+        with contextlib.suppress(BadInput):  # of another version, or damaged: it stays
+            states[folder] = state(folder)
+    evaluated = [folder for folder in states if states[folder].accuracy is not None]
     best = max(evaluated, key=lambda folder: states[folder].accuracy, default=None)  # the first of equal ones
     if best:
         description = {"folder": best.name, "step": states[best].step, "eval/accuracy": states[best].accuracy}
         write(run_dir / "checkpoints/best.json", json.dumps(description) + "\n")
-    old = checkpoints[:-keep] if keep else []
-    for folder in old:
+    for folder in [*states][:-keep] if keep else []:
         if folder != best:
             remove(folder)
 
@@ -199,7 +200,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     flush(folder.parent if is_new else folder)
 
 
-def size(count: float) -> str:
+def in_words(count: float) -> str:
     """A number of bytes in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 

@@ -3,12 +3,12 @@
 A role is a model or a reward: the policy, a critic, a reference, the engine, a grader.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from common import placement
 from common.errors import BadInput, say
 from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MemoryPlan
 
@@ -95,11 +95,8 @@ def check_fit(plan: MemoryPlan, roles: list[Role]) -> None:
     """Raises BadInput that names the largest role if the memory of a rank is too small for all of them."""
     device = sum(role.device for role in roles)
     host = sum(role.host for role in roles)
-    # The ranks of a node share its memory.
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
     if plan.gpu:
-        needs = [("device", device, plan.memory), ("host", host, host_memory)]
+        needs = [("device", device, plan.memory), ("host", host, placement.host_memory())]
     else:  # both are the same memory
         needs = [("host", device + host, plan.memory)]
     for kind, needed, memory in needs:

@@ -75,8 +75,13 @@ def check_directory(run_dir: str, resume: str) -> Path | None:
     if not run_dir:
         return checkpoint
     if metrics.is_file():
-        # Finds errors before the model is loaded.
-        read_metrics(Path(run_dir))
+        rows = read_metrics(Path(run_dir))  # finds errors before the model is loaded
+        # The rows up to the checkpoint would count as the past of this run. A second attempt has none of them.
+        is_elsewhere = checkpoint.resolve().parents[1] != Path(run_dir).resolve()
+        if is_elsewhere and rows and rows[0]["step"] <= saved_step(checkpoint):
+            raise BadInput(
+                f"--run-dir {run_dir}: holds steps of another run than --resume {resume}; name a new --run-dir"
+            )
     # Going on from an older checkpoint would mix its steps with those of the newer one.
     saved = folders.complete(Path(run_dir))
     if saved and saved_step(saved[-1]) > saved_step(checkpoint):

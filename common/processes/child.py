@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -144,6 +144,16 @@ def import_file(path: Path, kind: str) -> ModuleType:
     # dataclasses look their module up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def import_algorithm(path: Path) -> ModuleType:
+    """The module of an algorithm's file, which may be anywhere. Raises BadInput, and what importing the file raises."""
+    if path.suffix != ".py" or not path.is_file():
+        raise BadInput(f"{path}: expected the file of an algorithm, such as algos/grpo.py")
+    module = import_file(path.resolve(), "algorithm")
+    if not (is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "main", None))):
+        raise BadInput(f"{path}: has no dataclass Args and no function main(args), which each file in algos/ has")
     return module
 
 

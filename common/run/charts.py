@@ -49,7 +49,12 @@ SECTIONS = {  # heading -> its panels
         Panel("Held-out accuracy", "eval/accuracy", SHARE, "Problems that training never shows, answered greedily."),
         Panel("Accuracy on each held-out set", "eval/[^/]+/accuracy", SHARE, "The same, for each data set alone."),
         Panel("Held-out reward", "eval/reward", "score", "Mean score of the greedy answers."),
-        Panel("Reward while sampling", "reward/mean", "score", "Mean score of the responses that the step trains on."),
+        Panel(
+            "Reward while sampling",
+            "reward/mean",
+            "score",
+            "Mean score of all graded responses, filtered ones too.",
+        ),
         Panel("Each reward", "reward/[^/]+/mean", "score", "Mean of each reward, before its weight."),
         Panel("Share right", "reward/accuracy", SHARE, "Right responses, or pairs with the chosen one ahead."),
         Panel("Training loss", "train/loss", "loss", "Of the step's mini-batches. Lower is better."),

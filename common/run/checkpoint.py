@@ -294,8 +294,11 @@ class Saver:
         unfinished = folder.with_suffix(".unfinished")
         write_model(self.policy, weights, self.tokenizer, unfinished / "model", self.dtype)
         if (self.run_dir / "run.json").is_file():
-            card = model_card.text(self.run_dir, saved.step)
-            (unfinished / "model/README.md").write_text(card, "utf-8")
+            try:
+                card = model_card.text(self.run_dir, saved.step)
+                (unfinished / "model/README.md").write_text(card, "utf-8")
+            except BadInput as error:  # somebody has changed a file, which must not cost the checkpoint
+                warn(f"no model card: {error}", error.code)
         # state.json comes last, because it lists the sizes of all other files.
         saved.files = folders.sizes(unfinished)
         (unfinished / "state.json").write_text(saved.model_dump_json(indent=1) + "\n")
@@ -325,8 +328,8 @@ class Saver:
         free = self.world.min(free)
         if needed > free:
             raise RunFailed(
-                f"step {step}: a checkpoint needs {folders.size(needed)}, and {self.run_dir} has {folders.size(free)} "
-                "left: make room there, then --resume auto goes on",
+                f"step {step}: a checkpoint needs {folders.in_words(needed)}, and {self.run_dir} has "
+                f"{folders.in_words(free)} left: make room there, then --resume auto goes on",
                 code="disk-full",
             )
 

@@ -1,4 +1,4 @@
-"""The directory of a run that starts: one that all ranks see, and the contents of its run.json."""
+"""What a run needs as it starts: a folder that all ranks see, and the contents of its run.json."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,15 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 from common.data import dates
-from common.errors import BadInput, RunFailed
+from common.errors import RunFailed
 from common.placement import World
 from common.preflight import run_directory
+from common.run import stopping
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_SECONDS = 20.0  # how long other nodes may take to see a file that rank 0 wrote
@@ -62,6 +62,7 @@ def describe(args, name: str, world: World, date: str = "") -> dict:
         "file": file.as_posix(),
         "code": run_directory.code_of(args),
         "argv": sys.argv,
+        "launcher": stopping.launcher(),
         "args": dataclasses.asdict(args),
         "seed": args.seed,
         "date": date or dates.today(),
@@ -110,15 +111,3 @@ def processor() -> str:
         if "cpu family" in facts:
             name += f" (family {facts['cpu family']}, model {facts['model']})"
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def import_algorithm(path: Path) -> ModuleType:
-    """The module of an algorithm's file, which may be anywhere. Raises BadInput, and what importing the file raises."""
-    if path.suffix != ".py" or not path.is_file():
-        raise BadInput(f"{path}: expected the file of an algorithm, such as algos/grpo.py")
-    from common.processes.child import import_file  # scripts need it, a run does not
-
-    module = import_file(path.resolve(), "algorithm")
-    if not (dataclasses.is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "main", None))):
-        raise BadInput(f"{path}: has no dataclass Args and no function main(args), which each file in algos/ has")
-    return module

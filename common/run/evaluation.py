@@ -97,9 +97,7 @@ class Evaluator:
             return
         for spec, name in names.items():
             accuracies = [responses[0].acc for prompt, responses in graded if prompt.dataset == spec]
-            # Without a graded prompt there is no accuracy, and 0 would be a wrong one.
-            if self.world.sum(len(accuracies)):
-                metrics.mean(f"eval/{name}/accuracy", sum(accuracies), len(accuracies))
+            metrics.mean(f"eval/{name}/accuracy", sum(accuracies), len(accuracies))
 
 
 def outcomes_of(prompts: list[Prompt], graded: GradedPrompts) -> list[outcomes.Outcome]:

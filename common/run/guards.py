@@ -44,7 +44,8 @@ class Trends:
 
     def check(self, metrics: dict[str, float]) -> None:
         """Raises RunFailed if no step has had a signal, or no response an end. Otherwise warns, on rank 0."""
-        if "reward/mean" not in metrics:  # the evaluation before the first step, and all steps of SFT and DPO
+        # It is missing before the first step, in SFT and DPO, and in a step that ended in its push.
+        if "advantage/abs_max" not in metrics:
             return
         self.check_signal(metrics)
         self.check_truncation(metrics)
@@ -65,7 +66,7 @@ class Trends:
             return
         message = (
             f"step {metrics['step']}: for {self.steps_without_signal} steps all responses to a prompt have scored "
-            f"alike, {metrics['reward/mean']:.3g} on average"
+            f"alike, {metrics.get('reward/mean', 0.0):.3g} on average"
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")
@@ -112,26 +113,24 @@ def check_logprob_gap(
 
     explain(max_logprob_gap): (error code, sentence) that say why the gap is too large; see diagnosis.explain_gap.
     """
-    gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
-    too_large = gap > largest_gap(metrics, max_logprob_gap)
-    if metrics.get("mismatch/staleness", 0.0) > 0:
-        # The gap of tokens of current weights is rounding. The mean of a few is no measure: one of them may be rare.
-        rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)
-        if rounding > max_logprob_gap and metrics["mismatch/current_tokens"] >= ENOUGH_TOKENS:
-            too_large = True
-            gap = rounding
-    if too_large:
+    gap, bound = gap_and_bound(metrics, max_logprob_gap)
+    if gap > bound:
         code, reason = explain(max_logprob_gap)
         raise RunFailed(
-            f"step {metrics['step']}: trainer and engine disagree by {gap:.3g} per token, over --max-logprob-gap "
-            f"{max_logprob_gap:g}; {reason}",
+            f"step {metrics['step']}: trainer and engine disagree by {gap:.3g} per token, and --max-logprob-gap allows "
+            f"{bound:g}; {reason}",
             code=code,
         )
 
 
-def largest_gap(metrics: dict[str, float], max_logprob_gap: float) -> float:
-    """The largest mean gap between trainer and engine that a step may have."""
-    if metrics.get("mismatch/staleness", 0.0) > 0:
-        # The gap of tokens of older weights holds what the policy has learned since.
-        return max(10 * max_logprob_gap, STALE_GAP)
-    return max_logprob_gap
+def gap_and_bound(metrics: dict[str, float], max_logprob_gap: float) -> tuple[float, float]:
+    """The mean gap between trainer and engine by which a step is judged, and the largest that it may have."""
+    gap = metrics.get("mismatch/logprob_abs_mean", 0.0)
+    if metrics.get("mismatch/staleness", 0.0) == 0:
+        return gap, max_logprob_gap
+    # The gap of tokens of current weights is rounding. The mean of a few is no measure: one of them may be rare.
+    rounding = metrics.get("mismatch/rounding_abs_mean", 0.0)
+    if rounding > max_logprob_gap and metrics["mismatch/current_tokens"] >= ENOUGH_TOKENS:
+        return rounding, max_logprob_gap
+    # The gap of tokens of older weights holds what the policy has learned since.
+    return gap, max(10 * max_logprob_gap, STALE_GAP)

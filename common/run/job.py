@@ -17,25 +17,22 @@ such as running out of memory on one rank, ends it without a checkpoint.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from common import errors, placement, weight_sync
 from common.data import prompts as data
-from common.data.dates import date_of
 from common.placement import World
 from common.preflight.offline import OfflineSettings
 from common.preflight.prepare import Settings
 from common.preflight.run_directory import saved_step
-from common.run import checkpoint, diagnosis, evaluation, guards, outcomes, sampling
+from common.run import checkpoint, diagnosis, evaluation, guards, offline, outcomes, sampling
 from common.run.sampling import Batch, Sample
-from common.run.tracking import Tracker
+from common.run.tracking import write_report
 
 
 def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
@@ -49,10 +46,8 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     if settings.resume is None or saved_step(settings.resume) < args.steps:
         return False
     run_dir = Path(args.run_dir)
-    if not (run_dir / "report.html").is_file() and os.environ.get("RANK", "0") == "0":
-        from common.run import report  # imports matplotlib, which takes a second
-
-        report.write(run_dir)
+    if os.environ.get("RANK", "0") == "0":
+        write_report(run_dir)  # a run that was killed after its last step has none, or that of an earlier step
     errors.say(
         f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is in "
         f"{settings.resume}/model; to continue, raise --steps"
@@ -60,7 +55,7 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     return True
 
 
-class Run:
+class Run(offline.Run):
     """The loop around training: sampling, metrics, evaluation, checks, checkpoints. Every rank calls every method."""
 
     def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained):
@@ -70,22 +65,9 @@ class Run:
         """
         args = settings.args
         policy, _ = trained["policy"]
+        loader = data.PromptLoader(settings.prompts, args.seed)
+        super().__init__(settings, trained, loader, settings.tokenizer, world, settings.reward, engine)
         self.settings = settings
-        self.args = args
-        self.world = world
-        self.engine = engine
-        self.loader = data.PromptLoader(settings.prompts, args.seed)
-        self.saver = checkpoint.Saver(
-            args.saving,
-            trained,
-            self.loader,
-            settings.reward,
-            engine,
-            settings.tokenizer,
-            settings.dtype,
-            world,
-        )
-        steps_done = self.saver.load(settings.resume)
         # In a fresh run, an engine in this process has loaded the same weights from disk. After a resume it needs the
         # checkpoint's. Servers get them in any case, as those of the user may have the weights of another run.
         if settings.resume or args.layout.split:
@@ -107,17 +89,6 @@ class Run:
             world,
             args.max_response_tokens,
         )
-        self.tracker = Tracker(
-            run_dir=args.run_dir,
-            name=settings.name,
-            args=settings.recorded,
-            world=world,
-            track=args.track,
-            start=steps_done,
-            steps=args.steps,
-            date=date_of(settings.tokenizer),
-        )
-        self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
         self.weight_version = 0  # pushes before this step's update; set in steps()
         if settings.held_out and not settings.resume:
@@ -144,8 +115,7 @@ class Run:
             first_step=self.saver.step + 1,
         )
         if self.settings.layout.split:
-            # If servers are lost during a push, the training of the step is complete.
-            self.engine.before_failing = lambda: self.rescue(tracker.step, self.loader.resume_at)
+            self.engine.before_failing = self.rescue_pushed
         for step in self.saver.steps(tracker.run_dir, self.args.steps):
             tracker.begin(step)
             placement.return_holes()
@@ -208,6 +178,17 @@ class Run:
             with tracker.time("save"):
                 self.saver.step_done(step, metrics)
 
+    def rescue_pushed(self) -> None:
+        """Servers are lost in the push after an update. The training of the step is complete, and a resumed run begins
+        with the next one, so this writes what end_step() would have written.
+        """
+        step = self.tracker.step
+        try:
+            if self.tracker.sums:  # empty if end_step() has written them: explain_gap() pushes, too
+                self.tracker.write(step)
+        finally:
+            self.rescue(step, self.loader.resume_at)
+
     def writes_rollouts(self, step: int) -> bool:
         """Whether this step writes a file to rollouts/."""
         return step % self.args.rollouts_every == 0 or step in (1, self.args.steps)
@@ -219,32 +200,10 @@ class Run:
         every = self.args.eval_every
         return step == self.args.steps or (every > 0 and step % every == 0)
 
-    @contextlib.contextmanager
-    def rescued(self, step: int, position: int) -> Iterator[None]:
-        """If the block raises an errors.OneLine, such as RunFailed, rescue and raise it again.
-
-        Whoever raises a OneLine inside a run makes sure that all ranks do, so rescue() can be a collective.
-        """
-        try:
-            yield
-        except errors.OneLine:
-            self.rescue(step, position)
-            raise
-
-    def rescue(self, step: int, position: int) -> None:
-        """Save a checkpoint labelled `step` that resumes with the prompts at `position`, and write the report.
-
-        Its weights include any updates that the failing step has already made. Collective: every rank calls it.
-        """
-        self.saver.rescue(step, position)
-        self.tracker.close()
-        dist.barrier()  # wait for rank 0's report: torchrun kills rank 0 as soon as another rank exits
-
     def close(self) -> None:
         """Write the report, stop the engine and leave the process group together. Collective: every rank calls it."""
-        self.tracker.close()
         self.prefetcher.abandon()  # A run that was stopped early may have batches in flight.
-        placement.finish(self.world, self.engine)
+        super().close()
 
 
 def start(settings: Settings, world: World, engine, trained: checkpoint.Trained) -> Run:

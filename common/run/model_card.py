@@ -53,7 +53,7 @@ def text(run_dir: Path, step: int) -> str:
 - versions: {versions}
 
 ```
-{shlex.join(["python", *map(without_path, run["argv"])])}
+{shlex.join(map(without_path, [*(run.get("launcher") or ["python"]), *run["argv"]]))}
 ```
 
 {table(metrics)}

@@ -9,6 +9,7 @@
 There is no evaluation: scripts/evaluate.py measures the model before and after.
 """
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 
@@ -25,7 +26,7 @@ from common.run.tracking import Tracker
 
 
 class Run:
-    """The steps of a run. Collective: every rank calls every method."""
+    """The steps of a run. Collective: every rank calls every method. job.Run adds what a run that samples needs."""
 
     def __init__(
         self,
@@ -34,44 +35,50 @@ class Run:
         loader: PromptLoader,
         tokenizer: PreTrainedTokenizerBase,
         world: World,
+        reward=None,
+        engine=None,
     ):
         """trained: name -> (model, optimizer); "policy" is exported. Raises BadInput or RunFailed."""
-        args = settings.args
-        self.steps_wanted, self.world = args.steps, world
-        self.saver = checkpoint.Saver(args.saving, trained, loader, None, None, tokenizer, settings.dtype, world)
-        done = self.saver.load(settings.resume)
-        self.tracker = Tracker(
-            run_dir=args.run_dir,
-            name=settings.name,
-            args=settings.recorded,
-            world=world,
-            track=args.track,
-            start=done,
-            steps=args.steps,
-            date=date_of(tokenizer),
+        self.args = settings.args
+        self.loader = loader
+        self.world = world
+        self.engine = engine
+        self.saver = checkpoint.Saver(
+            self.args.saving, trained, loader, reward, engine, tokenizer, settings.dtype, world
         )
-        self.saver.signals.doing = self.tracker.doing
+        done = self.saver.load(settings.resume)
+        self.tracker = Tracker(settings.recorded, settings.name, world, start=done, date=date_of(tokenizer))
+        self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, up to --steps or until a signal asks the run to stop. end_step() ends each."""
-        for step in self.saver.steps(self.tracker.run_dir, self.steps_wanted):
+        for step in self.saver.steps(self.tracker.run_dir, self.args.steps):
             self.tracker.begin(step)
-            self.tracker.before_failing = partial(self.rescue, step - 1, self.saver.loader.resume_at)
+            self.tracker.before_failing = partial(self.rescue, step - 1, self.loader.resume_at)
             yield step
 
     def end_step(self, step: int) -> None:
         """Write the metrics of the step, and save a checkpoint if it is due. Raises RunFailed."""
-        try:
+        with self.rescued(step, self.loader.resume_at):
             self.saver.step_done(step, self.tracker.write(step))
-        except errors.OneLine:
-            self.rescue(step, self.saver.loader.resume_at)
-            raise
         self.tracker.refresh_report()
 
-    def rescue(self, step: int, position: int) -> None:
-        """Save the state after `step` before the run fails, and write the report. Collective: every rank calls it.
+    @contextlib.contextmanager
+    def rescued(self, step: int, position: int) -> Iterator[None]:
+        """If the block raises an errors.OneLine, such as RunFailed, rescue and raise it again.
 
-        position: where the next prompts begin.
+        Whoever raises a OneLine inside a run makes sure that all ranks do, so rescue() can be a collective.
+        """
+        try:
+            yield
+        except errors.OneLine:
+            self.rescue(step, position)
+            raise
+
+    def rescue(self, step: int, position: int) -> None:
+        """Save a checkpoint labelled `step` that resumes with the prompts at `position`, and write the report.
+
+        Its weights include any updates that the failing step has already made. Collective: every rank calls it.
         """
         self.saver.rescue(step, position)
         self.tracker.close()
@@ -80,4 +87,4 @@ class Run:
     def close(self) -> None:
         """Write the report and end the run on all ranks together."""
         self.tracker.close()
-        placement.finish(self.world)
+        placement.finish(self.world, self.engine)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import BadInput
+from common.preflight import folders
 from common.preflight.run_directory import described, flat, read_metrics
 from common.run import charts, estimates, guards, html_page, outcomes, traces
 from common.run.charts import Rows
@@ -69,7 +70,8 @@ def write(run_dir: Path) -> Path:
     ]
     path = run_dir / "report.html"
     # A half of a surrogate pair cannot be encoded, so it is escaped.
-    path.write_text("\n".join(parts) + "\n", encoding="utf-8", errors="backslashreplace")
+    encoded = ("\n".join(parts) + "\n").encode("utf-8", "backslashreplace")
+    folders.write(path, encoded.decode())
     return path
 
 
@@ -246,17 +248,16 @@ def check_numbers(args: dict, metrics: Rows) -> Found:
 
 
 def check_gap(args: dict, metrics: Rows) -> Found:
-    gaps = [(row["mismatch/logprob_abs_mean"], row) for row in metrics if "mismatch/logprob_abs_mean" in row]
     allowed = args.get("max_logprob_gap")
-    if not gaps or not allowed:
+    rows = [row for row in metrics if "mismatch/logprob_abs_mean" in row]
+    if not rows or not allowed:
         return []
-    beyond = [(gap, row) for gap, row in gaps if gap > guards.largest_gap(row, allowed)]
-    gap, row = max(beyond or gaps, key=lambda pair: pair[0])
-    limit = f"{guards.largest_gap(row, allowed):g} nats (--max-logprob-gap)"
+    gaps = [(*guards.gap_and_bound(row, allowed), row["step"]) for row in rows]
+    beyond = [found for found in gaps if found[0] > found[1]]
+    gap, bound, step = max(beyond or gaps)
+    limit = f"{bound:g} nats (--max-logprob-gap)"
     if beyond:
-        return [
-            (False, f"Trainer and engine disagree by {gap:.2g} per token in step {row['step']}; the limit is {limit}.")
-        ]
+        return [(False, f"Trainer and engine disagree by {gap:.2g} per token in step {step}; the limit is {limit}.")]
     return [
         (True, f"Trainer and engine agree: the mean difference per token is at most {gap:.1g}; the limit is {limit}.")
     ]
@@ -301,7 +302,7 @@ def check_entropy(args: dict, metrics: Rows) -> Found:
     lowest = min(entropies)
     if lowest < guards.COLLAPSED_SHARE * start:
         return [(False, f"The entropy fell from {start:.3g} to {lowest:.3g} nats a token: responses are all alike.")]
-    return [(True, f"The entropy stayed above {lowest:.3g} nats a token; it began at {start:.3g}.")]
+    return [(True, f"The entropy was never below {lowest:.3g} nats a token; it began at {start:.3g}.")]
 
 
 def check_accuracy(args: dict, metrics: Rows) -> Found:
@@ -339,7 +340,7 @@ def problems(evaluated: dict[int, list[Outcome]]) -> str:
     changes = outcomes.compare(before, after)
     names = [step_name(step) for step in steps]
     contents = ["<div class=box>", bar(changes), table(changes, names)]
-    ungraded = len({*map(key, before)} ^ {*map(key, after)})
+    ungraded = len(before) + len(after) - 2 * len(changes)
     if ungraded:
         contents.append(f"<p class=soft>{ungraded:,} further problems could be graded in one of the two only.</p>")
     contents.append(by_dataset(changes))
@@ -348,10 +349,6 @@ def problems(evaluated: dict[int, list[Outcome]]) -> str:
         examples = [example([(steps[0], change.before), (steps[1], change.after)]) for change in sample(of_kind)]
         contents.append(folded(*KINDS[kind], len(of_kind), examples))
     return section("Held-out problems before and after", "\n".join([*contents, "</div>"]))
-
-
-def key(outcome: Outcome) -> tuple[int, str]:
-    return outcome.index, outcome.id
 
 
 def step_name(step: int) -> str:
@@ -453,7 +450,7 @@ def times(metrics: Rows) -> str:
     """The share of each phase, and how to make the slowest one faster."""
     seconds = {phase: sum(row.get(f"time/{phase}", 0.0) for row in metrics) for phase in charts.phases(metrics)}
     whole = sum(row["time/step"] for row in metrics if "time/step" in row)
-    if not whole or not any(seconds.values()):  # SFT and DPO have a single phase.
+    if not whole or not any(seconds.values()):  # SFT and DPO time no phases.
         return ""
     slowest = max(seconds, key=seconds.get)
     parts = []
@@ -556,8 +553,8 @@ def command(run: dict) -> str:
     ranks = machine.get("ranks", 1)
     lines = []
     if isinstance(argv, list):
-        launcher = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
-        lines.append(f"<pre>{html.escape(shlex.join([*launcher, *map(str, argv)]))}</pre>")
+        words = [*(run.get("launcher") or ["python"]), *argv]
+        lines.append(f"<pre>{html.escape(shlex.join(map(str, words)))}</pre>")
     facts = [f"commit {str(run['commit'])[:12]}"] if run.get("commit") else []
     if machine:
         facts.append(f"{ranks} rank{'s' if ranks != 1 else ''} on {machine.get('device', '?')}")

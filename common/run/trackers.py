@@ -9,13 +9,12 @@ variables of torchrun, numbers of threads. TensorBoard's class refuses our flags
 offline modes and exceptions would still be ours, and with them most of this file.
 """
 
-import contextlib
 import json
 import logging
 import os
 import pkgutil
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,28 +92,24 @@ class Sink:
         # The user's own settings win.
         for name, value in VARIABLES.get(track, {}).items():
             os.environ.setdefault(name, value.format(run_dir=run_dir.absolute()))
-        self.failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+        failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
         # Each package is imported only if it was chosen, and so are its exceptions.
         if track in ERRORS:
-            self.failures += (pkgutil.resolve_name(ERRORS[track]),)
+            failures += (pkgutil.resolve_name(ERRORS[track]),)
         resumed = Resumed(start, kept_id(track, run_dir) if start else "")
         # Trackers keep what they have. With an id it is the same run, which has the tables of these steps already.
         self.has_tables = frozenset(repeated if resumed.id else ())
         try:
             opened = open_tracker(track, run_dir, flags, resumed)
-        except self.failures as error:
+        except failures as error:
             raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
         self.opened = opened
         keep_id(track, run_dir, opened.id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of a step."""
-        if self.closed:
-            return
-        try:
-            self.opened.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
-        except self.failures as error:
-            self.warn_once(error, f"at step {step}")
+        numbers = {name: value for name, value in metrics.items() if name != "step"}
+        self.call("log", f"at step {step}", numbers, step=step)
 
     def wants_table(self, step: int) -> bool:
         """Whether the tracker has no table of this step yet. Without a tracker nobody needs one."""
@@ -122,37 +117,31 @@ class Sink:
 
     def table(self, table: Table) -> None:
         """Send the responses of a step."""
-        if not self.wants_table(table.step):
-            return
-        try:
-            self.opened.table(table)
-        except self.failures as error:
-            self.warn_once(error, f"with the responses of step {table.step}")
+        if self.wants_table(table.step):
+            self.call("table", f"with the responses of step {table.step}", table)
 
     def file(self, path: Path) -> None:
         """Send a file of the run directory."""
-        if self.closed:
-            return
-        try:
-            self.opened.file(path)
-        except self.failures as error:
-            self.warn_once(error, f"with {path.name}")
+        self.call("file", f"with {path.name}", path)
 
     def close(self) -> None:
         """End the tracker's run. A run that fails may close it twice."""
+        self.call("finish", "at the end")
+        self.closed = True
+
+    def call(self, function: str, when: str, *given, **named) -> None:
+        """Call a function of Opened. Any error is a warning: packages, and the stores that they use (sqlite3, boto3),
+        have classes of their own.
+        """
         if self.closed:
             return
-        self.closed = True
         try:
-            self.opened.finish()
-        except self.failures as error:
-            self.warn_once(error, "at the end")
-
-    def warn_once(self, error: Exception, when: str) -> None:
-        if not self.failed:
-            message = f"--track {self.track} failed {when}: {one_line(error)}; the run directory has everything"
-            warn(message, "tracker-failed")
-        self.failed = True
+            getattr(self.opened, function)(*given, **named)
+        except Exception as error:
+            if not self.failed:
+                message = f"--track {self.track} failed {when}: {one_line(error)}; the run directory has everything"
+                warn(message, "tracker-failed")
+            self.failed = True
 
 
 def kept_id(track: str, run_dir: Path) -> str:
@@ -249,17 +238,15 @@ def open_mlflow(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     def table(table: Table) -> None:
         # mlflow adds to a file by reading it again, and would make numbers of texts. So each step has its own file.
         path = f"{TABLES}/step_{table.step:06d}.json"
-        with foreign_errors():
-            if len(listed) < LISTED_TABLES:
-                columns = dict(zip(table.columns, zip(*table.rows)))
-                mlflow.log_table(columns, path)
-                listed.append(path)
-            else:
-                mlflow.log_dict({"columns": table.columns, "data": table.rows}, path)
+        if len(listed) < LISTED_TABLES:
+            columns = dict(zip(table.columns, zip(*table.rows)))
+            mlflow.log_table(columns, path)
+            listed.append(path)
+        else:
+            mlflow.log_dict({"columns": table.columns, "data": table.rows}, path)
 
     def file(path: Path) -> None:
-        with foreign_errors():
-            mlflow.log_artifact(str(path))
+        mlflow.log_artifact(str(path))
 
     return Opened(mlflow.log_metrics, table, file, mlflow.end_run, run.info.run_id)
 
@@ -279,8 +266,7 @@ def open_trackio(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
 
     def file(path: Path) -> None:
         # The runs of a project share its artifacts.
-        with foreign_errors():
-            trackio.log_artifact(path, name=f"{run.name}-{path.name}", type="report", overwrite=True)
+        trackio.log_artifact(path, name=f"{run.name}-{path.name}", type="report", overwrite=True)
 
     return Opened(trackio.log, table, file, trackio.finish, run.name)
 
@@ -302,15 +288,6 @@ def open_swanlab(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
         swanlab.save(str(path), base_path=str(path.parent), policy="now")
 
     return Opened(swanlab.log, table, file, swanlab.finish, run.id)
-
-
-@contextlib.contextmanager
-def foreign_errors() -> Iterator[None]:
-    """Make every error a RuntimeError: where files are stored, each package has errors of its own (sqlite3, boto3)."""
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def one_line(error: Exception) -> str:

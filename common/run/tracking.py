@@ -46,7 +46,7 @@ class Metrics:
 
     def sum(self, name: str, value) -> None:
         """Record a part of a sum. The parts of all micro-batches and ranks are added."""
-        self.sums.setdefault(name, []).append((value, 0))
+        self.sums.setdefault(name, []).append((value, None))
 
     def max(self, name: str, value) -> None:
         """Record a value. The metric is the largest one, over micro-batches and ranks."""
@@ -138,13 +138,11 @@ class Metrics:
         mask, difference = self._gap(old_logprobs, batch, had_forward)
         difference = difference.abs()
         current = mask & (batch.weight_versions == weight_version)
-        # Without such tokens on any rank there is no mean. A gap of 0 would look like perfect agreement.
-        if exact and self.world.sum(current.sum()):
+        if exact:
             self.mean("mismatch/rounding_abs_mean", difference[current].sum(), current.sum())
             self.sum("mismatch/current_tokens", current.sum())
         stale = mask & (batch.weight_versions < weight_version)
-        if self.world.sum(stale.sum()):
-            self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
+        self.mean("mismatch/stale_abs_mean", difference[stale].sum(), stale.sum())
 
     def _gap(self, old_logprobs: torch.Tensor, batch: Rollout, had_forward: torch.Tensor | None) -> tuple:
         """(N, T) bool: the tokens that have old_logprobs; and (N, T): d of these tokens, 0 elsewhere."""
@@ -178,24 +176,21 @@ class Tracker(Metrics):
 
     def __init__(
         self,
-        run_dir: str,
-        name: str,
         args,
+        name: str,
         world: World,
-        track: str,
-        start: int,
-        steps: int,
+        start: int = 0,
         date: str = "",
     ):
-        """run_dir: "" makes runs/NAME-DATE-TIME. args: the flags for run.json. track: --track. start: number of steps
-        that a resumed run has done. steps: --steps. date: of the run, for run.json.
+        """args: the flags, for run.json. Its run_dir, track and steps are used here, too; "" as run_dir makes
+        runs/NAME-DATE-TIME. start: number of steps that a resumed run has done. date: of the run, for run.json.
 
         Collective: every rank calls it. Raises BadInput, or RunFailed if a rank does not see the folder.
         """
         super().__init__(world)
-        if not run_dir and world.is_main:
-            run_dir = new_folder(name)
-        paths = [run_dir]
+        paths = [args.run_dir]
+        if not args.run_dir and world.is_main:
+            paths = [new_folder(name)]
         dist.broadcast_object_list(paths, src=0)  # the clocks of the ranks may differ
         self.run_dir = Path(paths[0])
         self.step_began = time.perf_counter()
@@ -211,23 +206,23 @@ class Tracker(Metrics):
         error = None
         if world.is_main:
             try:
-                self.open_files(args, name, track, start, steps, date)
+                self.open_files(args, name, start, date)
             except BadInput as refused:
                 error = refused
         raise_together(error)  # the other ranks would wait for rank 0
 
-    def open_files(self, args, name: str, track: str, start: int, steps: int, date: str) -> None:
+    def open_files(self, args, name: str, start: int, date: str) -> None:
         """Write run.json, and open metrics.jsonl and the service of --track. On rank 0. Raises BadInput."""
         record = json.dumps(describe(args, name, self.world, date), indent=2)
         folders.write(self.run_dir / "run.json", redacted(record) + "\n")
         self.metrics_file = self.run_dir / "metrics.jsonl"
         repeated = self.forget_steps_after(start)
         # disable=None: a log file gets the line of each step, and no bar.
-        self.bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
+        self.bar = tqdm(total=args.steps, initial=start, desc=name, dynamic_ncols=True, smoothing=0.1, disable=None)
         named = flags(args)
-        self.sink = trackers.Sink(track, self.run_dir, named, start, repeated)
+        self.sink = trackers.Sink(args.track, self.run_dir, named, start, repeated)
         every = named.get("rollouts_every", 1)  # SFT and DPO have no rollouts
-        self.table_characters = response_table.characters_of_each(2 + steps // every)
+        self.table_characters = response_table.characters_of_each(2 + args.steps // every)
 
     def forget_steps_after(self, start: int) -> set[int]:
         """Delete the metrics, rollouts and evaluations of steps that a run repeats: those after its checkpoint, or all
@@ -292,7 +287,7 @@ class Tracker(Metrics):
         totals_and_counts = []
         for name in names:
             total = sum(float(total) for total, _ in self.sums[name])
-            count = sum(float(count) for _, count in self.sums[name])
+            count = sum(float(count) for _, count in self.sums[name] if count is not None)
             totals_and_counts.append([total, count])
         reduced = torch.tensor(totals_and_counts, dtype=torch.float64)
         dist.all_reduce(reduced)
@@ -304,7 +299,10 @@ class Tracker(Metrics):
 
         metrics = {}
         for name, (total, count) in zip(names, reduced.tolist()):
-            metrics[name] = total / count if count else total
+            if count:
+                metrics[name] = total / count
+            elif self.sums[name][0][1] is None:
+                metrics[name] = total  # a sum. A mean of nothing is left out: 0 would be a wrong one.
         for name, value in zip(largest_names, largest.tolist()):
             metrics[name] = value
         return metrics
@@ -344,40 +342,37 @@ class Tracker(Metrics):
         """Rewrite report.html at most once a minute, and spend at most 5 % of the run on it."""
         pause = max(REPORT_SECONDS, 20 * self.report_seconds)
         if self.world.is_main and time.perf_counter() - self.report_written > pause:
-            try:
-                self.write_report()
-            except BadInput as error:  # somebody has changed a file; the other ranks go on, and so must this one
-                self.report_written = time.perf_counter()
-                warn(f"no report: {error}", error.code)
-
-    def write_report(self) -> Path:
-        """Write report.html as it is now, and return its path."""
-        from common.run import report  # imports matplotlib, which takes a second
-
-        began = time.perf_counter()
-        path = report.write(self.run_dir)
-        self.report_written = time.perf_counter()
-        self.report_seconds = self.report_written - began  # Long responses make large files of rollouts.
-        return path
+            began = time.perf_counter()
+            write_report(self.run_dir)
+            self.report_written = time.perf_counter()
+            self.report_seconds = self.report_written - began  # Long responses make large files of rollouts.
 
     def close(self) -> None:
         """Write report.html, give it to the tracker, close that, and print the report's path."""
         if not self.world.is_main:
             return
-        said = ""
-        try:
-            report = self.write_report()
-            self.sink.file(report)
-            said = f"report: {report}"
-        except BadInput as error:  # somebody has changed a file; the run ends as it would with a report
-            warn(f"no report: {error}", error.code)
-        except OSError as error:  # a full disk, say; why the run ends is more important
-            warn(f"no report: {error}", "disk-full")
-        finally:
-            self.sink.close()
-            self.bar.close()
-        if said:
-            print(said, flush=True)
+        path = write_report(self.run_dir)
+        if path:
+            self.sink.file(path)
+        self.sink.close()
+        self.bar.close()
+        if path:
+            print(f"report: {path}", flush=True)
+
+
+def write_report(run_dir: Path) -> Path | None:
+    """Write report.html as it is now, and return its path. A report that cannot be written is a warning: it must not
+    decide how a run goes on or ends.
+    """
+    from common.run import report  # imports matplotlib, which takes a second
+
+    try:
+        return report.write(run_dir)
+    except BadInput as error:  # somebody has changed a file
+        warn(f"no report: {error}", error.code)
+    except OSError as error:  # a full disk, say
+        warn(f"no report: {error}", "disk-full")
+    return None
 
 
 def console_line(metrics: dict[str, float]) -> str:

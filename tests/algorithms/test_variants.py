@@ -32,10 +32,10 @@ from test_main import judged as in_test_main
 
 from common import errors, rewards
 from common.data import arithmetic
+from common.processes.child import import_algorithm
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
-from common.run import directory
 
 variants = load("scripts/variants.py")
 
@@ -188,7 +188,7 @@ def variant(name: str, folder: Path) -> ModuleType:
     """A variant, in a file as a user would have it."""
     file = folder / "mine.py"
     file.write_text(variants.source(name))
-    return directory.import_algorithm(file)
+    return import_algorithm(file)
 
 
 @pytest.mark.parametrize("flags", [EVERYTHING, PLAIN], ids=["all options", "no options"])

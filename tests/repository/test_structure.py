@@ -31,7 +31,7 @@ LAYERS = [
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 # The statements that a file adds to its sibling (scripts/sibling_diffs.py). A diff is read like the paper, so keep it.
-MOST_ADDED = {"dr_grpo": 5, "max_rl": 3, "rloo": 13, "dapo": 40, "gspo": 12, "cispo": 10, "ppo": 90}
+MOST_ADDED = {"dr_grpo": 5, "max_rl": 3, "rloo": 13, "dapo": 40, "gspo": 12, "cispo": 10, "ppo": 92}
 
 
 def module_of(path: Path) -> str:
@@ -202,8 +202,9 @@ def test_a_file_stays_close_to_its_sibling(name, most, monkeypatch):
 
 def test_no_swallowed_errors():
     """A handler names what it expects; one that catches everything raises it again, or tells who called it."""
-    # A tool may raise anything, and the model reads it. So may a program, and its tests read it.
-    tell = ("rollout/environments/tools.py", "rewards/code_roles.py", "rewards/code_values.py")
+    # A tool may raise anything, and the model reads it. So may a program, and its tests read it. So may the package of a
+    # tracker, and the user reads it.
+    tell = ("rollout/environments/tools.py", "rewards/code_roles.py", "rewards/code_values.py", "run/trackers.py")
     for path, tree in TREES.items():
         if path in [ROOT / "common" / name for name in tell]:
             continue

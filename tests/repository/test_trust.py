@@ -190,7 +190,7 @@ def secrets(monkeypatch) -> list[str]:
 def test_no_secret_is_in_the_run_directory(world, tmp_path, monkeypatch, secrets):
     monkeypatch.setattr(sys, "argv", ["algos/grpo.py", "--reward", URL, *secrets[:-1]])
     args = grpo.Args(run_dir=str(tmp_path / "run"), reward=(URL, secrets[0]), model=f"m{secrets[1]}")
-    tracker = tracking.Tracker(args.run_dir, "grpo", args, world, "none", 0, 5)
+    tracker = tracking.Tracker(args, "grpo", world)
     tracker.mean("eval/accuracy", 0.5)
     tracker.write(0)
     tracker.close()

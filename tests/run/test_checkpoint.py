@@ -27,6 +27,7 @@ from common.data import prompts as data
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.preflight import folders, run_directory
+from common.processes.child import import_algorithm
 from common.run import checkpoint, directory, model_card, stopping, tracking
 from common.trainer import model
 
@@ -516,11 +517,42 @@ def test_only_complete_checkpoints_are_found(tmp_path):
     assert run_directory.check_directory(str(tmp_path / "other"), older) == Path(older)
 
 
+def test_steps_of_another_run_are_not_the_past_of_a_resumed_one(tmp_path):
+    checkpoint = tmp_path / "a/checkpoints/step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(checkpoint_state(2))
+    other = tmp_path / "b"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(BadInput, match="another run"):
+        run_directory.check_directory(str(other), str(checkpoint))
+    (other / "metrics.jsonl").write_text('{"step": 3}\n')  # the first attempt of the same command
+    assert run_directory.check_directory(str(other), str(checkpoint)) == checkpoint
+
+
+def test_a_copy_of_a_checkpoint_can_be_resumed(tmp_path):
+    fake(tmp_path, 2)
+    copy = tmp_path / "checkpoints/step_000002-copy"
+    shutil.copytree(tmp_path / "checkpoints/step_000002", copy)
+    folders.check(copy)
+
+
+def test_a_damaged_checkpoint_stays_and_costs_no_save(tmp_path):
+    for number in (2, 4, 6):
+        fake(tmp_path, number, 0.5)
+    (tmp_path / "checkpoints/step_000002/state.json").write_text("{}")
+    folders.rotate(tmp_path, 1)
+    assert [folder.name for folder in folders.complete(tmp_path)] == [f"step_{n:06d}" for n in (2, 4, 6)]
+    fake(tmp_path, 8, 0.25)
+    folders.rotate(tmp_path, 1)
+    assert [folder.name for folder in folders.complete(tmp_path)] == [f"step_{n:06d}" for n in (2, 4, 8)]
+
+
 def test_a_torn_line_is_no_step(world, tmp_path):
     """A run killed while it wrote metrics.jsonl goes on; so does one killed in its first moment."""
     lines = [json.dumps({"step": number}) + "\n" for number in range(4)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 4, "rew')
-    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 2, 5).bar.close()
+    tracking.Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world, start=2).bar.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
     assert json.loads((tmp_path / "run.json").read_text())["algorithm"] == "grpo"
 
@@ -584,7 +616,7 @@ def test_a_run_goes_on_with_changed_code_but_says_so(world, tmp_path, capsys):
     for other in others:
         other.write_text("1")
     reward = ("gsm8k=0", f"{others[0]}:score=1")
-    args = directory.import_algorithm(file).Args(str(tmp_path), reward, f"{others[1]}:Game")
+    args = import_algorithm(file).Args(str(tmp_path), reward, f"{others[1]}:Game")
     record = errors.redacted(json.dumps(directory.describe(args, "mine", world)))
     (tmp_path / "run.json").write_text(record)
     run_directory.warn_of_changed_code(args, tmp_path)
@@ -614,7 +646,7 @@ def test_a_resumed_run_removes_the_responses_of_steps_that_it_repeats(world, tmp
         for name in ("step_000000", "step_000002", "step_000003", "step_000003 (copy)"):
             (tmp_path / f"{folder}/{name}.jsonl").touch()
     (tmp_path / "rollouts/refused_000004.jsonl").touch()
-    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", done, 5).bar.close()
+    tracking.Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world, start=done).bar.close()
     stay = ["step_000000", "step_000002", "step_000003 (copy)"]
     for folder in ("rollouts", "evaluations"):
         left = sorted(path.stem for path in (tmp_path / folder).iterdir())
@@ -628,7 +660,7 @@ def test_a_tracker_that_cannot_be_opened_ends_all_ranks(world, tmp_path, monkeyp
     told = []
     monkeypatch.setattr(tracking.trackers, "Sink", closed)
     monkeypatch.setattr(tracking, "raise_together", lambda error: told.append(str(error)))
-    tracking.Tracker(str(tmp_path), "grpo", grpo.Args(), world, "wandb", 0, 5).bar.close()
+    tracking.Tracker(grpo.Args(run_dir=str(tmp_path), track="wandb"), "grpo", world).bar.close()
     assert told == ["--track wandb: cannot be opened"]
 
 

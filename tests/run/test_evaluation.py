@@ -144,13 +144,13 @@ def test_turns_of_an_episode_are_counted_and_not_its_tokens(world):
 
 
 def test_each_data_set_has_its_own_accuracy(world):
-    """Two of three and none of one are right. A data set that nobody could grade has none, and no 0."""
+    """Two of three and none of one are right. A data set that nobody could grade has none."""
     evaluator, prompts = prepared(world, ["yes"], ["no"], ["yes"], ["no"], ["bad"])
     for place, dataset in enumerate(("a/test.jsonl", "a/test.jsonl", "a/test.jsonl", "suite:aime24", "arithmetic")):
         prompts[place] = replace(prompts[place], dataset=dataset)
     metrics = Metrics(world)
     assert evaluator.greedy_accuracy(prompts, metrics) == 0.5
-    assert metrics.sums.keys() == {"eval/reward", "eval/test/accuracy", "eval/aime24/accuracy"}
+    assert metrics.sums["eval/arithmetic/accuracy"] == [(0, 0)], "a mean of nothing, which Tracker leaves out"
     assert metrics.sums["eval/test/accuracy"] == [(2, 3)] and metrics.sums["eval/aime24/accuracy"] == [(0, 1)]
 
 

@@ -202,14 +202,14 @@ def test_entropy_that_is_gone_is_said_once(capsys):
 
 
 def test_a_resumed_run_has_been_taught_before(capsys, world, tmp_path):
-    tracker = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 5, 100)
+    tracker = Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world, start=5)
     for step in range(6, 6 + SILENT_STEPS):
         tracker.trends.check(row(step, advantage=0.0))
     assert capsys.readouterr().err.count("warning[no-signal]: step ") == 1
 
 
 def test_a_fresh_run_that_is_never_taught_anything_stops(world, tmp_path):
-    tracker = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 0, 100)
+    tracker = Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world)
     with pytest.raises(RunFailed) as failed:
         for step in range(1, 1 + SILENT_STEPS):
             tracker.trends.check(row(step, advantage=0.0))

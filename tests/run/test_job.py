@@ -26,7 +26,7 @@ from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
 from common.rollout.servers.engine import CallGate, ServerEngine
-from common.run import guards, job
+from common.run import guards, job, tracking
 from common.run.sampling import Batch
 from common.run.tracking import Tracker
 
@@ -236,7 +236,7 @@ class Run(job.Run):
     """A run of six steps without models. The fixture below gives it what the loop uses."""
 
     def __init__(self, world, run_dir, layout: Layout):
-        self.args = grpo.Args(steps=6, eval_every=3, rollouts_every=4)
+        self.args = grpo.Args(run_dir=str(run_dir), steps=6, eval_every=3, rollouts_every=4)
         self.world = world
         self.settings = SimpleNamespace(
             reward=None,
@@ -249,7 +249,7 @@ class Run(job.Run):
         self.loader = PromptLoader([Prompt("p", "p", [9], "1")], 0)
         self.engine = Engine(weight_version=5)
         self.saver = Saver()
-        self.tracker = Tracker(str(run_dir), "grpo", self.args, world, "none", 0, 6)
+        self.tracker = Tracker(self.args, "grpo", world)
         self.probe = None
         self.evaluator = SimpleNamespace(greedy_accuracy=self.evaluate)
         self.evaluated = []  # what was evaluated, and how many batches had begun and not ended
@@ -289,7 +289,7 @@ def wait_for_all(run: Run) -> None:
 @pytest.fixture(params=LAYOUTS)
 def run(world, tmp_path, monkeypatch, request):
     made = Run(world, tmp_path, LAYOUTS[request.param])
-    monkeypatch.setattr(made.tracker, "write_report", lambda: tmp_path / "report.html")
+    monkeypatch.setattr(tracking, "write_report", lambda run_dir: tmp_path / "report.html")
     yield made
     if hasattr(made, "prefetcher"):
         wait_for_all(made)
@@ -333,6 +333,21 @@ def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run, failing)
             break
         run.train(step, batch)
     assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
+
+
+@failing_step
+def test_a_step_whose_push_fails_is_done_and_has_its_metrics(run, failing):
+    if not run.settings.layout.split:
+        pytest.skip("an engine in this process does not get lost")
+    for step, batch in run.steps(run.sample):
+        if step == failing:
+            run.tracker.mean("loss/policy", 0.5)
+            run.engine.before_failing()
+            break
+        run.train(step, batch)
+    assert run.saver.rescued == [(failing, failing * PROMPTS_PER_STEP)]
+    rows = read_metrics(run.tracker.run_dir)
+    assert [row["step"] for row in rows] == list(range(1, failing + 1)) and rows[-1]["loss/policy"] == 0.5
 
 
 @failing_step

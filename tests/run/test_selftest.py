@@ -17,9 +17,10 @@ from algos import grpo
 from common import errors, placement, weight_sync
 from common.data import arithmetic, prompts
 from common.errors import RunFailed
+from common.processes.child import import_algorithm
 from common.rollout import engines
 from common.rollout.hf_engine import HFEngine
-from common.run import checkpoint, diagnosis, directory, guards
+from common.run import checkpoint, diagnosis, guards
 from common.trainer import batching, model, packing_check
 
 selftest, selftest_file = load("scripts/selftest.py"), load("scripts/selftest_file.py")
@@ -303,7 +304,7 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(selftest_file.tempfile, "tempdir", str(tmp_path / "temporary"))
 
     def holds(file: Path, **flags) -> tuple[dict[str, bool], str]:
-        algorithm, code = directory.import_algorithm(file), 0
+        algorithm, code = import_algorithm(file), 0
         given = {"dataset": (problems,), "mini_batches": 2, "max_response_tokens": 8, **flags}
         try:
             selftest_file.main(algorithm, algorithm.Args(**{**algorithm.EMBEDDED, **given}))

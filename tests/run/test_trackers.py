@@ -522,14 +522,33 @@ def test_the_warning_says_what_the_tracker_did_not_get(fails, when, tmp_path, mo
     assert capsys.readouterr().err == f"warning[tracker-failed]: {said}\n"
 
 
-def test_an_error_that_a_store_of_files_defines_is_an_error_of_the_tracker():
-    class StoreError(Exception):
-        """As boto3, azure and sqlite3 have them: of no class that the others share."""
+class StoreError(Exception):
+    """As boto3, azure and sqlite3 have them: of no class that the others share."""
 
-    with pytest.raises(RuntimeError, match="StoreError: bucket is gone"), trackers.foreign_errors():
-        raise StoreError("bucket is gone")
-    with pytest.raises(KeyboardInterrupt), trackers.foreign_errors():
-        raise KeyboardInterrupt
+
+def sink_that_fails(call: str, error: BaseException, tmp_path, monkeypatch) -> trackers.Sink:
+    def fail(*given, **named):
+        raise error
+
+    calls = dict.fromkeys(("log", "table", "file", "finish"), lambda *given, **named: None)
+    monkeypatch.setattr(trackers, "open_tensorboard", lambda *given: trackers.Opened(**{**calls, call: fail}))
+    return trackers.Sink("tensorboard", tmp_path, {})
+
+
+@pytest.mark.parametrize("call", ["log", "table", "file", "finish"])
+def test_an_error_of_any_class_is_a_warning(call, tmp_path, monkeypatch, capsys):
+    sink = sink_that_fails(call, StoreError("bucket is gone"), tmp_path, monkeypatch)
+    sink.log(3, {"step": 3, "reward/mean": 0.5})
+    sink.table(response_table.Table(3, [], []))
+    sink.file(tmp_path / "report.html")
+    sink.close()
+    assert capsys.readouterr().err.count("bucket is gone") == 1
+
+
+def test_an_interrupt_is_no_failure_of_the_tracker(tmp_path, monkeypatch):
+    sink = sink_that_fails("log", KeyboardInterrupt(), tmp_path, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        sink.log(3, {"step": 3})
 
 
 LOST = {  # tracker -> what puts a file in place of its folder of files, so that nothing can be stored there

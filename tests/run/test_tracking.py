@@ -20,7 +20,7 @@ from common.run.tracking import Metrics, Tracker
 
 @pytest.fixture
 def tracker(world, tmp_path):
-    made = Tracker(str(tmp_path), "grpo", grpo.Args(), world, "none", 0, 5)
+    made = Tracker(grpo.Args(run_dir=str(tmp_path), steps=5), "grpo", world)
     yield made
     made.bar.close()
 
@@ -119,7 +119,7 @@ def test_the_seconds_of_a_phase_are_the_mean_over_the_ranks(world, monkeypatch):
     for _ in range(2):
         with metrics.time("rollout"):
             pass
-    assert metrics.sums["time/rollout"] == [(2.0, 0), (0.5, 0)]
+    assert metrics.sums["time/rollout"] == [(2.0, None), (0.5, None)]
 
 
 def test_a_step_takes_the_seconds_since_the_one_before(tracker, monkeypatch):
@@ -128,6 +128,15 @@ def test_a_step_takes_the_seconds_since_the_one_before(tracker, monkeypatch):
     tracker.mean("eval/accuracy", 0.25)
     tracker.write(0)  # an evaluation is no step
     assert [tracker.write(step)["time/step"] for step in (1, 2)] == [7.0, 5.0]
+
+
+def test_a_mean_of_nothing_is_left_out_and_a_sum_of_nothing_is_0(tracker):
+    """A KL of 0 would read as a teacher that agrees."""
+    tracker.mean("teacher/kl", 0.0, 0)
+    tracker.mean("train/entropy", 0.0, 4)
+    tracker.sum("teacher/too_long", 0)
+    metrics = tracker.write(1)
+    assert "teacher/kl" not in metrics and (metrics["train/entropy"], metrics["teacher/too_long"]) == (0.0, 0.0)
 
 
 def test_the_line_of_a_step_has_the_numbers_that_the_readme_explains():
@@ -150,7 +159,7 @@ def test_what_a_thread_has_measured_joins_the_step_that_trains_on_it(world):
     beside.sum("time/rollout", 7.0)
     step.merge(beside)
     assert step.maxima == {"response/longest": [3.0, 5.0]}
-    assert step.sums == {"reward/mean": [(2.0, 4)], "overlapped/rollout": [(7.0, 0)]}
+    assert step.sums == {"reward/mean": [(2.0, 4)], "overlapped/rollout": [(7.0, None)]}
 
 
 class Sink:
@@ -229,8 +238,8 @@ def test_a_table_that_the_tracker_has_is_not_made_again(tracker, world, monkeypa
 
 @pytest.mark.parametrize("steps, every, tables", [(5, 10, 2), (1000, 10, 102), (1000, 1, 1002)])
 def test_the_tables_of_a_run_share_the_characters(steps, every, tables, world, tmp_path):
-    args = grpo.Args(steps=steps, rollouts_every=every)
-    made = Tracker(str(tmp_path), "grpo", args, world, "none", 0, steps)
+    args = grpo.Args(run_dir=str(tmp_path), steps=steps, rollouts_every=every)
+    made = Tracker(args, "grpo", world)
     made.bar.close()
     assert made.table_characters == response_table.TOTAL // tables
 
@@ -262,7 +271,7 @@ def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path,
         (tmp_path / f"rollouts/{name}.jsonl").write_text("")
     given = []
     monkeypatch.setattr(tracking.trackers, "Sink", lambda *arguments: given.append(arguments))
-    Tracker(str(tmp_path), "grpo", grpo.Args(), world, "wandb", 2, 9).bar.close()
+    Tracker(grpo.Args(run_dir=str(tmp_path), track="wandb", steps=9), "grpo", world, start=2).bar.close()
     ((track, folder, _, start, repeated),) = given
     assert (track, folder, start, repeated) == ("wandb", tmp_path, 2, {3, 5})
     left = sorted(file.stem for file in (tmp_path / "rollouts").iterdir())

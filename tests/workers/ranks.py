@@ -63,7 +63,7 @@ def main(run_dir: str) -> None:
     torch.manual_seed(world.rank)  # whatever a rank has drawn before
     engine = fake_engine(world)
     tokenizer = arithmetic.tokenizer()
-    tracker = Tracker(run_dir, "grpo", grpo.Args(), world, "none", 0, 1)
+    tracker = Tracker(grpo.Args(run_dir=run_dir, steps=1), "grpo", world)
     rewards = Rewards({"numbered": numbered}, {"numbered": 1.0})
     rewards.first_step = 1
 

@@ -20,7 +20,8 @@ from common import placement
 from common.data import arithmetic as embedded
 from common.data import prompts as data
 from common.data import squares
-from common.run import checkpoint, directory, report
+from common.processes.child import import_algorithm
+from common.run import checkpoint, report
 from common.trainer.batching import Compute
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,7 @@ def train(runs: Path, names: list[str], compute: Compute) -> None:
     (runs / "squares.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seen))
     for name in names:
         algorithm = (
-            directory.import_algorithm(fork(runs))
+            import_algorithm(fork(runs))
             if name == "fork"
             else importlib.import_module(f"algos.{name.partition('-')[0]}")
         )
