@@ -309,6 +309,8 @@ def test_tokens_of_older_weights_may_differ_more(tmp_path):
     row = {"mismatch/logprob_abs_mean": 0.1, "mismatch/staleness": 1.0}
     assert warnings(tmp_path, row, max_logprob_gap=0.001) == ""
     assert "disagree" in warnings(tmp_path, row | {"mismatch/logprob_abs_mean": 0.6}, max_logprob_gap=0.001)
+    rounding = {"mismatch/rounding_abs_mean": 0.01, "mismatch/current_tokens": 5000}  # guards.py stops such a run
+    assert "disagree by 0.01 per token" in warnings(tmp_path, row | rounding, max_logprob_gap=0.001)
 
 
 # Curves and times
