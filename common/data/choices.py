@@ -5,7 +5,8 @@ same letters, because the row then has them in its "choices" in their order.
 
 A row's options are the first of these that it has:
 
-    "choices" or "options"   a list of texts, an object {"A": text, ...}, or ARC's {"text": [...], "label": [...]}
+    "choices" or "options"   a list of texts, an object {"A": text, ...}, ARC's {"text": [...], "label": [...]},
+                             or a list of {"label": ..., "text": ...}
     "Correct Answer"         with "Incorrect Answer 1", ...: GPQA's, in an order that depends on the texts alone
     "A", "B", ...            a column for each
     the prompt               its last lines "A) ...", "B. ..." or "(C) ...", or the same on one line in brackets
@@ -15,6 +16,7 @@ The right one is a letter, a label, an index from 0 (MMLU), or the text of an op
 
 import dataclasses
 import hashlib
+import json
 import re
 import string
 from typing import Any
@@ -31,6 +33,8 @@ INLINE_MARK = re.compile(r"(?<!\S)\(([A-Z])\)\s+(?=\S)")
 LETTER = re.compile(r"\(?([A-Za-z])[).]?")
 LETTER_AND_TEXT = re.compile(r"\(?([A-Z])[).:]\s*(\S.*)", re.DOTALL)
 GOES_ON = re.compile(r"\w|[.,][0-9]")  # behind 12 in 125 and 12.5
+LATEX_SPACE = re.compile(r"\\(?:[ ,;:!\\]|q?quad(?![a-zA-Z]))")
+LATEX_OR = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|boxed|fbox)\s*\{([^{}]*)\}")
 
 
@@ -110,11 +114,16 @@ def text_of_user(messages: list[dict]) -> str:
     return said[-1] if said else ""
 
 
+def with_words(text: str) -> str:
+    """The text with spaces and the word "or" in place of LaTeX's commands for them."""
+    return LATEX_OR.sub(" or ", LATEX_SPACE.sub(" ", text))
+
+
 def plain(text: str) -> str:
     """A form in which two spellings of the same option are equal."""
     for _ in range(3):
         text = WRAPPER.sub(r"\1", text)
-    text = re.sub(r"\\[()\[\]]|[$*`]", "", text)
+    text = re.sub(r"\\[()\[\]]|[$*`]", "", with_words(text))
     return " ".join(text.split()).strip("\"'“”‘’").removesuffix(".").strip().casefold()
 
 
@@ -125,6 +134,10 @@ def columns_of(row: dict) -> tuple[list[str], list[str]]:
     """The options in the columns of a row, and their labels if they have some. Both are empty without such columns."""
     for column in ("choices", "options"):
         value = row.get(column)
+        if isinstance(value, list) and value and all(isinstance(option, dict) for option in value):
+            # [{"label": "A", "text": "red"}, ...] in ARC's form. An option without a text stays, and is refused.
+            labels = [option["label"] for option in value if "label" in option]
+            value = {"text": [option.get("text", option) for option in value], "label": labels}
         if isinstance(value, dict) and isinstance(value.get("text"), list):
             return as_texts(value["text"]), [str(label) for label in value.get("label") or []]
         if isinstance(value, dict) and list(value) == list(LETTERS[: len(value)]):
@@ -149,7 +162,13 @@ def numbers_in(row: dict) -> list:
 
 
 def as_texts(values: list) -> list[str]:
-    """The values as texts, without empty ones at the end: tables have as many columns as their longest row needs."""
+    """The values as texts, without empty ones at the end: tables have as many columns as their longest row needs.
+
+    Raises ValueError for a list or an object.
+    """
+    for value in values:
+        if isinstance(value, list | dict):
+            raise ValueError(f"expected a text for each option, got {json.dumps(value, default=str)[:60]}")
     texts = ["" if value is None else str(value).strip() for value in values]
     while texts and not texts[-1]:
         texts.pop()

@@ -54,7 +54,7 @@ def from_text(text: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if looks_like(value) else text
 
@@ -101,7 +101,7 @@ def read_sharegpt(where: str, entry: Message) -> Message:
         return {"role": SENDERS[sender], "content": value}
     try:
         calls = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadInput(f'{where} ({sender}): expected the JSON of a call in "value", got {shown(value)}') from None
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "content": "", "tool_calls": [read_call(where, call) for call in calls]}
@@ -121,7 +121,7 @@ def read_call(where: str, call: Any) -> Message:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadInput(f"{where}: the arguments of {function['name']} are not JSON: {shown(arguments)}") from None
     if not isinstance(arguments, dict):
         raise BadInput(f"{where}: the arguments of {function['name']} must be an object, got {shown(arguments)}")
@@ -158,7 +158,7 @@ def tools_beside(where: str, row: dict) -> list[dict] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadInput(f'{where}: "tools" is not JSON: {shown(tools)}') from None
     if not tools:
         return None

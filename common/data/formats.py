@@ -6,6 +6,7 @@ file into a cache in the home folder. sources.py uses it for the Hub.
 """
 
 import csv
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,14 @@ def read_table(path: Path) -> list[dict]:
 
 
 def table_rows(table: csv.DictReader) -> list[dict]:
-    """All rows of a table. Raises ValueError for one with more or fewer values than the header."""
+    """All rows of a table.
+
+    Raises ValueError for a row with more or fewer values than the header, and for a header that names a column twice.
+    """
+    # Some spreadsheets write empty columns behind the last one. Nobody can ask for those.
+    for name, count in Counter(table.fieldnames or []).items():
+        if name and count > 1:
+            raise ValueError(f'the header names the column "{name}" {count} times')
     rows = []
     for number, row in enumerate(table, start=1):
         # DictReader gives surplus values the key None, and absent ones the value None.

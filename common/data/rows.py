@@ -1,4 +1,4 @@
-"""Rows of data: what all their readers share, and two functions that the rewards need as well.
+"""Rows of data: what all their readers share. The rewards use some of these functions, too.
 
 Worker processes of rewards import this file, so it imports no torch.
 """

@@ -47,7 +47,9 @@ Rows = Iterable[Row]
 
 def gsm8k_row(where: str, row: dict) -> Row:
     """A row as GSM8K publishes it: the answer follows ####, and calculator marks <<...>> leave the solution."""
-    working = str(row.get("answer"))
+    if row.get("answer") is None:
+        raise missing(where, row, "answer")
+    working = str(row["answer"])
     if "####" not in working:
         raise BadInput(f'{where}: no "####" in "answer"')
     answer = working.rpartition("####")[2].strip()
@@ -121,7 +123,7 @@ class Benchmark:
     max_response_tokens: int
     n: int = 0  # sampled responses to each problem; 0: greedy alone
     temperature: float = 0.6
-    columns: dict[str, str] = field(default_factory=dict)  # field -> column that has not the usual name
+    columns: dict[str, str] = field(default_factory=dict)  # field -> its column, if that has an unusual name
     read: Callable[[Rows], list[Row]] = list  # makes rows with a prompt and an answer
 
 

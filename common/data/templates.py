@@ -6,7 +6,6 @@ if it is not there.
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,9 +157,12 @@ def as_answer(where: str, row: dict, column: str) -> str | list | dict | None:
     answer = lookup(row, column)
     if type(answer) is int:
         return str(answer)
-    if type(answer) is float and abs(answer) < math.inf:  # False for NaN
+    if type(answer) is float:
+        answer = Decimal(repr(answer + 0.0))  # and so -0.0 is 0
+    if isinstance(answer, Decimal) and answer.is_finite():
         # Digits alone: a grader would read 1e-05 as 1*e - 05. And 34.0 is 34: a table with nulls has only floats.
-        return format(Decimal(repr(answer + 0.0)).normalize(), "f")
+        digits = format(answer, "f")
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
     if not isinstance(answer, str | list | dict | None):
         raise wrong(where, row, column, "a string or a number")
     return answer

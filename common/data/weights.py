@@ -91,7 +91,7 @@ def read(model_class: type, model_path: str, where: str, *, value_head: bool = F
 def check_headers(folder: str, tied: dict[str, str], where: str) -> None:
     """Refuse what from_pretrained does not see on the meta device: data types, and whether tied weights are equal.
 
-    Only weights that are tied and in the files twice are read. tied: name -> name of the weight that it shall share.
+    Only weights that are tied and in the files twice are read. tied: name -> name of the weight that it shares.
     Raises BadInput.
     """
     files = files_of(folder)

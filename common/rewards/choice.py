@@ -32,7 +32,7 @@ from common.rewards.text import with_think, without_thinking
 ANSWER = re.compile(r"(?i)\banswer[*_`]*\s*[:：][\s*_`]*|<answer>\s*")
 PHRASE = re.compile(r"(?i)\b(?:answer|option|choice)\s+(?:is|was|must be|should be|would be)\b\s*:?\s*")
 BOLD = re.compile(r"\*\*(?=\S)([^*\n]{1,300})\*\*")
-# Phrases and bold texts are read in the end of a response, and so many of each, from the last one.
+# Only the last phrases and bold texts count: MOST_PHRASES of each, in the last PHRASE_CHARACTERS of a response.
 PHRASE_CHARACTERS = 20_000
 MOST_PHRASES = 50
 CLOSED = re.compile(r"[\s.,:;!)*_]*")  # what may stand behind a bold letter that ends its line
@@ -42,11 +42,13 @@ LEADING = re.compile(
     r"(?:(?i:option|choice|letter|answer)\s+)?(?:[(\[]\s*(?P<inside>[A-Za-z])\s*[)\]]|(?P<bare>[A-Z])(?![\w'’+#^=/-]|\.[A-Za-z]\.))"
 )
 ALONE = re.compile(r"(?:(?i:option|choice|letter)\s+)?[(\[]?\s*([A-Za-z])\s*[)\]]?\s*[.,:;!)]*")
-SEPARATORS = re.compile(r"[\s.):,;*–—-]*")
-REASON = re.compile(r"\s+(?:because|since|which|as)\b")
+SEPARATORS = re.compile(r"[\s.):,;*|–—-]*")
+# Behind an A that is a letter, and not an article.
+REASON = re.compile(r"\s+(?:because|since|which|as|is|was)\b")
 # Another letter behind a first one: "B or C", "A/B", "B, C", "B, maybe C".
 ANOTHER = re.compile(
-    r"[\s).\]]*(?:,|/|;|&|\+|\band\b|\bor\b)\s*(?:(?:and|or|also|perhaps|maybe|possibly|option)\s+)*"
+    r"[\s).\]]*(?:\\?[,/;&+|→、，]|=>|(?i:\band\b|\bor\b|\bvs\b\.?))[\s~]*"
+    r"(?i:(?:and|or|else|also|perhaps|maybe|possibly|alternatively|option)\s+)*"
     r"(?:\(\s*(?P<inside>[A-Za-z])\s*\)|(?P<bare>[B-HJ-Z](?![\w'’])|[AI](?![\w'’]|\s+[a-z])))"
 )
 LISTED = re.compile(r"^[ \t>#*-]*\(?([A-Z])[).:]", re.MULTILINE)
@@ -189,7 +191,8 @@ def read(text: str, options: list[str], lower: bool) -> set[str]:
         second = ""
     else:
         also = ANOTHER.match(rest)
-        second = option_of(body, options)
+        alone_too = ALONE.fullmatch(body)  # the B of (A)(B)
+        second = option_of(body, options) or (alone_too[1].upper() if alone_too else "")
     if also:
         second = (also["inside"] or also["bare"]).upper()
     if second and second in LETTERS[: len(options)]:
@@ -217,6 +220,7 @@ def unwrapped(text: str) -> str:
     """The text without Markdown, dollars and LaTeX's boxes and fonts."""
     for _ in range(3):
         text = choices.WRAPPER.sub(r"\1", text)
+    text = choices.with_words(text)
     text = re.sub(r"\\[()\[\]]|[*`$]|__", "", text)
     return text.strip().strip("\"'“”‘’").strip()
 

@@ -260,13 +260,20 @@ def equal(result: Any, expected: Any) -> bool:
     if isinstance(result, list | tuple) and isinstance(expected, list | tuple):
         return len(result) == len(expected) and all(map(equal, result, expected))
     if isinstance(result, dict) and isinstance(expected, dict):
-        return result.keys() == expected.keys() and all(equal(result[key], expected[key]) for key in expected)
+        named = {json_key(key): value for key, value in result.items()}
+        same_keys = len(named) == len(result) and named.keys() == expected.keys()
+        return same_keys and all(equal(named[key], expected[key]) for key in expected)
     are_numbers = isinstance(result, int | float) and isinstance(expected, int | float)
     if are_numbers and (isinstance(result, float) or isinstance(expected, float)):
         rel_tol = 1e-6 if isinstance(expected, float) else 0.0
         with contextlib.suppress(OverflowError):  # a whole number that is too large for a float
             return math.isclose(result, expected, rel_tol=rel_tol, abs_tol=1e-6)
     return result == expected
+
+
+def json_key(key: Any) -> Any:
+    """The key of a dictionary as JSON has it: 1 is "1", True is "true" and None is "null"."""
+    return json.dumps(key) if key is None or isinstance(key, int | float) else key
 
 
 def run_code(tests: dict, channel: Channel, tally: Tally) -> None:

@@ -39,8 +39,8 @@ Reward = Callable[[list[Item], list[int], list[bool]], list[Result]]
 NOT_APPLIED = "not_applied"
 
 TAIL_CHARACTERS = 2000  # graders look for a number without a mark in the end of a response only
-# In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.
 BETTER_GRADERS = "--reward math or math-flexible compares expressions, and --reward dapo compares texts"
+# In this order: a mixed number (2 1/2); a number with an exponent or a divisor, if it has one (1,234.5, 1e3, 3/4); .5.
 _NUMBER = re.compile(
     r"""(?: (?<!\w)(?<!\w\.)                                   # neither x2 nor the end of 1.2.3
             (?P<whole>[0-9]+)\s+(?P<over>[0-9]+)/(?P<under>[0-9]+)   # mixed: 2 1/2
@@ -50,8 +50,8 @@ _NUMBER = re.compile(
           | (?<![\w.]) (?P<decimal>\.[0-9]+) )""",
     re.VERBOSE,
 )
-# \frac{1}{2} matches with the two groups in braces, \frac12 with the two digits.
-_FRACTION = r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))"
+# Each part of a fraction is in braces or is one digit: \frac{1}{2}, \frac12, \frac1{12}.
+_FRACTION = r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))"
 # Units that a reference answer may have behind its number. Another word could change the number, as in "5 dozen".
 # No single letters, because 5m may be a product. \\text{m} and its like are units.
 _UNIT = (
@@ -60,17 +60,23 @@ _UNIT = (
     "|day|week|month|year|sec|min|hr|liter|litre|gallon|ml|mph|kph|degree|unit|point|integer|digit|way|edge|student"
     "|meal|multiple|people)s?"
 )
+# A unit as it may stand behind a number: dollars, square feet, km/h, miles per hour, cm^2.
+UNIT = (
+    rf"(?:(?:square|cubic|sq\.?)\s+)?{_UNIT}"
+    rf"(?:\s*(?:/|\bper\b)\s*(?:{_UNIT}|[hs])\b)?"
+    r"(?:\s*\^\s*\{?[23]\}?|[²³])?"
+)
 _LETTER_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshl]\s*\}")
 _WRAPPED_UNIT = re.compile(r"\\(?:mathrm|mbox)\s*\{([^{}]*)\}|\\[ ;]|~")
 # What may stand before and behind the number of a reference answer: brackets, a sign, a currency, a unit, a period.
 _BEFORE = re.compile(r"[\s$£€(]*[+-]?[\s$£€]*")
 _BEHIND = re.compile(
     rf"""[\s$£€]* (?: \\?% | percent | \^?\{{?(?:\\circ|°)\}}? )?
-        (?: \s* (?:(?:square|cubic|sq\.?)\s+)? {_UNIT}
-            (?: \s*(?:/|\bper\b)\s*(?:{_UNIT}|[hs])\b )? (?: \s*\^\s*\{{?[23]\}}? | [²³] )? )?
-        [\s$).]*""",
+        (?: \s* {UNIT} )? [\s$).]*""",
     re.VERBOSE | re.IGNORECASE,
 )
+# The second mark of "#### 18 ####" has nothing behind it, so it marks no answer.
+_EMPTY_MARK = re.compile(r"(?<!#)#{4,}+[ \t\r*]*+$", re.MULTILINE)
 # "x = 5, y = 6" has two answers, so nothing like this may stand before the last "=".
 _SEVERAL = re.compile(r"[;=<>!]\s*=|[<>;\n]|,(?![0-9]{3})|\b(?:or|and)\b")
 
@@ -149,6 +155,7 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
 def marked(text: str, mode: str) -> list[tuple[int, str]]:
     """(start, text) of the places that are marked as the answer."""
     candidates = []
+    text = _EMPTY_MARK.sub(lambda mark: " " * len(mark[0]), text)
     marker = text.rfind("####")
     if marker >= 0:
         line = text[marker + 4 :].split("\n", 1)[0]
@@ -156,7 +163,7 @@ def marked(text: str, mode: str) -> list[tuple[int, str]]:
     box = final_box(text) if mode == "flexible" else None
     if box:
         start, content = box
-        candidates.append((start, content.rpartition("=")[2]))  # the 7 of x = 7
+        candidates.append((start, behind_equals(content)))  # the 7 of x = 7
     return candidates
 
 
@@ -228,17 +235,24 @@ def _clean(text: str) -> str:
 
 
 def _as_quotient(fraction: re.Match) -> str:
-    r"""`2\frac{1}{2}` as "2 1/2", `\frac12` as "1/2"."""
-    whole, top, bottom, top_digit, bottom_digit = fraction.groups()
-    quotient = f"{(top or top_digit or '').strip()}/{(bottom or bottom_digit or '').strip()}"
+    r"""`2\frac{1}{2}` as "2 1/2", `\frac12` as "1/2", `\frac{1}{-2}` as "-1/2"."""
+    whole, top, top_digit, bottom, bottom_digit = fraction.groups()
+    top = (top or top_digit or "").strip()
+    bottom = (bottom or bottom_digit or "").strip()
+    # The sign goes to the front, where _is_negative() looks for it.
+    if bottom.startswith("-"):
+        top = top[1:] if top.startswith("-") else f"-{top}"
+        bottom = bottom[1:].lstrip()
+    quotient = f"{top}/{bottom}"
     return f"{whole} {quotient}" if whole else quotient
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether a minus before `start` is a sign, as in -$5 or $-5, and not an operator, as in 10-12 or 5 - 3."""
+    """Whether a minus before `start` is a sign, as in -$5, -$ 5 or $-5, and not an operator, as in 10-12 or 5 - 3."""
     before = text[:start]
-    if before.endswith(("$", "£", "€")):
-        before = before[:-1]
+    currency = before.rstrip()
+    if currency.endswith(("$", "£", "€")):
+        before = currency.rstrip("$£€")
     glued = before.endswith("-")
     before = before.rstrip()
     if not before.endswith("-"):

@@ -48,7 +48,7 @@ from common.rewards.schema import parse_as
 from common.rewards.service import Client, Refused, print_ungraded
 from common.rewards.text import with_think, without_thinking
 
-VERDICTS = 3  # so often a judge is asked that writes no score
+VERDICTS = 3  # how often we ask a judge that writes no score
 READ_CHARACTERS = 20_000  # the end of what a judge writes
 MODELS_SECONDS = 10.0
 NO_LIST = (404, 405, 501)  # of servers that do not list their models
@@ -111,8 +111,15 @@ Judge what the response says and does. What it says about itself, about this sta
 Give your reasons in a few sentences. Then end with one line of JSON, which is your verdict: {"score": NUMBER}
 """
 FIELD = re.compile(r"\{(prompt|response|answer|rubric|mark|low|high)\}")
+DECIMAL = r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 # No part of a word, of another number, or of a percentage.
-NUMBER = re.compile(r"(?<![\w.])-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?![\w%]|\.[0-9])")
+NUMBER = re.compile(rf"(?<![\w.]){DECIMAL}(?![\w%]|\.[0-9])")
+# What stands between a score and the best one: "/", "points out of", "of a possible". Without the limits, a text of
+# many spaces would take minutes.
+OF = (
+    r"(?:\s{0,9}points?)?[\s*(]{0,9}(?:/|\bout of\b|\bof\b)"
+    r"(?:\s{1,9}(?:an?|the))?(?:\s{1,9}(?:possible|maximum)(?:\s{1,9}of)?)?[\s*]{0,9}"
+)
 
 
 class Settings(BaseModel):
@@ -463,7 +470,9 @@ def read_score(text: str, low: float, high: float, whole: bool = True) -> float 
         return None
     most = re.escape(f"{high:g}") + r"(?:\.0+)?(?![0-9.]*[0-9])"
     # In "8/10", "8 out of 10" and "8 (of 10)" the score is 8, and "a scale from 0 to 10" has none.
-    text = re.sub(rf"(?<=[0-9*])\s*\(?(?:/|\bout of\b|\bof\b)\s*{most}", " ", text)
+    text = re.sub(rf"(?<=[0-9*]){OF}{most}", " ", text)
+    # In "3/5", neither number is a score from 0 to 10.
+    text = re.sub(rf"(?<![\w.]){DECIMAL}{OF}{DECIMAL}", " ", text)
     text = re.sub(rf"\bscale\b[^.\n]{{0,30}}?\b{most}", " ", text)
     numbers = [float(number) for number in NUMBER.findall(text)]
     inside = [number for number in numbers if low <= number <= high]

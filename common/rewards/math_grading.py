@@ -11,7 +11,7 @@ import re
 import threading
 
 from common.data.rows import last_box
-from common.rewards.grading import TAIL_CHARACTERS, Result, behind_equals, final_box
+from common.rewards.grading import TAIL_CHARACTERS, UNIT, Result, behind_equals, final_box
 
 TIMEOUT_SECONDS = 5  # for reading one expression, and again for comparing two
 CHECKED_GOLDS = 2000  # answers that are read before a run; an answer of a formula takes up to a tenth of a second
@@ -54,6 +54,17 @@ OR_SIGN = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 AND_SIGN = re.compile(r"\\(?:land|wedge)(?![a-zA-Z])")
 # The comma of a list such as 1, 200, which is not the comma of 1,200.
 LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
+# 1 000, 1\;000 and 1~000, but not the mixed number 2 100/3.
+SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[0-9]{1,3}(?:(?:\\[ ;:]|~|[^\S\n])[0-9]{3})+(?![0-9/])")
+# In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0.
+COMMA_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+LAST_UNIT = re.compile(rf"(?<=[0-9])\s+{UNIT}$", re.IGNORECASE)
+PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?!?")
+# A formula without dollars: numbers, signs, commands and single letters, but no words. 18 (9*2 = 18) explains its 18.
+FORMULA = re.compile(
+    r"(?!.*\([^()]*=)(?:\\(?:[a-zA-Z]+(?![a-zA-Z])|[{},;:! ])|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])"
+    r"|[-\u22120-9\s+*/^_=<>(){}\[\],.:|!])+"
+)
 
 
 def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
@@ -73,10 +84,14 @@ def last_answer(response: str) -> str:
     # A box that was never closed is none, but what stands in it comes after all others.
     text = response[response.rfind(r"\boxed{") + 1 :].removeprefix("boxed{")
     text = text[-FLEXIBLE_TAIL_CHARACTERS:]
-    # math-verify would read 10 as the answer in "Answer: 10/2=5". It knows what to do with formulas between dollars.
+    # math-verify would read 10 as the answer in "Answer: 10/2=5", and 2 in "Answer: 2x+1". It knows what to do with
+    # formulas between dollars.
     lines = re.findall(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text)
     if lines and not re.search(r"\$|\\[(\[]", lines[-1]):
         right = behind_equals(lines[-1])
+        formula = right.strip(" \t\r*").rstrip(" *.")
+        if FORMULA.fullmatch(formula) and not PLAIN_NUMBER.fullmatch(formula):
+            return f"${formula}$"
         if right != lines[-1]:
             return f"Answer: {right.strip()}"
     return text
@@ -198,14 +213,24 @@ def based(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The text without thin spaces and braced commas between digits: math-verify would read 10\\,000 as 10 * 0."""
-    text = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9])", "", text.replace(r",\!", ",").strip())
+    """The text in a form that math-verify reads right. It would take 10\\,000 for 10 * 0, and 5 people for letters."""
+    text = re.sub(r",\\!\s*", ",", text.replace("\u2212", "-")).strip()
+    text = re.sub(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9])", "", text)
+    text = SPACED_THOUSANDS.sub(digits_of, text)
+    # In brackets, (1,200) may be two numbers.
+    if not re.search(r"[(\[]|\\\{", text):
+        text = COMMA_THOUSANDS.sub(digits_of, text)
     text = re.sub(r"([0-9])\s+([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)  # 2 1/2 would be read as 3/2
     # Between inequalities, math-verify reads the words and not the signs. p \lor q stays a text.
     if INEQUALITY.search(text):
         text = OR_SIGN.sub(r"\\text{ or }", text)
         text = AND_SIGN.sub(r"\\text{ and }", text)
-    return re.sub(r"(?<!\\right)\.$", "", text)
+    text = re.sub(r"(?<!\\right)\.$", "", text)
+    return LAST_UNIT.sub("", text)
+
+
+def digits_of(number: re.Match) -> str:
+    return re.sub(r"[^0-9]", "", number[0])
 
 
 def as_semicolon(comma: re.Match) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
 from common.rewards.grading import BETTER_GRADERS, NOT_APPLIED, Item, Result, Reward, as_list, parse_gold
+from common.rewards.text import normalize_dapo
 
 CALLS_AT_ONCE = 32  # calls of rewards in progress while the engine samples: their threads mostly wait
 SETUP_STEPS = 3  # a reward that fails in the first steps of a run was never set up right
@@ -42,7 +43,10 @@ class Graded:
 
 
 def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], truncated: list[bool]) -> Graded:
-    """Call one reward and check what it returns. Raises BadInput on a wrong type or count, NaN or infinity."""
+    """Call one reward and check what it returns.
+
+    Raises BadInput on a wrong type or count, NaN or infinity, and on an acc that is not from 0 to 1.
+    """
     began = time.perf_counter()
     returned = reward(items, lengths, truncated)
     try:
@@ -60,8 +64,11 @@ def grade(name: str, reward: Reward, items: list[Item], lengths: list[int], trun
         if not math.isfinite(result.score):
             raise BadInput(f'reward "{name}": row {row} is {result.score}, for prompt {items[row].prompt[:200]!r}')
         # A reward that knows no right and wrong, such as a model's score, counts as right above 0.
-        acc = result.score > 0 if result.acc is None else result.acc
-        results[row] = dataclasses.replace(result, score=float(result.score), acc=float(acc))
+        acc = float(result.score > 0 if result.acc is None else result.acc)
+        # NaN fails this comparison, too.
+        if not 0 <= acc <= 1:
+            raise BadInput(f'reward "{name}": row {row} has the acc {acc}, expected 0 to 1')
+        results[row] = dataclasses.replace(result, score=float(result.score), acc=acc)
     return Graded(results, time.perf_counter() - began)
 
 
@@ -168,7 +175,10 @@ class Rewards:
                 from common.rewards.math_grading import unreadable_golds
 
                 unreadable = unreadable_golds(answers)
-                fault = "cannot be parsed as LaTeX"
+                fault = f"cannot be parsed as LaTeX, which --reward {name} needs; --reward dapo compares texts"
+            elif name == "dapo":
+                unreadable = {answer for answer in answers if not normalize_dapo(answer)}
+                fault = f"is empty by the rules of --reward {name}, so units alone would be right; remove the row"
             else:
                 continue
             # All at once, and the number of them, because one cure often helps all.
@@ -301,7 +311,12 @@ class Rewards:
         if not total:
             return results
         when = "evaluation" if step is None else f"step {step}"
-        reason = f": {results[(failed or missing)[0]].info['ungraded']}" if missing else ""
+        reason = ""
+        if missing:
+            why = results[(failed or missing)[0]].info["ungraded"]
+            if isinstance(why, dict):
+                why = why.get("error", why)
+            reason = f": {why}"
         message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
         if step is not None and total == count and not failures:
             raise RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")

@@ -95,7 +95,7 @@ class Client:
         token_name: the environment variable with the bearer token, if it is set.
         backoff: the second try follows at once, the third after twice these seconds. Then pauses double, up to 15 s.
         read_timeout: seconds without a byte. A whole reply may take twice as long.
-        patience: after so many seconds a request is not sent again, however few tries there were.
+        patience: after this many seconds a request is not sent again, however few tries there were.
         advice: what a refused request may have wrong.
         """
         address = re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[^@?#]*)?", url)

@@ -20,7 +20,7 @@ from common.processes.pool import START_SECONDS, Failure, Pool, Program
 from common.rewards.grading import Item, Result, as_list
 from common.rewards.math_grading import grade_by_string, last_answer
 
-# After so many batches a worker is replaced, because the caches of sympy grow.
+# A worker is replaced after this many batches, because the caches of sympy grow.
 MAX_BATCHES = 1000
 # More timeouts than this share are worth a warning, also because a policy can learn to provoke them.
 MAX_TIMEOUT_SHARE = 0.01

@@ -34,6 +34,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 ASKED = {"role": "user", "content": "2+3?"}
 FIVE = {"role": "assistant", "content": "5"}
 HUMAN = {"from": "human", "value": "2+3?"}  # in ShareGPT's form
+DEEP = '[{"a":' * 100_000  # json.loads() raises RecursionError
 
 
 def tokenizer_with(template: str):
@@ -157,6 +158,14 @@ def test_what_a_row_says_is_what_is_learned(tmp_path, row, text, learned):
         ({"system": 3, "conversations": [{"from": "human", "value": "?"}]}, CHATML, ["system"]),
         ({"tools": TOOLS, "messages": [ASKED, FIVE]}, GEMMA, ["weather", "tools"]),
         ({"tools": "weather", "messages": [ASKED, FIVE]}, CHATML, ["tools"]),
+        ({"tools": DEEP, "messages": [ASKED, FIVE]}, CHATML, ["tools", "not JSON"]),
+        ({"messages": DEEP}, CHATML, ["messages"]),
+        ({"conversations": [HUMAN, {"from": "function_call", "value": DEEP}]}, CHATML, ["message 2", "JSON"]),
+        (
+            {"messages": [ASKED, FIVE | {"tool_calls": [{"name": "weather", "arguments": DEEP}]}]},
+            CHATML,
+            ["arguments of weather"],
+        ),
         ({"messages": [ASKED, FIVE | {"thinking": "two and three make five"}]}, CHATML, ["thinking"]),
         ({"messages": [ASKED, FIVE | {"tool_calls": [CALL]}]}, GEMMA, ["tool_calls", "weather"]),
         ({"messages": [ASKED, FIVE | {"tool_calls": [CALL]}]}, "", ["tool_calls", "chat template"]),

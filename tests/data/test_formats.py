@@ -103,6 +103,7 @@ TABLES = [  # name, content -> texts, answers
     ("rows.tsv", "prompt\tanswer\n1, 2 and 3; sum\t6\n", ["1, 2 and 3; sum"], ["6"]),
     ("rows.tsv", "prompt,answer\n1+1=,2\n", ["1+1="], ["2"]),
     ("rows.csv", "prompt\n1+1=\n", ["1+1="], [None]),
+    ("rows.csv", "prompt,answer,,\n1+1=,2,,\n", ["1+1="], ["2"]),
     ("rows.tsv", 'prompt\tanswer\n"one ""two""\nand 3"\t5\n', ['one "two"\nand 3'], ["5"]),
     # Tools that quote nothing leave quotes as they are.
     ("rows.tsv", 'prompt\tanswer\n"one" and 2\t3\na 2" and 1"\t3\n', ['"one" and 2', 'a 2" and 1"'], ["3", "3"]),
@@ -124,6 +125,10 @@ BAD_TABLES = [  # content of rows.csv -> the whole message
     ("prompt,answer\n", "rows.csv: contains no rows"),
     ("a,b\n1,2\n", f'rows.csv:row 1: missing key "prompt" (found: a, b){CURE}'),
     ("prompt,id\n1,2\n1,2,3\n", "rows.csv: cannot be read as CSV: row 2: expected 2 values, as in the header"),
+    (
+        "prompt,answer,answer\n1,2,3\n",
+        'rows.csv: cannot be read as CSV: the header names the column "answer" 2 times',
+    ),
     ("prompt,answer\n1\n", "rows.csv: cannot be read as CSV: row 1: expected 2 values, as in the header"),
     ('prompt,answer\n"1,2\n', f"rows.csv: cannot be read as CSV: line 2: unexpected end of data{QUOTES}"),
     ('prompt,answer\n1,2\n"1" a,2\n', f"rows.csv: cannot be read as CSV: line 3: ',' expected after '\"'{QUOTES}"),

@@ -150,6 +150,7 @@ def test_nobody_trains_on_a_test_set(tmp_path):
 
 WRONG = [
     ("gsm8k", {"answer": "2"}, "####"),
+    ("gsm8k", {"answer": None}, 'missing key "answer"'),
     ("math500", {"problem": None}, "problem"),
     ("mbpp", {"test_list": []}, "test_list"),
     ("mbpp", {"text": None}, "text"),

@@ -202,8 +202,8 @@ def test_a_file_stays_close_to_its_sibling(name, most, monkeypatch):
 
 def test_no_swallowed_errors():
     """A handler names what it expects; one that catches everything raises it again, or tells who called it."""
-    # A tool may raise anything, and the model reads it. So may a program, and its tests read it. So may the package of a
-    # tracker, and the user reads it.
+    # A tool may raise anything, and the model reads it. So may a program, and its tests read it. So may a tracker's
+    # package, and the user reads it.
     tell = ("rollout/environments/tools.py", "rewards/code_roles.py", "rewards/code_values.py", "run/trackers.py")
     for path, tree in TREES.items():
         if path in [ROOT / "common" / name for name in tell]:

@@ -53,6 +53,11 @@ FORMS = [
     ("Answer: B because Rome is elsewhere.", "B"),
     ("Answer: A because I know it.", "A"),
     ("Answer: A, which is old.", "A"),
+    ("Answer: A is correct", "A"),
+    ("Answer: A was first", "A"),
+    ("Answer: B is correct", "B"),
+    ("Answer: B | Paris", "B"),
+    (r"\boxed{B\quad\text{Paris}}", "B"),
     ("Answer: A Rome", "A"),
     ("Answer: paris.", "B"),
     ("Answer: The capital of Norway", "C"),
@@ -136,6 +141,21 @@ NOT = [  # no letter, or more than one
     "Answer: either A or B",
     "The answer is A or B.",
     r"\boxed{A, B}",
+    r"\boxed{A,\ B}",
+    r"\boxed{A,\,B}",
+    r"\boxed{A,~B}",
+    r"\boxed{A|B}",
+    r"\boxed{A \lor B}",
+    r"\boxed{A \& B}",
+    r"\boxed{A \\ B}",
+    "Answer: A|B",
+    "Answer: (A)(B)",
+    "Answer: A) B)",
+    "Answer: A, AND B",
+    "Answer: A, or else B",
+    "Answer: A、B",
+    "Answer: A → B",
+    "Answer: A vs. B",
     r"\boxed{AB}",
     "Answer: B) Rome",
     "B) Rome",
@@ -198,6 +218,12 @@ def test_a_letter_is_read_before_a_text_that_is_a_letter():
     assert final_letter("Answer: B", ["B", "A"]) == "B" and final_letter("Answer: X", ["W", "X"]) == "B"
 
 
+def test_an_option_in_latex_is_found_as_it_is_written():
+    options = ["x", r"$p \lor q$", r"$1\,000$"]
+    assert final_letter(r"\boxed{p \lor q}", options) == "B" and final_letter(r"Answer: $1\,000$", options) == "C"
+    assert final_letter(r"Answer: B) $p \vee q$", options) == "B" and final_letter("Answer: A) y", ["x", "y"]) is None
+
+
 def test_an_option_with_the_text_of_the_right_one_is_right():
     assert grade("Answer: C", row(["x", "y", "y"]), "B").score == 1
 
@@ -244,6 +270,8 @@ ROWS = {  # columns, reference answer -> the options in their order, the right o
     "MMLU-Pro": ({"question": "q", "options": ["a", "b", "c"], "answer_index": 2}, "C", ["a", "b", "c"], "c"),
     "ARC": (row({"text": ["x", "y"], "label": ["A", "B"]}), "B", ["x", "y"], "y"),
     "ARC with numbers": (row({"text": ["x", "y", "z"], "label": ["1", "2", "3"]}), "2", ["x", "y", "z"], "y"),
+    "ARC in rows": (row([{"label": "1", "text": "x"}, {"label": "2", "text": "y"}]), "2", ["x", "y"], "y"),
+    "texts alone": (row([{"text": "x"}, {"text": "y"}]), "B", ["x", "y"], "y"),
     "MedQA": ({"question": "q", "options": {"A": "x", "B": "y"}}, "B", ["x", "y"], "y"),
     "AQuA": ({"question": "q", "options": ["A)21", "B) 7", "C)3"]}, "C", ["21", "7", "3"], "3"),
     "columns": ({"question": "q", "A": "x", "B": "y", "C": 3, "D": None}, "C", ["x", "y", "3"], "3"),
@@ -277,6 +305,8 @@ def test_rows_that_fit(name):
         ({"prompt": "2+3?"}, "B", '0 options.*"choices"'),
         (row(["x"]), "A", "1 options"),
         (row([str(n) for n in range(27)]), "A", "27 options"),
+        (row([{"value": "x"}, {"value": "y"}]), "A", 'expected a text for each option, got {"value": "x"}'),
+        (row([["x"], ["y"]]), "A", "expected a text for each option"),
         (row(), None, 'no "answer"'),
         (row(), 4, '"4" names none'),
         (row(), "E", '"E" names none'),

@@ -197,6 +197,9 @@ def test_a_result_is_as_exact_as_what_is_expected(sandbox):
     for wrong in ("{'a': [0.3]}", "{}", "{'a': [0.3333333], 'b': 1}"):
         case = ([], {"a": [0.3333333]})
         assert tried(sandbox, f"def f(): return {wrong}", code.Tests(function="f", cases=[case]))["failure"]
+    # JSON has no other keys than texts.
+    keys = code.Tests(function="f", cases=[([], {"2": "a", "true": "b", "null": {"2.5": "c"}})])
+    assert not tried(sandbox, "def f(): return {2: 'a', True: 'b', None: {2.5: 'c'}}", keys)["failure"]
     digits = code.tests_of(None, {"tests": {"fn_name": "f", "inputs": [["1"]], "outputs": ["100"]}})
     assert not tried(sandbox, "def f(x): return '100'", digits)["failure"]
     assert tried(sandbox, "def f(x): return 100", digits)["failure"]

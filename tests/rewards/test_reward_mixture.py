@@ -134,6 +134,12 @@ def test_all_ranks_stop_for_the_ungraded_responses_of_all(world, here, elsewhere
         reward.score(*batch(texts, 2), Two(**vars(world)), 9)
 
 
+def test_a_run_that_stops_says_what_the_reward_said(world):
+    fails = [Result(None, None, None, {"error": "the judge is down"})] * 2
+    with pytest.raises(RunFailed, match="2 of 2 responses could not be graded: the judge is down; allowed are"):
+        Rewards({"mine": lambda *_: fails}, {"mine": 1.0}).score(*batch(["a", "b"], 2), world, 1)
+
+
 def test_an_evaluation_is_called_one(world, capsys):
     mixture(r=(1.0, fails_on("bad"))).score(*batch(["bad", "no"], 1), world)
     assert "evaluation: 1 of 2 responses could not be graded" in capsys.readouterr().out
@@ -164,6 +170,9 @@ def test_the_loss_does_not_know_of_a_dropped_prompt(world, algorithm):
         ([Result(1.0, 1.0)], 'reward "mine" returned 1 results for 2 items'),
         ([Result(1.0, 1.0), Result(math.nan, 0.0)], "reward \"mine\": row 1 is nan, for prompt 'p0'"),
         ([Result(math.inf, 1.0), Result(1.0, 0.0)], 'reward "mine": row 0 is inf'),
+        ([Result(1.0, 1.0), Result(1.0, math.nan)], 'reward "mine": row 1 has the acc nan, expected 0 to 1'),
+        ([Result(1.0, 1.5), Result(1.0, 1.0)], 'reward "mine": row 0 has the acc 1.5, expected 0 to 1'),
+        ([Result(1.0, -1.0), Result(1.0, 1.0)], 'reward "mine": row 0 has the acc -1.0, expected 0 to 1'),
     ],
 )
 def test_bad_results_are_refused(world, results, message):

@@ -1,6 +1,7 @@
 """Which answer a grader reads: in the reference, in a response, in an expression, and in what a reward returns."""
 
 import json
+from decimal import Decimal
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ NUMBERS = [  # reference answer, the number it is
     ("$18", 18),
     (r"\$18", 18),
     ("-$5", -5),
+    ("-$ 5", -5),
+    ("-€ 5", -5),
     ("$-5$", -5),
     ("18.", 18),
     ("50%", 50),
@@ -110,6 +113,19 @@ def test_every_reward_must_be_able_to_read_the_references():
         mixture.check_answers([Prompt("d:1", "p", [3], r"2\pi")])
 
 
+@pytest.mark.parametrize("answer", ["", " ", "units", "$", "a = "])
+def test_dapo_refuses_a_reference_that_its_rules_leave_nothing_of(answer):
+    """An empty answer, such as "Answer: units", would be right."""
+    with pytest.raises(BadInput, match="^d:7: gold answer .* is empty by the rules of --reward dapo"):
+        Rewards({"dapo": None}, {"dapo": 1.0}).check_answers([Prompt("d:7", "p", [3], answer)])
+    Rewards({"dapo": None}, {"dapo": 1.0}).check_answers([Prompt("d:7", "p", [3], "five units")])
+
+
+def test_math_refuses_a_reference_with_the_reward_that_would_do():
+    with pytest.raises(BadInput, match="cannot be parsed as LaTeX, which --reward math needs; --reward dapo"):
+        Rewards({"math": None}, {"math": 1.0}).check_answers([Prompt("d:7", "p", [3], "???")])
+
+
 def test_a_response_is_not_wrong_because_of_its_reference():
     """A service grades without a check before the run."""
     (result,) = rewards.load_one("gsm8k")([Item("", "#### 2", r"2\pi")], [9], [False])
@@ -146,6 +162,12 @@ def test_a_number_in_json_keeps_its_meaning(written, read):
     assert answer == read
 
 
+@pytest.mark.parametrize("written, read", [("5.00", "5"), ("-0.50", "-0.5"), ("100", "100"), ("0." + "1" * 35, None)])
+def test_a_decimal_of_a_table_keeps_all_digits(written, read):
+    answer = fields("d:1", {"prompt": "x", "answer": Decimal(written)}, {}).answer
+    assert answer == (read or written)
+
+
 def test_a_small_number_in_json_is_graded_as_that_number():
     answer = fields("d:1", json.loads('{"prompt": "x", "answer": 0.00001}'), {}).answer
     assert grade_math(r"\boxed{10^{-5}}", answer).acc == 1 and grade_math(r"\boxed{e-5}", answer).acc == 0
@@ -157,10 +179,22 @@ RESPONSES = [  # response, {reward: the reference that it is right for}
     ("#### x = 3 + 4 = 7", {"gsm8k": "7", "gsm8k-strict": "7"}),
     ("#### 18 (9*2 = 18, so 9 = 3*3)", {"gsm8k": "18", "gsm8k-strict": "18"}),
     ("#### 18 = x", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("#### 18 ####", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("#### 18\nDone.\n####", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("It is 18.\n####", {"gsm8k": "18", "gsm8k-strict": None}),
+    (r"\boxed{18 = x}", {"gsm8k": "18"}),
     ("#### 5 apples and 3 pears", {"gsm8k": "5", "gsm8k-strict": "5"}),
     ("Answer: 9*2 = 18", {"dapo-lenient": "18", "math-flexible": "18"}),
     ("Answer: 10/2=5", {"dapo": "5", "dapo-lenient": "5", "math-flexible": "5"}),
     ("Answer: $y = 2x + 1$", {"math-flexible": "y=2x+1"}),
+    ("Answer: y = 2x + 1", {"math-flexible": "y=2x+1"}),
+    ("**Answer:** 5 + 2x - 2x.", {"math-flexible": "5"}),
+    ("Answer: 18 (9*2 = 18)", {"math-flexible": "18"}),
+    ("Answer: 5 apples", {"math-flexible": "5"}),
+    ("Answer: 5 m", {"math-flexible": "5"}),
+    ("Answer: 5!", {"math-flexible": "5"}),
+    ("Answer: 3, 4", {"math-flexible": None}),
+    ("Answer: 3\nThe final answer is $4$.", {"math-flexible": "4"}),
     (r"\boxed{2x = 14}", {"gsm8k": "14"}),
     (r"\boxed{3}, or rather \boxed{4", {"gsm8k": "4", "math": None, "math-flexible": "4"}),
     (r"\boxed{3}, or rather \boxed{\frac{8}{2}", {"math": None, "math-flexible": "4"}),
