@@ -1,6 +1,7 @@
 """JSON of files and services, whoever wrote it. Whatever is wrong with it becomes one line that says where."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,34 @@ def parse_text(data: bytes) -> Any:
     return value
 
 
-def read(path: Path, hint: str = "", torn: bool = False, code: str = "bad-input") -> list[tuple[int, dict]]:
+def read(
+    path: Path, hint: str = "", torn: bool = False, code: str = "bad-input", names: Collection[str] | None = None
+) -> list[tuple[int, dict]]:
     """(line number, object) of each line. Only "\\n" ends a line. Blank lines are skipped but counted.
 
     hint: text that follows the message about a line that is not JSON. torn: ignore a last line without an end, which
-    a crash has cut off. Raises BadInput, which names the first five bad lines.
+    a crash has cut off. names: the values to keep, None keeps all; only one line at a time is in memory whole. Raises
+    BadInput, which names the first five bad lines.
     """
     if not path.is_file():
         raise BadInput(f"{path}: file not found")
-    # str.splitlines would also split at characters that may stand inside of a JSON text, such as U+2028.
-    lines = path.read_bytes().split(b"\n")
-    if torn:
-        lines.pop()
     rows = []
     errors = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_text(line)
-        except ValueError as error:
-            errors.append(f"{path}:{number}: {error}{hint}")
-            continue
-        if not isinstance(row, dict):
-            errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
-        rows.append((number, row))
+    # In binary mode, because a text file would also split at a lone carriage return.
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip() or (torn and not line.endswith(b"\n")):
+                continue
+            try:
+                row = parse_text(line.removesuffix(b"\n"))
+            except ValueError as error:
+                errors.append(f"{path}:{number}: {error}{hint}")
+                continue
+            if not isinstance(row, dict):
+                errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
+            elif names is not None:
+                row = {name: row[name] for name in names if name in row}
+            rows.append((number, row))
     refuse_all(errors, code)
     return rows
 

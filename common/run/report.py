@@ -25,6 +25,18 @@ from common.run.response_table import shortened
 SHOWN_GROUPS = 4
 SHOWN_RESPONSES = 4
 SHOWN_EXAMPLES = 8  # of each kind of problem
+SHOWN_VALUES = (  # of rollouts/; those of each token would need too much memory beside a run
+    "index",
+    "prompt",
+    "response",
+    "answer",
+    "score",
+    "acc",
+    "extracted",
+    "info",
+    "advantage",
+    "finish_reason",
+)
 LONGEST_TEXT = 4000  # characters of a prompt or a response
 KINDS = {  # kind of outcomes.Change -> (title, what it means)
     "kept": ("still solved", "solved before and after"),
@@ -51,7 +63,7 @@ def write(run_dir: Path) -> Path:
         evaluated = {}
         unreadable.append(str(error))
     try:
-        rollouts = traces.read(traces.find(run_dir)) if traces.saved(run_dir) else []
+        rollouts = traces.read(traces.find(run_dir), SHOWN_VALUES) if traces.saved(run_dir) else []
         shown = responses(rollouts)
     except BadInput as error:
         shown = ""

@@ -4,7 +4,7 @@ People look at them with scripts/view_rollouts.py; scripts/replay.py computes th
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -167,13 +167,16 @@ def find(run_dir: Path, step: int = 0) -> Path:
     return files[step or max(files)]
 
 
-def read(path: Path) -> list[dict]:
-    """The rows of a file that write() wrote. Raises BadInput."""
-    rows = json_lines.read(path, hint="; was the run stopped while writing?")
+def read(path: Path, names: Collection[str] = ()) -> list[dict]:
+    """The rows of a file that write() wrote. names: the values to keep; () keeps all. Raises BadInput.
+
+    A step of long responses has gigabytes, and as Python objects the values of its tokens take four times as much.
+    """
+    rows = json_lines.read(path, hint="; was the run stopped while writing?", names=names or None)
     if not rows:
         raise BadInput(f"{path}: holds no responses")
     for number, row in rows:
-        if missing := [key for key in KEYS if key not in row]:
+        if missing := [key for key in names or KEYS if key not in row]:
             raise BadInput(f"{path}:{number}: missing key {missing[0]!r}; it is not a file of this version")
     return [row for _, row in rows]
 

@@ -92,6 +92,13 @@ def test_a_file_has_everything(run):
     assert "baseline_response_ids" not in second
 
 
+def test_values_that_nobody_asked_for_are_not_kept(run):
+    (path,) = traces.saved(run).values()
+    assert traces.read(path, ("index", "score"))[2] == {"index": 1, "score": 0.25}
+    with pytest.raises(errors.BadInput, match="missing key 'nothing'"):
+        traces.read(path, ("nothing",))
+
+
 def test_responses_are_gathered_a_prompt_at_a_time(world, monkeypatch):
     """All tokens of all ranks at once would be gigabytes on rank 0."""
     gathered = []
