@@ -18,6 +18,9 @@ The trainer never assembles a full copy of the model. In addition to the shards,
 on a GPU (see gather_ahead), and with LoRA the terms of the sum. The largest parameter is often a layer's experts. With
 servers, rank 0 also holds the tensors that it collects for one message, up to some 256 MiB, and packed copies of them.
 
+vLLM first collects a layer's tensors and makes a second copy of the layer. So for a moment it holds its largest layer,
+often one with experts, twice more.
+
 What we rely on:
 - Every rank walks through the same parameters in the same order. Gathering would hang otherwise.
 - Each parameter can be renamed on its own. It may become several tensors of the files. Two parameters that are parts of
@@ -64,8 +67,8 @@ class FullParameters:
         self.dtype = dtype
         self.saved_names = saved_names
         self.on_gpu = device_type(next(policy.parameters())) == "cuda"
-        # The optimizer's kernels are queued here. It isn't always the default stream: vLLM gives a thread that asks it
-        # for its current stream another one for good.
+        # The optimizer's kernels are queued on this stream. It is not always the default one: once vLLM's
+        # current_stream() has been called in a thread, that thread stays on another stream.
         self.trainer_stream = torch.cuda.current_stream() if self.on_gpu else None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
                                  reply: turns.Reply or None; what an environment answers to a turn
     load_weights(named_tensors)  take the trainer's weights, full tensors; weight_sync.push calls it
     sleep()                      free memory until the next call: on a GPU weights and KV cache until load_weights, on a
-                                 CPU vLLM's KV cache
+                                 CPU vLLM's KV cache (HFEngine frees nothing)
     shutdown()                   call it before the process group is destroyed
 
 and these attributes:
@@ -68,16 +68,20 @@ def check_family(backend: str, model_path: str) -> None:
 
 
 def check_servers(backend: str, model_path: str, max_model_len: int, dtype: torch.dtype, layout: Layout) -> None:
-    """Refuse SGLang servers that could not sample for this trainer.
+    """Refuse servers of the user that could not sample for this trainer.
 
-    vLLM's are not asked: a wrong model shows at the first push, a length that is too short at the first long prompt,
-    and another dtype in the metrics mismatch/ alone.
     Raises BadInput, on the rank of each node that prints errors. max_model_len, dtype: as for start().
     """
-    if backend == "sglang" and os.environ.get("LOCAL_RANK", "0") == "0":
+    if not layout.rollout_urls or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if backend == "sglang":
         from common.rollout.servers import sglang_api
 
         sglang_api.check_servers(layout.rollout_urls, model_path, max_model_len, dtype)
+    else:
+        from common.rollout.servers import vllm_api
+
+        vllm_api.check_servers(layout.rollout_urls, max_model_len, dtype)
 
 
 def start(

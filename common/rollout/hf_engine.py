@@ -165,7 +165,7 @@ class HFEngine:
         self.weight_version += 1
 
     def sleep(self) -> None:
-        """This engine keeps no cache between calls."""
+        """Frees nothing: it keeps no cache, and its weights stay on the device."""
 
     def shutdown(self) -> None:
         """This engine owns no process and no process group."""

@@ -23,7 +23,7 @@ CPU_BLOCK_TOKENS = 32  # tokens in a block of a CPU's KV cache: the fewest that 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that one engine is asked for: vLLM in this process, or a server."""
+    """What one engine is configured with: vLLM in this process, or a server."""
 
     backend: str = "vllm"  # or "sglang", which has servers only
     model_path: str  # local folder or Hub name
@@ -233,7 +233,8 @@ class VLLMEngine:
             self.llm.wake_up(tags=["kv_cache"])
         self.asleep = False
         # The old weights computed the keys and values in the caches, and the vectors of images.
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("a request still holds keys and values of the old weights")
         if self.never:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()

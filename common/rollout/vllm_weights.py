@@ -75,7 +75,7 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
             return
-        if self.model_config.hf_config.tie_word_embeddings:
+        if self.is_tied():
             # The reload packs the embedding anew, but the head that shares it keeps its old packed copy. Without this
             # line log-probs are off by 8e-2 after the first update and by 2e-1 after the third, and nothing fails.
             self.head.quant_method.process_weights_after_loading(self.head)
@@ -89,6 +89,12 @@ class InProcessTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUp
             unpacked = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
             if unpacked is not None and hasattr(layer, "conv_weights"):
                 layer.conv_weights.copy_(unpacked)
+
+    def is_tied(self) -> bool:
+        """Whether the head may share the embedding's weight."""
+        config = self.model_config
+        # A tied model's files may hold the head as well. vLLM then says "untied", and ties it after loading.
+        return getattr(config.hf_config, "tie_word_embeddings", False) or config.word_embeddings_untied_by_checkpoint
 
     def shutdown(self) -> None:
         """There is no connection to close."""

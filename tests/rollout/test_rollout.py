@@ -3,13 +3,17 @@
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import save_model
+from conftest import ROOT, launch, save_model
 from fake_vllm import VLLM, fake_engine
+from helpers import gaps_of
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from common.data import arithmetic
@@ -248,6 +252,53 @@ def test_a_cpus_bfloat16_head_gives_float32_logits():
         method.process_weights_after_loading(layer)
         exact = x.double() @ layer.weight.double().t()
         assert exact.abs().max() > 20 and (method.apply(layer, x) - exact).abs().max() <= 1e-4
+
+
+def test_an_update_refreshes_a_head_that_vllm_has_tied_after_loading(monkeypatch):
+    """A tied model's files may hold the head as well. vLLM then calls it untied, and the trainer sends it once."""
+    from common.rollout import vllm_weights
+
+    monkeypatch.setattr(vllm_weights, "finalize_layerwise_reload", lambda *given: None)
+
+    def push(tied: bool, tied_later: bool) -> bool:
+        """Whether the head's own copy is that of the new weight."""
+        head = torch.nn.Module()
+        head.weight = torch.nn.Parameter(torch.zeros(4, 2).bfloat16(), requires_grad=False)
+        head.quant_method = vllm_weights.Float32Head()
+        head.quant_method.process_weights_after_loading(head)
+        transfer = object.__new__(vllm_weights.InProcessTransfer)
+        transfer.device, transfer.model, transfer.head = torch.device("cpu"), torch.nn.Module(), head
+        config = SimpleNamespace(tie_word_embeddings=tied)
+        transfer.model_config = SimpleNamespace(hf_config=config, word_embeddings_untied_by_checkpoint=tied_later)
+        head.weight.fill_(1.0)  # the embedding has this tensor, too
+        transfer.finish_weight_update()
+        return torch.equal(head.float32_weight, head.weight.float())
+
+    assert push(True, False) and push(False, True)
+    assert not push(False, False), "the head was sent, and vLLM has finished it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_the_engine_follows_a_tied_model_whose_files_hold_the_head_too(models, tmp_path, dtype, bound):
+    """A head that kept old weights would be off by 0.1 or more."""
+    folder = shutil.copytree(models["tied"], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    result = launch(ROOT / "tests/workers/sync.py", folder, 1, "vllm", dtype, 0)
+    measured = gaps_of(result.stdout)
+    assert len(measured) == 6 and max(measured) <= bound, measured
+
+
+def test_an_update_may_not_leave_keys_and_values_of_the_old_weights(world):
+    engine = fake_engine(world)
+    engine.asleep = False
+    engine.llm = mock.Mock()
+    engine.llm.reset_prefix_cache.return_value = False
+    with pytest.raises(RuntimeError, match="keys and values of the old weights"):
+        engine.load_weights([])
+    assert engine.weight_version == 0
 
 
 def test_a_cpu_engines_kv_cache_holds_every_response_at_its_longest():

@@ -87,8 +87,11 @@ class Server:
 class Control(vllm_api.Control):
     """Every route is an event. A part of the weights is read at once, because the sender removes its file."""
 
-    def check(self) -> None:
-        self.servers.happen("check")
+    def check(self, used: bool) -> None:
+        self.servers.happen("check used servers" if used else "check")
+
+    def tell_each(self, route: str) -> None:
+        self.servers.events.append(f"tell {route}")
 
     def request(self, method: str, path: str, bodies=None) -> list[bytes]:
         if path == vllm_api.EMPTY_CACHE:
@@ -271,11 +274,15 @@ def test_servers_that_are_not_restarted(world, fake, layout, message):
 
 def test_servers_of_others_are_left_as_they_were(world, fake):
     made = make(world, Layout("split", rollout_urls=("http://theirs",)))
+    assert fake.events == ["check used servers"]
     fake.losses["update_weights"] = (1, 1)
     fake.events.clear()
     with pytest.raises(RunFailed, match="is gone"):
         made.load_weights(Weights(fake.events))
-    assert [event for event in fake.events if event not in TENSORS][-1] == "update_weights"
+    assert [event for event in fake.events if event not in TENSORS][-2:] == [
+        "update_weights",
+        "tell /finish_weight_update",
+    ], "they would refuse the updates of the next run"
     assert fake.started == 0 and not any(event.startswith("stop") for event in fake.events)
 
 

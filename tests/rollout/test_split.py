@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
+from unittest import mock
 
 import httpx
 import psutil
@@ -19,17 +22,20 @@ import pytest
 import torch
 from conftest import ARITHMETIC, CORES, ROOT, launch
 from helpers import gaps_of
+from pydantic import TypeAdapter
 
 from common.data import arithmetic
 from common.data.prompts import PromptLoader, TrainSource, load
 from common.data.tokenizer import load_tokenizer
-from common.errors import RunFailed
-from common.placement import TORCHRUN_VARIABLES, Layout
+from common.errors import BadInput, RunFailed
+from common.placement import COLLECTIVE_TIMEOUT_SECONDS, TORCHRUN_VARIABLES, Layout
 from common.preflight.folders import complete, step_of
-from common.rollout.servers import client, process, vllm_api
+from common.rollout import engines
+from common.rollout.servers import client, process, vllm_api, weights
 from common.rollout.servers.vllm_api import Control
 from common.rollout.servers.weights import cut
 from common.rollout.vllm_engine import EngineConfig
+from common.weight_sync import TensorInfo
 
 GRPO = ROOT / "algos/grpo.py"
 BEHIND = ROOT / "tests/workers/behind.py"
@@ -253,7 +259,8 @@ def test_a_server_that_is_not_there_is_named():
         control.check()
 
 
-FRESH = ("/update_weight_version", "/resume", "/reset_prefix_cache")  # routes that make a used server as a new one
+# Routes that make a used server as a new one.
+FRESH = ("/update_weight_version", "/finish_weight_update", "/resume", "/reset_prefix_cache")
 UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 WEIGHTS = [("weight", torch.ones(2))]
 
@@ -305,12 +312,120 @@ def test_an_update_ends_with_an_empty_prefix_cache(scripted):
     assert reset.endswith("/reset_prefix_cache?reset_running_requests=true")
 
 
-def test_a_server_that_another_run_has_used_is_as_a_new_one(scripted):
+# What vLLM 0.32 answers with status 500. With several workers their executor adds words of its own.
+NO_UPDATE = "Call to collective_rpc method failed: finish_weight_update called without a matching start_weight_update."
+NO_TRANSFER = (
+    "Call to collective_rpc method failed: Worker failed with error 'Weight transfer not configured. Please set "
+    "weight_transfer_config to enable weight transfer.', please check the stack trace above for the root cause"
+)
+
+
+@pytest.mark.parametrize("reply", [(200, {}), (500, {"error": {"message": NO_UPDATE}})], ids=["open update", "none"])
+def test_a_server_that_another_run_has_used_is_as_a_new_one(scripted, reply):
     """That run may have ended during an update, and its cache has keys and values of other weights."""
+    replies = dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, {"world_size": 1})}
+    transport = scripted(replies | {"/finish_weight_update": reply})
+    Control(["http://a", "http://b"]).check()
+    for url in ("http://a/", "http://b/"):
+        asked = [each.removeprefix(url) for each, _ in transport.asked if each.startswith(url)]
+        assert asked.index("finish_weight_update") < asked.index("resume")
+        assert "reset_prefix_cache?reset_running_requests=true" in asked
+    assert not any(body for url, body in transport.asked if url.endswith("finish_weight_update")), "it names no version"
+
+
+def test_a_new_server_is_not_asked_for_an_error(scripted):
+    """It would print it, and last_words() would take it for the cause of a later end."""
     transport = scripted(dict.fromkeys(FRESH, (200, {})) | {"/get_world_size": (200, {"world_size": 1})})
-    Control(["http://a"]).check()
-    asked = [url.removeprefix("http://a/") for url, _ in transport.asked]
-    assert "resume" in asked and "reset_prefix_cache?reset_running_requests=true" in asked
+    Control(["http://a"]).check(used=False)
+    assert "http://a/finish_weight_update" not in [url for url, _ in transport.asked]
+
+
+@pytest.mark.parametrize(
+    "said, shown",
+    [
+        (NO_TRANSFER, "http://b takes no weights: start it with scripts/serve_rollout.sh, or with --weight-transfer"),
+        ("Call to collective_rpc method failed: out of luck", "http://b refused /finish_weight_update .*out of luck"),
+    ],
+)
+def test_a_server_that_takes_no_weights_says_so_at_once(monkeypatch, said, shown):
+    """Over NCCL the trainer would wait for it for 300 s, and then blame another rank."""
+    asked = []
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path != "/finish_weight_update":
+            return httpx.Response(200, json={})
+        said_here = said if request.url.host == "b" else NO_UPDATE
+        return httpx.Response(500, json={"error": {"message": said_here}})
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    monkeypatch.setattr(client, "healthy", lambda url, route: True)
+    with pytest.raises(RunFailed, match=shown) as failed:
+        Control(["http://a", "http://b"]).check()
+    assert failed.value.code == "server-refused" and "/resume" not in asked
+
+
+def server_info(**changes) -> dict:
+    """What vLLM 0.32 says about itself, of the fields that are read."""
+    model = {"dtype": "torch.bfloat16", "max_model_len": 112, "logprobs_mode": "processed_logprobs", "seed": 0}
+    transfer = {"backend": "nccl" if torch.cuda.is_available() else "shared_memory"}
+    model |= {name: value for name, value in changes.items() if name in model}
+    settings = {"model_config": model, "weight_transfer_config": changes.get("transfer", transfer)}
+    return {"vllm_config": settings, "vllm_env": {}, "system_env": {}}
+
+
+def check_served(urls: tuple[str, ...] = ("http://a/",)) -> None:
+    engines.check_servers("vllm", "model", 112, torch.bfloat16, Layout("split", rollout_urls=urls))
+
+
+def test_a_server_that_samples_as_the_trainer_computes_is_taken(scripted):
+    transport = scripted({"/server_info": (200, server_info())})
+    check_served(("http://a/", "http://b"))
+    assert {url for url, _ in transport.asked} == {
+        "http://a/server_info?config_format=json",
+        "http://b/server_info?config_format=json",
+    }
+    check_served(())  # the run starts its own
+    scripted({"/server_info": (200, server_info(max_model_len=4096))})
+    check_served()
+
+
+@pytest.mark.parametrize(
+    "change, flag",
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"dtype": "torch.float16"}, "--dtype bfloat16"),
+        ({"max_model_len": 111}, "--max-model-len 112"),
+        ({"transfer": None}, "--weight-transfer-config"),
+        ({"transfer": {"backend": "ipc"}}, "--weight-transfer-config"),
+    ],
+)
+def test_a_server_with_other_settings_is_refused_before_anything_is_loaded(scripted, change, flag):
+    """With vLLM's default logprobs_mode the rollout's log-probs would be wrong at every temperature but 1."""
+    scripted({"/server_info": (200, server_info(**change))})
+    with pytest.raises(BadInput, match=f"--rollout-urls http://a: .*{flag}"):
+        check_served()
+
+
+def test_vllm_has_the_settings_that_its_servers_are_asked_for(models):
+    from vllm.config import ModelConfig, VllmConfig, WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=models["tied"], skip_tokenizer_init=True, max_model_len=64).create_model_config()
+    shown = TypeAdapter(ModelConfig).dump_python(config, mode="json", fallback=str)  # as /server_info
+    read = vllm_api.ModelConfig.model_validate_json(json.dumps(shown), strict=True)
+    assert read.dtype.startswith("torch.") and read.max_model_len == 64 and read.logprobs_mode == "raw_logprobs"
+    for ours, theirs in ((vllm_api.VllmConfig, VllmConfig), (vllm_api.WeightTransferConfig, WeightTransferConfig)):
+        names = {field.alias or name for name, field in ours.model_fields.items()}
+        assert names <= {field.name for field in dataclasses.fields(theirs)}
+
+
+@pytest.mark.parametrize("reply, shown", [((404, {}), r"serve_rollout\.sh"), ((200, {}), "unlike vLLM")])
+def test_a_server_that_says_nothing_of_itself_is_refused(scripted, reply, shown):
+    """It has this route if it has those for weights."""
+    scripted({"/server_info": reply})
+    with pytest.raises(BadInput, match=f"--rollout-urls: .*http://a .*{shown}"):
+        check_served()
 
 
 @pytest.mark.parametrize("updates", ["recompute", "keep"])
@@ -348,7 +463,212 @@ def test_after_a_failed_update_each_server_goes_on_that_is_there(lost_in, monkey
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", at_once)
     with pytest.raises(RunFailed, match="http://a"):
         Control(["http://a", "http://b"], "recompute").send(WEIGHTS, 3, torch.device("cpu"))
+    if lost_in == "/pause":
+        assert "/finish_weight_update" not in asked
+    else:
+        assert asked[-2] == "/finish_weight_update", "the server would refuse every later update"
     assert asked[-1] == "/resume"
+
+
+class Group:
+    """A group over NCCL that has lost a server: a broadcast does not end until the group is aborted."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+        self.broadcasts = 0
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        assert not self.aborted.is_set(), "NCCL may have freed it"
+        self.broadcasts += 1
+        if not self.aborted.wait(30):
+            raise AssertionError("the trainer waits for the server")
+
+    def destroy(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def over_nccl(monkeypatch, scripted):
+    """A Control with vLLM's own sender, whose group is played, and the seconds that requests for weights may take."""
+    import vllm.distributed.weight_transfer.nccl_engine as nccl
+
+    def produce(iterator, group: Group, **settings) -> None:
+        for _, tensor in iterator:
+            group.broadcast(tensor)
+
+    def make_sender(source, control):
+        sender = nccl.NCCLTrainerWeightTransferEngine(client=control, source=source)
+        sender.model_update_group = Group()
+        return sender
+
+    monkeypatch.setattr(nccl, "packed_nccl_broadcast_producer", produce)
+    monkeypatch.setattr(vllm_api, "nccl_sender", make_sender)
+    monkeypatch.setattr(httpx, "post", lambda url, **given: None)
+    patience, timeout = {}, httpx.Timeout
+
+    def note(seconds: float, **given) -> httpx.Timeout:
+        patience[len(patience)] = seconds
+        return timeout(seconds, **given)
+
+    monkeypatch.setattr(httpx, "Timeout", note)
+    scripted({"/start_weight_update": (200, {}), "/update_weights": (500, {"error": "it has lost its engine"})})
+    return Control(["http://a"]), patience
+
+
+class Source:
+    """Stands for SingleIteration."""
+
+    def __init__(self):
+        self.pairs = iter([("a", torch.ones(2)), ("b", torch.ones(2))])
+
+    def metadata(self) -> list[TensorInfo]:
+        return [TensorInfo(name, torch.float32, (2,)) for name in "ab"]
+
+    def __iter__(self):
+        return self.pairs
+
+
+def test_a_server_that_is_lost_in_a_broadcast_does_not_keep_the_trainer_waiting(over_nccl):
+    control, patience = over_nccl
+    source = Source()
+    with pytest.raises(RunFailed, match="http://a refused /update_weights .*lost its engine"):
+        control.send(source, 1, torch.device("cuda"))
+    group = control.sender.model_update_group
+    assert group.aborted.is_set() and group.broadcasts <= 1
+    assert list(patience.values()) == [client.UPDATE_SECONDS, COLLECTIVE_TIMEOUT_SECONDS]
+    assert len(list(source)) in (0, 1, 2), "the trainer gathers what is left"
+
+
+def test_an_error_of_nccl_names_the_server_that_is_lost(over_nccl, monkeypatch):
+    control, _ = over_nccl
+
+    def fail(self, tensor) -> None:
+        self.aborted.wait(30)
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    monkeypatch.setattr(Group, "broadcast", fail)
+    with pytest.raises(RunFailed, match="http://a refused /update_weights"):
+        control.send(Source(), 1, torch.device("cuda"))
+
+
+def test_an_error_of_the_trainer_amid_a_broadcast_stays_what_it_is(over_nccl, monkeypatch):
+    control, _ = over_nccl
+    monkeypatch.setattr(vllm_api, "LOSS_SECONDS", 0.1)
+    monkeypatch.setattr(Control, "request", lambda self, *given, **named: [])
+    monkeypatch.setattr(Group, "broadcast", lambda self, tensor: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        control.send(Source(), 1, torch.device("cuda"))
+
+
+def test_a_run_that_ends_leaves_the_group_with_the_users_servers(monkeypatch):
+    """Both ends hold its memory, and the next run makes another one."""
+    asked = []
+    monkeypatch.setattr(httpx, "post", lambda url, **given: asked.append(url))
+    Control(["http://a"]).leave()
+    assert asked == [], "without a GPU there is no group"
+    sender = mock.Mock()
+    Control(["http://a", "http://b"], sender=sender).leave()
+    assert asked == [f"http://{host}/shutdown_weight_transfer_engine" for host in "ab"]
+    sender.shutdown.assert_called_once_with()
+
+
+def test_a_local_server_is_not_asked_through_the_proxy_of_a_remote_one(monkeypatch):
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def ask(urls: list[str], url: str) -> int:
+        async with client.connect(urls) as http:
+            return (await http.get(url)).status_code
+
+    async def answer(reader, writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        local = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await ask([local], local) == 200
+        assert await ask([local, "http://[::1]:7", "http://remote.invalid"], local) == 200
+        with pytest.raises(httpx.ConnectError) as failed:
+            await ask([local, "http://remote.invalid"], "http://remote.invalid")
+        assert "All connection attempts failed" in str(failed.value), "the proxy finds its address"
+
+    asyncio.run(play())
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    """process.start() with processes that only sleep."""
+    popen = subprocess.Popen
+    sleep = lambda command, **given: popen(["sleep", "60"], **given)
+    monkeypatch.setattr(process.subprocess, "Popen", sleep)
+    monkeypatch.setattr(process.Server, "wait_until_ready", lambda self: None)
+    monkeypatch.setattr(process, "command", lambda config, port: [])
+    config = SimpleNamespace(layout=Layout("split", (CORE,)), tensor_parallel=1)
+    servers = process.start(config)
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+def test_no_other_run_takes_the_port_of_a_server_that_is_starting(starting):
+    """That server would seem to be ours. Ours listens beside the socket that holds its port."""
+    (server,) = starting
+    port = httpx.URL(server.url).port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
+        own.bind(("127.0.0.1", port))
+        own.listen()
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            own.accept()[0].close()
+    server.stop()
+    server.stop()
+    assert server.port.fileno() == -1, "it is free again"
+
+
+def test_the_last_words_of_a_server_that_has_said_much(starting):
+    (server,) = starting
+    server.log.write(b"OldError: before\n" + b"a step\n" * 2**18)
+    server.log.write(b"ValueError: the cause\nRuntimeError: what follows from it\n")
+    server.log.flush()
+    assert server.last_words() == "ValueError: the cause"
+
+
+def test_weights_of_a_run_that_was_killed_are_removed(tmp_path):
+    """They would fill the machine's memory. Those of living runs stay, also of runs in another container."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, used, living, foreign = (
+        tmp_path / f"weights-{ended.pid}-left",
+        tmp_path / f"weights-{ended.pid}-used",
+        tmp_path / f"weights-{os.getpid()}-living",
+        tmp_path / "weights-of-mine",
+    )
+    for folder in (left, used, living, foreign):
+        folder.mkdir()
+        (folder / "part.safetensors").write_bytes(b"weights")
+    (tmp_path / f"weights-{ended.pid}-link").symlink_to(foreign)
+    with weights.locked(used):
+        weights.remove_left_behind(tmp_path)
+    assert not left.exists()
+    assert all((folder / "part.safetensors").exists() for folder in (used, living, foreign))
+
+
+def test_weights_lie_in_a_folder_that_names_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights.os, "access", lambda *given: False)  # a container without /dev/shm
+    monkeypatch.setattr(weights.tempfile, "gettempdir", lambda: str(tmp_path))
+    with weights.shared_folder() as folder:
+        name = weights.FOLDER.fullmatch(os.path.basename(folder))
+        assert int(name[1]) == os.getpid()
+        with pytest.raises(BlockingIOError), weights.locked(folder):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_without_the_routes_is_explained(scripted):

@@ -43,7 +43,7 @@ class Control:
             pass
 
     def __getattr__(self, route: str):
-        return lambda *args: None
+        return lambda *args, **named: None
 
 
 async def ask_all(requests: list, versions, done, follow, api, salted: bool) -> list:

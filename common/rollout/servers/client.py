@@ -22,14 +22,14 @@ from common.rollout.servers.process import ANSWER_SECONDS, healthy, is_local
 from common.rollout.servers.weights import SingleIteration
 from common.rollout.turns import REPLIES_AT_ONCE
 
-UPDATE_SECONDS = 300.0  # for one part of a weight update
+UPDATE_SECONDS = 300.0  # for one request of a weight update; over NCCL one request takes all weights, and has longer
 # Three failed checks in a row mean that a server hangs. So that is found within 3 * (this + its api's HEALTH_SECONDS).
 HEALTH_EVERY_SECONDS = 4.0
 CONNECTIONS = 256  # open at once on a rank; further requests of a large step wait for one
 # vLLM closes a connection that is idle for 5 s, perhaps while the next request is on its way. So we close it earlier.
 IDLE_SECONDS = 1.0
 
-Reply = TypeVar("Reply", bound=BaseModel)
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class VersionSpan(BaseModel):
@@ -83,7 +83,7 @@ def check_whole(choice: Choice, index: int) -> None:
 def named_errors(url: str, path: str, name: str, health: str = "/health") -> Iterator[None]:
     """Turn a failed request or an unreadable reply into a RunFailed that names the server.
 
-    name: its api's NAME. health: route that it answers now, if its engine lives.
+    name: the NAME of the server's api. health: a route that the server answers as long as its engine lives.
     """
     try:
         yield
@@ -121,8 +121,8 @@ async def ask_all(
 
     versions(): numbers of the weights that the servers may have now, several during an update. done is called as soon
     as a request, or its whole conversation, has ended. follow(i, response) gives the body that continues conversation
-    i; None ends it. Worker threads call it. salted: no response reads a prompt from the cache that older weights have
-    computed.
+    i; None ends it. Worker threads call it. salted: a request that is sent after an update reads nothing that was
+    cached before it. One that waits at the server during the update may.
     """
     urls = {url for url, _ in requests}
     threads = ThreadPoolExecutor(REPLIES_AT_ONCE, "environment")
@@ -164,7 +164,10 @@ async def ask_all(
 def connect(urls: Iterable[str], **settings) -> httpx.AsyncClient:
     """A client for these servers. Certificates, which take longer to load than a request on a LAN, only for https."""
     encrypted = any(url.startswith("https:") for url in urls)
-    return httpx.AsyncClient(verify=encrypted, trust_env=not all(map(is_local, urls)), **settings)
+    remote = [url for url in urls if not is_local(url)]
+    # A proxy that the environment names is asked for remote servers only. None: without a proxy.
+    direct = {f"all://{httpx.URL(url).netloc.decode()}": None for url in urls if is_local(url)}
+    return httpx.AsyncClient(verify=encrypted, trust_env=bool(remote), mounts=direct, **settings)
 
 
 async def watched(watches: list[Coroutine], requests: list[Coroutine]) -> list:
@@ -239,11 +242,13 @@ class Control:
     health_seconds: ClassVar[float]  # how long the answer may take
     urls: list[str]
     inflight_updates: str = "none"  # as in placement.Layout
-    patience: float = UPDATE_SECONDS  # how long a request may wait for data
+    patience: float = UPDATE_SECONDS  # how long a request may wait for data, if it says nothing else
     workers: list[int] = field(default_factory=list)  # number of workers of each server, which check() finds out
 
-    def check(self) -> None:
-        """Find out whether all servers have the routes, and make them forget an earlier run."""
+    def check(self, used: bool = True) -> None:
+        """Find out whether all servers have the routes. used: make them forget an earlier run, which may have used
+        them. The run's own servers are new.
+        """
         raise NotImplementedError
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
@@ -265,13 +270,18 @@ class Control:
         """The run is over, and the servers may go on."""
         raise NotImplementedError
 
-    def request(self, method: str, path: str, bodies: list[dict] | dict | None = None) -> list[bytes]:
-        """Send a request to every server and return what they reply. bodies: one for each server, or one for all."""
+    def request(
+        self, method: str, path: str, bodies: list[dict] | dict | None = None, patience: float | None = None
+    ) -> list[bytes]:
+        """Send a request to every server and return what they reply.
+
+        bodies: one for each server, or one for all. patience: how long it may wait for data.
+        """
         if not isinstance(bodies, list):
             bodies = [bodies] * len(self.urls)
 
         async def send(url: str, body: dict | None) -> bytes:
-            timeout = httpx.Timeout(self.patience, connect=ANSWER_SECONDS)
+            timeout = httpx.Timeout(patience or self.patience, connect=ANSWER_SECONDS)
             async with connect([url], timeout=timeout) as http:
                 with named_errors(url, path, self.name, self.health):
                     reply = await http.request(method, url + path, json=body)
@@ -285,7 +295,7 @@ class Control:
 
         return asyncio.run(send_all())
 
-    def read(self, path: str, kind: type[Reply]) -> list[Reply]:
+    def read(self, path: str, kind: type[Answer]) -> list[Answer]:
         """What each server answers to GET."""
         answers = []
         for url, reply in zip(self.urls, self.request("GET", path)):

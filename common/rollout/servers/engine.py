@@ -78,7 +78,7 @@ class ServerEngine:
                     self.started = process.start(self.config)
                     urls = [server.url for server in self.started]
                 self.control = self.api.Control(urls, self.inflight_updates)
-                self.control.check()
+                self.control.check(used=not self.started)
         # Only rank 0 knows the ports of servers that it has started.
         message = [urls]
         dist.broadcast_object_list(message, src=0)
@@ -147,8 +147,9 @@ class ServerEngine:
         """client.ask_all(). Collective. Raises RunFailed on all ranks."""
         # Only with `keep` may the servers have keys and values of older weights in their caches.
         salted = self.inflight_updates == "keep"
-        # This call is over before it waits for those of other ranks. send_if_behind() waits for both: it would never
-        # find a rank without calls if a call that has ended counted until the others have.
+        # A call stops counting before it waits for the other ranks' calls. send_if_behind() needs a moment in which no
+        # rank counts one. With several steps in flight there would be none if a finished call counted until the slowest
+        # rank was done.
         with failing_together(self.group), self.calls.under_way():
             return asyncio.run(client.ask_all(requests, self.versions, done, follow, api=self.api, salted=salted))
 

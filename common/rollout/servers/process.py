@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,6 @@ from typing import BinaryIO
 
 import httpx
 import torch
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common.errors import RunFailed, say
 from common.placement import TORCHRUN_VARIABLES
@@ -59,6 +59,7 @@ class Server:
     url: str
     process: subprocess.Popen
     log: BinaryIO  # an unnamed file with everything that the server printed
+    port: socket.socket | None = None  # see hold_port()
 
     def wait_until_ready(self) -> None:
         """Raises RunFailed with the last words of a server that ends or does not answer within START_SECONDS."""
@@ -74,9 +75,11 @@ class Server:
             time.sleep(0.2)
 
     def last_words(self) -> str:
-        """The first line with an error, because the others follow from it. Without one, the last line of a MiB."""
+        """The last MiB's first line with an error, because the others follow from it. Without one, the last line."""
+        file = self.log.fileno()
+        start = max(0, os.fstat(file).st_size - 2**20)
         # seek() would move the place at which a server that still runs writes.
-        text = os.pread(self.log.fileno(), 2**20, 0).decode(errors="replace")
+        text = os.pread(file, 2**20, start).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error:" in line]
         if errors:
@@ -96,6 +99,20 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.stdin.close()
         self.log.close()
+        if self.port is not None:
+            self.port.close()
+
+
+def hold_port() -> socket.socket:
+    """A socket that is bound to a free port of the loopback. As long as it is open, no other run is given this port.
+
+    A server takes many seconds until it listens. If another run's server listened there first, it would pass for ours.
+    Ours may listen beside this socket, because both set SO_REUSEADDR and this one does not listen.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def start(config: EngineConfig) -> list[Server]:
@@ -107,7 +124,8 @@ def start(config: EngineConfig) -> list[Server]:
     devices = config.layout.rollout_devices
     servers = []
     for first in range(0, len(devices), config.tensor_parallel):
-        port = get_free_port()
+        held = hold_port()
+        port = held.getsockname()[1]
         names = ",".join(device_name(device) for device in devices[first : first + config.tensor_parallel])
         # vLLM would take torchrun's variables for its own.
         environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
@@ -127,7 +145,7 @@ def start(config: EngineConfig) -> list[Server]:
             stderr=log,
             start_new_session=True,  # a process group of its own, which stop() can end
         )
-        servers.append(Server(f"http://127.0.0.1:{port}", process, log))
+        servers.append(Server(f"http://127.0.0.1:{port}", process, log, held))
         atexit.register(servers[-1].stop)
     say(f"rollout: starting {len(servers)} vLLM server(s) on {devices}")
     for server in servers:

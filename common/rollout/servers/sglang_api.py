@@ -200,7 +200,7 @@ class Control(client.Control):
     group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # its own: servers may hold others
     comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
 
-    def check(self) -> None:
+    def check(self, used: bool = True) -> None:
         # An earlier run may have left the server amid a push: paused, with unfinished responses, in a session for
         # weights. Setting a version aborts the responses.
         self.request("POST", "/update_weight_version", {"new_version": "0"})

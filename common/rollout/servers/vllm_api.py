@@ -6,22 +6,36 @@ common/rollout/vllm_weights.py receives them there.
 
 import contextlib
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, Field, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
+from common.errors import BadInput, RunFailed
+from common.placement import COLLECTIVE_TIMEOUT_SECONDS
 from common.rollout.servers import client, weights
 from common.rollout.servers.client import VersionSpan
 from common.rollout.servers.process import is_local
 from common.rollout.servers.weights import SingleIteration
+from common.weight_sync import TensorInfo
 
 NAME = "vLLM"
 GENERATE = "/inference/v1/generate"
 HEALTH_SECONDS = 5.0  # its front end answers, whatever the engine computes
+INFO_SECONDS = 60.0  # what a server says about itself; the first time it runs programs such as pip and nvidia-smi
+# A request to a server that dies fails at once. Ranks that fail together should say so within errors.GIVE_UP_SECONDS.
+LOSS_SECONDS = 2.0
 EMPTY_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+START_UPDATE = "/start_weight_update"
+FINISH_UPDATE = "/finish_weight_update"
+LEAVE = "/shutdown_weight_transfer_engine"
+SERVER_INFO = "/server_info?config_format=json"
+# Parts of what a server answers to FINISH_UPDATE: no update is open; it was started without --weight-transfer-config.
+NO_UPDATE = "without a matching start_weight_update"
+NO_TRANSFER = "not configured"
 # vLLM reports -9999 for a log-prob that is not a number.
 LOWEST_LOGPROB = -9998.0
 
@@ -44,12 +58,31 @@ class Sampled(BaseModel):
     weight_versions: list[VersionSpan]
 
 
-class Reply(BaseModel):
+class Generated(BaseModel):
     choices: list[Sampled]
 
 
 class WorldSize(BaseModel):
     world_size: int
+
+
+class ModelConfig(BaseModel):
+    dtype: str
+    max_model_len: PositiveInt
+    logprobs_mode: str
+
+
+class WeightTransferConfig(BaseModel):
+    backend: str
+
+
+class VllmConfig(BaseModel):
+    model: ModelConfig = Field(alias="model_config")  # pydantic uses this name itself
+    weight_transfer_config: WeightTransferConfig | None
+
+
+class ServerInfo(BaseModel):
+    vllm_config: VllmConfig
 
 
 def request_body(ids: list[int], settings: dict, seed: int) -> dict:
@@ -60,7 +93,7 @@ def request_body(ids: list[int], settings: dict, seed: int) -> dict:
 
 def read_choices(reply: bytes, n: int) -> list[client.Choice]:
     """The n responses of a reply, in order. Raises ValueError if a response is missing or not whole."""
-    found = Reply.model_validate_json(reply, strict=True).choices
+    found = Generated.model_validate_json(reply, strict=True).choices
     if len(found) != n:
         raise ValueError(f"{len(found)} responses, {n} were requested")
     choices = []
@@ -71,6 +104,53 @@ def read_choices(reply: bytes, n: int) -> list[client.Choice]:
         client.check_whole(choice, sampled.index)
         choices.append(choice)
     return choices
+
+
+def check_servers(urls: tuple[str, ...], max_model_len: int, dtype: torch.dtype) -> None:
+    """Refuse the user's servers that cannot sample for this trainer, or take no weights from it. Raises BadInput.
+
+    max_model_len: tokens of the longest prompt and its response. dtype: the trainer's. Another model than the trainer's
+    shows at the first push.
+    """
+    control = Control([url.rstrip("/") for url in urls], patience=INFO_SECONDS)
+    try:
+        # A server has this route if it has those for weights.
+        infos = control.read(SERVER_INFO, ServerInfo)
+    except RunFailed as failed:
+        raise BadInput(f"--rollout-urls: {failed}", code=failed.code) from None
+    wanted = str(dtype).removeprefix("torch.")
+    backend = transfer_backend()
+    for url, info in zip(control.urls, infos):
+        model, transfer = info.vllm_config.model, info.vllm_config.weight_transfer_config
+        problems = []
+        served = model.dtype.removeprefix("torch.")
+        if served != wanted:
+            problems.append(f"it has {served} and the trainer {wanted}: start it with --dtype {wanted}")
+        if model.max_model_len < max_model_len:
+            problems.append(
+                f"its prompts and responses have up to {model.max_model_len} tokens together, and this run's up to "
+                f"{max_model_len}: start it with --max-model-len {max_model_len}"
+            )
+        if model.logprobs_mode != "processed_logprobs":
+            problems.append(
+                f"its log-probs are {model.logprobs_mode}, and the trainer's are those after the temperature: start it "
+                "with --logprobs-mode processed_logprobs"
+            )
+        if transfer is None or transfer.backend != backend:
+            problems.append(f"it takes no weights over {backend}: {start_with(backend)}")
+        if problems:
+            raise BadInput(f"--rollout-urls {url}: {'; '.join(problems)}")
+
+
+def transfer_backend() -> str:
+    """How this trainer sends weights, as vLLM calls it."""
+    return "nccl" if torch.cuda.is_available() else "shared_memory"
+
+
+def start_with(backend: str) -> str:
+    """What the user should do about a server that takes no weights."""
+    config = f'{{"backend": "{backend}"}}'
+    return f"start it with scripts/serve_rollout.sh, or with --weight-transfer-config '{config}'"
 
 
 @dataclass
@@ -86,14 +166,35 @@ class Control(client.Control):
     health_seconds = HEALTH_SECONDS
     version: str = "0"  # number of the weights that are being sent
     sender: object = None  # with GPUs: vLLM's sender over NCCL
+    lost: RunFailed | None = None  # why the update over NCCL cannot go on
+    answered: threading.Event = field(default_factory=threading.Event)  # the update's request over NCCL has ended
 
-    def check(self) -> None:
-        # Another run may have used the server. Then it has that run's version; it is paused, if the run ended during an
-        # update; and its cache has keys and values of other weights, perhaps under the same salts.
+    def check(self, used: bool = True) -> None:
+        # Another run may have used the server. Then it has that run's version; if the run ended during an update, it is
+        # paused and the update is still open; and its cache has keys and values of other weights, perhaps under the
+        # same salts.
         self.request("POST", "/update_weight_version", {"new_version": "0"})
+        if used:
+            # A new server has no update to end. It would print an error, and last_words() would quote that.
+            self.end_update()
         self.request("POST", "/resume")
         self.request("POST", EMPTY_CACHE)
         self.workers = [server.world_size for server in self.read("/get_world_size", WorldSize)]
+
+    def end_update(self) -> None:
+        """End an update that an earlier run has left open: the server would refuse every later one.
+
+        A server without one answers with an error. One that takes no weights at all says so, too. Raises RunFailed.
+        """
+        for url in self.urls:
+            try:
+                replace(self, urls=[url]).request("POST", FINISH_UPDATE)
+            except RunFailed as failed:
+                if NO_TRANSFER in str(failed):
+                    message = f"rollout server {url} takes no weights: {start_with(transfer_backend())}"
+                    raise RunFailed(message, code="server-refused") from None
+                if NO_UPDATE not in str(failed):
+                    raise
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
         """Give all servers the weights under this number: from a CPU in files, from a GPU over NCCL."""
@@ -101,27 +202,71 @@ class Control(client.Control):
         amid_responses = self.inflight_updates != "none"
         pause = self.paused("/pause?mode=keep&clear_cache=false", "/resume")
         with pause if amid_responses else contextlib.nullcontext():
-            if device.type == "cpu":
-                send_in_files(source, self)
-                return
+            try:
+                if device.type == "cpu":
+                    send_in_files(source, self)
+                else:
+                    self.send_over_nccl(source)
+            except RunFailed:
+                # The user's servers would refuse the updates of the next run.
+                self.tell_each(FINISH_UPDATE)
+                raise
+
+    def send_over_nccl(self, source: SingleIteration) -> None:
+        """Send the weights with vLLM's sender, which calls update_weights() in a thread of its own. Raises RunFailed
+        if a server is lost.
+        """
+        source = UntilLost(source, self)
+        try:
             if self.sender is None:
                 self.sender = nccl_sender(source, self)
             self.sender.source = source
             self.sender.send_weights()
+        except RunFailed:
+            raise
+        except (RuntimeError, OSError) as error:
+            # NCCL does not say which server it has lost. The request in the other thread does, perhaps a moment later.
+            self.answered.wait(LOSS_SECONDS)
+            if self.lost is None:
+                raise
+            raise self.lost from error
+
+    @contextlib.contextmanager
+    def beside_nccl(self) -> Iterator[None]:
+        """A request inside, in a thread of vLLM's sender. The other thread waits in NCCL for the same servers."""
+        self.answered.clear()
+        try:
+            yield
+        except RunFailed as failed:
+            self.lost = failed
+            raise
+        finally:
+            self.answered.set()
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         """Give each server's workers NCCL ranks of their own. vLLM's sender calls it, and knows one server only."""
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks()]
-        self.request("POST", "/init_weight_transfer_engine", bodies)
+        with self.beside_nccl():
+            self.request("POST", "/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        self.request("POST", "/start_weight_update")
+        self.request("POST", START_UPDATE)
 
     def update_weights(self, update_info: dict) -> None:
-        self.request("POST", "/update_weights", {"update_info": update_info})
+        body = {"update_info": update_info}
+        if self.sender is None:
+            self.request("POST", "/update_weights", body)
+            return
+        try:
+            with self.beside_nccl():
+                # One request takes all weights, and gathering them may take as long as any other collective.
+                self.request("POST", "/update_weights", body, patience=COLLECTIVE_TIMEOUT_SECONDS)
+        except RunFailed:
+            self.sender.model_update_group.destroy()  # aborts the broadcast, which would wait for the server
+            raise
 
     def finish_weight_update(self) -> None:
-        self.request("POST", "/finish_weight_update", {"weight_version": self.version})
+        self.request("POST", FINISH_UPDATE, {"weight_version": self.version})
         # The old weights computed the keys and values in this cache. What belongs to responses under way is computed
         # again when they go on.
         if self.inflight_updates != "keep":
@@ -135,7 +280,34 @@ class Control(client.Control):
             self.sender.shutdown()
 
     def leave(self) -> None:
-        """The next run gives the servers another NCCL group."""
+        """End the NCCL group with the servers, whose memory both ends hold. The next run makes another one."""
+        if self.sender is not None:
+            self.tell_each(LEAVE)
+            self.sender.shutdown()
+
+
+@dataclass
+class UntilLost:
+    """The weights to send over NCCL, until a server is lost: then iterating raises its error.
+
+    After an abort the group must not be used any more, and NCCL's threads may still be ending it.
+    """
+
+    source: SingleIteration
+    control: Control
+
+    def metadata(self) -> list[TensorInfo]:
+        return self.source.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self.source:
+            self.raise_if_lost()
+            yield pair
+        self.raise_if_lost()  # the sender still has tensors that it has collected
+
+    def raise_if_lost(self) -> None:
+        if self.control.lost is not None:
+            raise self.control.lost
 
 
 def send_in_files(source: Iterable[tuple[str, torch.Tensor]], control: Control) -> None:
@@ -150,7 +322,7 @@ def send_in_files(source: Iterable[tuple[str, torch.Tensor]], control: Control) 
     control.finish_weight_update()
 
 
-def nccl_sender(source: SingleIteration, control: Control):
+def nccl_sender(source: UntilLost, control: Control):
     """vLLM's own sender over NCCL, for rank 0, in one group with all workers of the servers."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
