@@ -55,7 +55,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip_high: PositiveFloat = 0.28  # The ratio is clipped at 1 + clip_high.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     clip_dual: PositiveFloat = 10.0  # The loss of a token with A < 0 is at most -A clip_dual.
-    overlong_cache: NonNegativeInt = 128  # Tokens before the limit, which cost more and more. 0: only the limit does.
+    overlong_cache: NonNegativeInt = 128
+    """The length penalty grows over the last N tokens before the limit. 0: only a response that is cut off costs."""
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.

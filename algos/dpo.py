@@ -159,7 +159,7 @@ def main(args: Args) -> None:
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
     # The reference is the policy before a checkpoint is loaded.
     reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
-    # also: what a resumed run must have, too, besides the prompts.
+    # also: a resumed run must find the same responses, not only the same prompts
     loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker

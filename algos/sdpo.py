@@ -262,6 +262,7 @@ def main(args: Args) -> None:
             settings.dtype,
             settings.compute,
             offload=args.offload != "none",  # both "others" and "all" offload it
+            moves=True,  # it follows the policy in float32; bfloat16 would round most of its small steps to nothing
         )
         trained["teacher"] = (teacher, None)  # it has no optimizer, but a checkpoint needs it
     if args.full_vocabulary:

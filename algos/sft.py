@@ -102,7 +102,7 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # also: what a resumed run must have, too, besides the prompts.
+    # also: a resumed run must find the same solutions, not only the same prompts
     loader = PromptLoader(prompts, args.seed, also=[prompt.solution for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker

@@ -1,6 +1,6 @@
 """The memory of a rank, computed before anything is loaded: what a run keeps there, and what that leaves.
 
-They are computed from the model's config.json, the flags and the size of the memory. While a rank trains, it holds
+Both follow from config.json, the flags and the size of the memory. While a rank trains, it holds
 
     states       float32 weights and Adam's two moments of trained models, weights of frozen ones, all sharded
     gradients    of the model that is being updated
@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
-from common.data.families import layer_configs, layer_kinds, without_weights
+from common.data.families import heads_of, layer_configs, layer_kinds, without_weights
 from common.data.tokenizer import image_tokens
 from common.errors import BadInput, say
 from common.placement import Layout, rank_memory
@@ -34,6 +34,7 @@ from common.trainer.attention import KERNEL_MAX_WIDTH
 from common.trainer.batching import Compute
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
 from common.trainer.model import GRADIENT_MEMORY_SHARE
+from common.trainer.parts import all_attentions, layers_of
 
 GIB = 2**30  # bytes
 FROZEN = ("reference", "teacher")  # models that are loaded from --model and that no gradient trains
@@ -41,14 +42,14 @@ FROZEN = ("reference", "teacher")  # models that are loaded from --model and tha
 # Bytes of a parameter.
 MASTER_BYTES = 12  # a trained one: float32 weight and Adam's two moments
 GRADIENT_BYTES = 4
-FROZEN_BYTES = 4
+FROZEN_BYTES = 4  # one of a trained model that is frozen itself, such as a vision tower's
 
 FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
 ENGINE_ASLEEP = 2 * GIB  # kept by a sleeping engine: CUDA graphs, libraries
 ENGINE_WORKSPACE = 4 * GIB  # needed by an engine besides weights and KV cache
 # Share of a rank's memory for the activations of a forward, on a CPU and in float32. On a CPU two trained models have
-# half of it.
-ACTIVATION_SHARE = 0.2
+# half of it. With it SmolLM2-135M gets the budgets that were measured on a CPU (docs/planning.md).
+ACTIVATION_SHARE = 0.18
 LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
 MIN_BUDGET_TOKENS = 1024
 MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
@@ -65,6 +66,25 @@ def text_config(model_path: str) -> PreTrainedConfig:
 def count_parameters(model_path: str) -> int:
     """Number of parameters of a causal language model, tied ones counted once."""
     return sum(parameter.numel() for parameter in without_weights(model_path).parameters())
+
+
+@lru_cache
+def unit_sizes(model_path: str) -> tuple[int, int]:
+    """Parameters of the largest decoder layer, and those outside all layers.
+
+    FSDP gathers each layer on its own, and all the rest together.
+    """
+    model = without_weights(model_path)
+    inside = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
+    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
+    return max(layers, default=0), rest
+
+
+@lru_cache
+def normalizes_heads(model_path: str) -> bool:
+    """Whether layers of attention normalize queries and keys (Qwen3, Gemma 3)."""
+    return any(hasattr(attention, "q_norm") for attention in all_attentions(without_weights(model_path)))
 
 
 @lru_cache
@@ -86,12 +106,15 @@ def trained_parameters(model_path: str, compute: Compute) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool) -> int:
+def activation_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, checkpointing: bool, normalized: bool = False
+) -> int:
     """Estimated bytes that one token of a forward keeps for the backward.
 
     With checkpointing, every layer keeps only its input, except for the one that is being computed again.
+    normalized: queries and keys are normalized.
     """
-    layers = [layer_bytes(layer, dtype) for layer in layer_configs(config)]
+    layers = [layer_bytes(layer, dtype, normalized) for layer in layer_configs(config)]
     kinds = layer_kinds(config) or [""] * len(layers)
     recurrence = state_bytes(config)
     layers = [size + recurrence * (kind in RECURRENT) for size, kind in zip(layers, kinds)]
@@ -100,9 +123,9 @@ def activation_bytes(config: PreTrainedConfig, dtype: torch.dtype, checkpointing
     return sum(layers)
 
 
-def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Estimated bytes that one token keeps in a layer of attention: 4 hidden sizes in float32 (norms and residuals), 5
-    hidden sizes and 4 feed-forward widths.
+def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype, normalized: bool) -> int:
+    """Estimated bytes that one token keeps in a layer of attention: 4 hidden sizes in float32 (norms and residuals),
+    queries, keys, values and outputs of all heads, and 4 feed-forward widths.
     """
     # GPT-2 names its width otherwise, and may leave it open.
     width = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
@@ -112,14 +135,23 @@ def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     experts = getattr(config, "num_experts_per_tok", None) or 0  # a token visits this many of them
     expert_width = getattr(config, "moe_intermediate_size", None) or width
     width = max(width, experts * expert_width)
-    return 4 * 4 * config.hidden_size + (5 * config.hidden_size + 4 * width) * dtype.itemsize
+
+    queries, keys = heads_of(config)
+    projected = 0  # width of queries and keys together. Outputs are as wide as queries, values as wide as keys.
+    if queries:
+        head = getattr(config, "head_dim", None) or config.hidden_size // queries  # heads may be wider than that
+        projected = (queries + keys) * head
+    size = 4 * 4 * config.hidden_size + (2 * projected + 4 * width) * dtype.itemsize
+    if normalized:
+        size += (4 + dtype.itemsize) * projected  # their norm keeps them in float32 and in the compute dtype
+    return size
 
 
 def state_bytes(config: PreTrainedConfig) -> int:
     """Estimated bytes that one token keeps in the recurrence of a layer, in transformers' own code in PyTorch: float32,
     and many times what attention keeps. 0 without gated DeltaNet or Mamba. Factors are fitted to what was counted.
 
-    Kernels on a GPU keep less. How much, nobody has measured: 4 vectors of each head are a guess.
+    Kernels on a GPU keep less. The 4 vectors per head assumed for them are a guess.
     """
 
     def given(*names: str) -> int:
@@ -182,7 +214,8 @@ class MemoryPlan:
     @property
     def token_bytes(self) -> int:
         """Bytes of activations of one token."""
-        return activation_bytes(text_config(self.model), self.dtype, self.compute.activation_checkpointing)
+        checkpointing = self.compute.activation_checkpointing
+        return activation_bytes(text_config(self.model), self.dtype, checkpointing, normalizes_heads(self.model))
 
     @property
     def engine(self) -> Literal["asleep", "copy", "elsewhere"]:
@@ -207,9 +240,13 @@ class MemoryPlan:
             trained += self.dtype.itemsize * self.parameters
         else:
             trained += FROZEN_BYTES * (self.parameters - self.trainable)  # such as a vision tower
-        frozen = 0 if adapts else FROZEN_BYTES * self.parameters
-        states = {name: frozen if name in FROZEN else trained for name in self.models}
-        return states | {name: FROZEN_BYTES * count_parameters(path) for name, path in self.others.items()}
+        states = dict.fromkeys(self.models, trained)
+        if "reference" in states:
+            states["reference"] = 0 if adapts else self.dtype.itemsize * self.parameters
+        # A teacher from --model follows the policy in float32 (SDPO).
+        if "teacher" in states:
+            states["teacher"] = FROZEN_BYTES * self.parameters
+        return states | {name: self.dtype.itemsize * count_parameters(path) for name, path in self.others.items()}
 
     @property
     def states(self) -> float:
@@ -224,15 +261,11 @@ class MemoryPlan:
 
     def update(self, tokens: float) -> float:
         """Most bytes of this rank in an update whose forwards have that many tokens."""
-        config = text_config(self.model)
-        embedding = config.vocab_size * config.hidden_size
-        ends = embedding if config.tie_word_embeddings else 2 * embedding  # gathered for the whole pass
-        layer = (self.parameters - ends) / config.num_hidden_layers
-
-        # FSDP gathers two layers at a time: one at work, and the next one ahead of it.
-        gathered = self.parameters if self.shards == 1 else ends + 2 * layer
+        layer, rest = unit_sizes(self.model)
+        # The rest is gathered for the whole pass, and two layers at a time: one at work, and the next one ahead of it.
+        gathered = self.parameters if self.shards == 1 else rest + 2 * layer
         # A gradient is whole until it has been reduced over the ranks.
-        unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(ends, layer))
+        unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(rest, layer))
         # Models are updated one after the other, so only one of them has gradients at a time.
         gradients = 0 if self.offload == "all" else self.trainable / self.shards
         engine = {"asleep": ENGINE_ASLEEP, "copy": self.dtype.itemsize * self.parameters, "elsewhere": 0}[self.engine]
@@ -259,9 +292,11 @@ class MemoryPlan:
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         # Gemma 4 has heads of two widths.
         widths = [getattr(config, name, None) or 0 for name in ("head_dim", "global_head_dim")]
-        # Attention in float32, with capped scores, with sinks or with wide heads has no kernel of its own: it pads, and
-        # keeps more than activation_bytes() says.
-        no_kernel = capped or config.model_type == "gpt_oss" or max(widths) > KERNEL_MAX_WIDTH
+        # DeepSeek's values have another width than its keys.
+        latent = getattr(config, "kv_lora_rank", None) is not None
+        # Attention in float32, with capped scores, with sinks, with wide heads or with two widths has no kernel of its
+        # own: it pads, and keeps more than activation_bytes() says.
+        no_kernel = capped or latent or config.model_type == "gpt_oss" or max(widths) > KERNEL_MAX_WIDTH
         if self.dtype == torch.float32 or no_kernel:
             room = min(room, share)
         tokens = room / self.token_bytes // MIN_BUDGET_TOKENS * MIN_BUDGET_TOKENS

@@ -39,7 +39,7 @@ def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> 
 
     args: the file's flags, among them `model`, `output`, `dtype`, `compute`, `run_dir`, `saving`, `track` and `steps`.
     model: the folder or Hub name that --model stands for. size: number of ranks. longest: tokens of the longest row.
-    longest_unit: tokens of the longest rows that share a forward, such as a DPO pair.
+    longest_unit: tokens of the longest DPO pair, whose rows share a forward and their prompt; 0 without pairs.
     """
     # The caller has checked its flags, its data and the model. What is left are folders and sizes.
     machine.check_tracker(args.track)
@@ -48,6 +48,8 @@ def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> 
     resume = run_directory.check_directory(args.run_dir, args.saving.resume)
     dtype = precision.choose(args.dtype, model, resume)
     compute = checks.settle_packing(model, args.compute)
+    if longest_unit and (compute.packing == "off" or not compute.shared_prompts):
+        longest_unit = 2 * longest  # each row of a pair has the prompt, and padding to the longer row
     settings = OfflineSettings(
         args=args,
         name=run_directory.name_of(args),

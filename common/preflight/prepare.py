@@ -6,7 +6,7 @@
     settle          what the user left open: dtype, token budget, the engine's memory ...
     show            the table of roles, and with --dry-run the whole plan
 
-`args` stays what the user typed. What was settled is in Settings, and whoever needs such a value reads it there.
+`args` keeps what the user typed. Settled values are in Settings: read them there.
 """
 
 from collections.abc import Sequence
@@ -203,13 +203,17 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
     # A request asks for a whole group, even where an engine's share is smaller.
     sequences = max(args.group_size, each_engine)
 
-    # The memory plan has to know what reward models leave of the device.
+    compute = checks.settle_packing(inputs.model, args.compute)
+    # Layers that cannot be packed turn packing off, and only packed rows can have images.
+    checks.check_images(inputs.prompts + inputs.held_out, compute, args.environment, args.layout)
+
+    # Reward models take a part of the device, which the memory plan must know.
     reward_roles = [roles.reward_role(name, reward, inputs.size) for name, reward in inputs.reward.rewards.items()]
     plan = MemoryPlan(
         model=inputs.model,
         dtype=dtype,
         size=inputs.size,
-        compute=checks.settle_packing(inputs.model, args.compute),
+        compute=compute,
         models=models,
         others=inputs.others,
         offload=args.offload,

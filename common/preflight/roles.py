@@ -32,7 +32,9 @@ def model_roles(plan: MemoryPlan) -> list[Role]:
             roles.append(Role(name, "the policy without its adapters", ""))
             continue
         lives = f"sharded over {plan.shards} rank(s)"
-        dtype = f"float32, computes in {computes}"
+        # A teacher from --model follows the policy in float32 (SDPO).
+        moves = name in plan.models and name != "reference"
+        dtype = f"float32, computes in {computes}" if moves else computes
         if name in plan.models and name not in FROZEN:
             # The table shows the peak, so a trained model counts with its gradients.
             size += GRADIENT_BYTES * plan.trainable

@@ -215,7 +215,8 @@ def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) 
     outputs = []
     for run, q, k, v in zip(runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1)):
         if run.prompt_length == 0:
-            outputs.append(attend_alone(q, k, v, run, options))
+            alone = causal_attention(padded(q, run), padded(k, run), padded(v, run), 0, options)
+            outputs.append(unpadded(alone, run))
             # Keep these keys and values: this run's last sequence may be the prompt of the responses that follow.
             kept_start, kept_keys, kept_values = run.start, k, v
         else:
@@ -226,15 +227,13 @@ def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) 
     return torch.cat(outputs)
 
 
-def attend_alone(q, k, v, run: Run, options: ScoreOptions) -> torch.Tensor:
-    """Sequences that see only themselves. (heads, tokens of the run, d) -> (tokens of the run, heads, v)."""
-    return unpadded(causal_attention(padded(q, run), padded(k, run), padded(v, run), 0, options), run)
-
-
 def attend_after_prompt(
     q, k, v, run: Run, options: ScoreOptions, shared: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Responses that also see a shared prompt: its keys and values (key heads, P, d) are put before each one's own."""
+    """Responses that also see a shared prompt: its keys and values (key heads, P, d) are put before each one's own.
+
+    (heads, tokens of the run, d) -> (tokens of the run, heads, v).
+    """
     prompt_keys, prompt_values = (x.expand(len(run.lengths), -1, -1, -1) for x in shared)
     keys = torch.cat([prompt_keys, padded(k, run)], dim=2)  # (n, key heads, P + longest, d)
     values = torch.cat([prompt_values, padded(v, run)], dim=2)

@@ -84,7 +84,7 @@ class MicroBatch:
     scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
     response_mask: torch.Tensor  # (n, T) bool, True on tokens that the policy sampled and that were graded
     images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images
-    last: bool = True  # the last of its list: its backward reduces gradients over the ranks
+    last: bool = True  # the last of its list: after its backward, gradients are summed over all ranks
 
 
 @dataclass

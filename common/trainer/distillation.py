@@ -23,11 +23,21 @@ from common.trainer.logits import LogitShape, backward_through_head, logits_in_c
 
 
 def load_teacher(
-    model_path: str, policy: nn.Module, world: World, dtype: torch.dtype, compute: Compute, *, offload: bool
+    model_path: str,
+    policy: nn.Module,
+    world: World,
+    dtype: torch.dtype,
+    compute: Compute,
+    *,
+    offload: bool,
+    moves: bool = False,
 ) -> nn.Module:
-    """A frozen model that has no adapters. frozen_logprobs() and divergences() take it. Collective: every rank."""
+    """A model without gradients and adapters. frozen_logprobs() and divergences() take it. Collective: every rank.
+
+    moves: its weights will be changed, so they are float32. Otherwise they are kept in dtype.
+    """
     compute = replace(compute, lora_rank=0, freeze_router=False)
-    teacher = model.load(resolve_model(model_path), world, dtype, compute, offload=offload)
+    teacher = model.load(resolve_model(model_path), world, dtype, compute, offload=offload, frozen=not moves)
     model.add_forward(teacher, hidden_and_head)
     model.add_forward(policy, token_divergences)
     return teacher.requires_grad_(False).eval()
@@ -72,7 +82,7 @@ def divergences(
     teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
     kl, logprobs, entropy = (place(values, micro) for values in packed)
-    # Tokens of a micro-batch that only keeps the ranks in step have a divergence, too.
+    # The tokens of a dummy have a divergence, too, which must not count.
     return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
 
 
@@ -122,12 +132,14 @@ class ChunkedKL(torch.autograd.Function):
 
         def gradients():
             for rows, z, teacher_z in products_of_both(hidden, head, teacher_hidden, teacher_head):
-                slope = 1.0
+                slope = None
                 if shape.cap is not None:
                     slope = 1 - (z / shape.temperature / shape.cap).tanh()[:, : len(teacher_head)] ** 2
                 log_p, log_q = log_softmaxes(scaled(z, shape), scaled(teacher_z, teacher_shape))
-                outer = grad[rows, None] / shape.temperature
-                grad_z = log_p.exp() * (log_p - log_q - kl[rows, None]) * slope * outer
+                grad_z = log_p.exp() * (log_p - log_q - kl[rows, None])
+                if slope is not None:
+                    grad_z = grad_z * slope
+                grad_z = grad_z * (grad[rows, None] / shape.temperature)
                 # Tokens that the teacher does not know have a gradient of 0.
                 yield rows, F.pad(grad_z, (0, len(head) - grad_z.shape[1]))
 
@@ -137,8 +149,8 @@ class ChunkedKL(torch.autograd.Function):
 
 def products_of_both(hidden, head, teacher_hidden, teacher_head) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Slices of rows, each with the products (r, V) of the policy and of the teacher in float32."""
-    # A row takes the memory of six rows of logits here, where log-probs alone take that of two.
-    logits_of_a_row = 3 * max(len(head), len(teacher_head))
+    # A row takes the memory of up to ten rows of logits here; log-probs alone take two or three.
+    logits_of_a_row = 4 * max(len(head), len(teacher_head))
     policy_chunks = logits_in_chunks(hidden, head, logits_of_a_row)
     teacher_chunks = logits_in_chunks(teacher_hidden, teacher_head, logits_of_a_row)
     for (rows, z), (_, teacher_z) in zip(policy_chunks, teacher_chunks):

@@ -22,7 +22,7 @@ from common.trainer.batching import Compute
 from common.trainer.parts import layers_of
 from common.weight_sync import ADAPTERS
 
-ALPHA = 32.0  # for every rank: --learning-rate says how fast adapters learn
+ALPHA = 32.0  # the same for every --lora-rank; only --learning-rate sets how fast adapters learn
 
 
 class Adapted(nn.Module):
@@ -39,7 +39,8 @@ class Adapted(nn.Module):
         base = super().forward(x)
         if not self.on:
             return base
-        return base + self.scaling * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        # Scale the narrow product: (tokens, rank), not (tokens, out).
+        return base + F.linear(self.scaling * F.linear(x, self.lora_a), self.lora_b)
 
 
 class LoraLinear(Adapted, nn.Linear):

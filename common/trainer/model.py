@@ -48,14 +48,16 @@ def load(
     *,
     offload: bool = False,
     value_head: bool = False,
+    frozen: bool = False,
 ) -> nn.Module:
     """Load a causal language model and shard it: one FSDP unit for each decoder layer, and one for all that is left,
     such as the embeddings. Collective: every rank calls it. Raises BadInput, on all ranks.
 
     dtype: data type of forward and backward. offload: parameters, gradients and optimizer state live in host memory,
     and layers come to the GPU one at a time. value_head: one value for each token instead of logits, 0 at the
-    start unless model_path has a trained head. FSDP treats some methods of the model as its forward: `token_logprobs`
-    or, with a value head, `token_values`, and those that the check of packing needs.
+    start unless model_path has a trained head. frozen: nothing is trained, and the weights are kept in dtype. FSDP
+    treats some methods of the model as its forward: `token_logprobs` or, with a value head, `token_values`, and those
+    that the check of packing needs.
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")
@@ -73,6 +75,10 @@ def load(
     use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if frozen:
+        model.requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)  # each forward would cast it anyway
     shard(model, world, dtype, offload)
     fill(model, world, state, buffers, offload)
     families.fix_longrope(model, compute.longest)
@@ -158,6 +164,9 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*layers_of(model), model):
         fully_shard(module, mesh=world.mesh, **settings)
+        # Some parameters may be used on some ranks only, such as the compressors of DeepSeek-V4. Without a gradient of
+        # 0 on the other ranks, these would reduce other shapes.
+        module.set_reduce_scatter_unused_params(True)
         if world.size > 1:
             # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss
             # counts the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
@@ -192,7 +201,7 @@ def load_reference(policy: nn.Module, model_path: str, world: World, dtype, comp
         from common.trainer.lora import WithoutAdapters
 
         return WithoutAdapters(policy)
-    return load(model_path, world, dtype, compute, offload=offload).requires_grad_(False)
+    return load(model_path, world, dtype, compute, offload=offload, frozen=True)
 
 
 def class_of(config, value_head: bool) -> type | None:
@@ -356,6 +365,10 @@ def reshard(model: nn.Module) -> None:
 
     FSDP does not gather what is gathered already, so forwards after the next update would still use the old weights.
     """
-    for module in model.modules():
+    modules = list(model.modules())
+    for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
+    # FSDP lists the layers of each forward until the next backward. A frozen model has none, so its list would grow.
+    if not any(parameter.requires_grad for module in modules for parameter in module.parameters(recurse=False)):
+        modules[0].reset_iter_state()

@@ -1,9 +1,8 @@
 """Which models may be packed, and whether log-probs are right: decided by structure first, then by numbers.
 
-why_not_packed() looks at the layers alone, so it can be asked before anything is loaded. A window or chunk that is
-longer than the texts of the check shows only in the layers, not in its numbers. After loading, choose_forward()
-compares the trainer's forward with transformers' own, which computes one sequence at a time with its plainest
-attention:
+why_not_packed() looks at the layers alone, so it can be asked before anything is loaded. The check's short texts cannot
+show a longer window or chunk, so those are found in the layers. After loading, choose_forward() compares the trainer's
+forward with transformers' own, which computes one sequence at a time with its plainest attention:
 
     packed rows    if they give other hidden states, each sequence gets a row of its own
     padded rows    if these do, too, a token's log-prob depends on later tokens, and the model is refused
@@ -11,6 +10,7 @@ attention:
 """
 
 import inspect
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -155,6 +155,7 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         except NotPackable as error:
             packed = False
             reason = str(error)
+            model.reset_iter_state()  # the error left FSDP in the middle of a forward
     if compute.packing == "on" and not packed:
         reason = reason or "layers or kernels of another rank"
         raise BadInput(f"{refused} with --packing on, because of {reason}")
@@ -199,7 +200,7 @@ def texts(model: nn.Module, world: World, shortest_at: int = 100) -> Rollout:
 
 def hidden_states_of(model: nn.Module, rollout: Rollout, compute: Compute, world: World) -> torch.Tensor:
     """The trainer's hidden states before all response tokens, (tokens, hidden size), row after row."""
-    together = Compute(token_budget=1000, shared_prompts=compute.shared_prompts)
+    together = replace(compute, token_budget=1000, packing="auto")  # as one micro-batch, whatever is being tried
     micro_batches = pack(rollout, torch.arange(len(rollout)), together, world)
     # With slices, the micro-batches of other ranks have no rows here.
     placed = [place(model.hidden_states(micro), micro) for micro in micro_batches]  # (n, T, hidden size) each

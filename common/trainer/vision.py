@@ -1,8 +1,8 @@
 """Models that see images: what their training needs in addition to that of a language model.
 
 The model's own forward encodes the images of a packed row, each once, and puts the vectors in the place of their
-placeholders. The vision tower is not cut into FSDP units of its own: a micro-batch without images does not use it, and
-its ranks would never join a collective that the others wait in.
+placeholders. The vision tower is not cut into FSDP units of its own: a rank whose micro-batch has no images would not
+join the collective that the others wait in.
 """
 
 from functools import cache

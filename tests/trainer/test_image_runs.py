@@ -9,15 +9,16 @@ import torch
 from conftest import ROOT, launch
 from test_images import QUESTIONS, noise, read, rollout_of, write
 
+from algos import grpo
 from common.data import images
 from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
-from common.preflight import checks
+from common.preflight import checks, prepare
 from common.rollout import vllm_engine
 from common.run import checkpoint
-from common.trainer import batching, model
+from common.trainer import batching, model, packing_check
 from scripts import evaluate, merge_lora
 
 SEEN = Prompt("seen", "?", images.ImageIds([4, 4, 5], [4, 5], "?", [noise(0)], "folder"), "1")
@@ -49,6 +50,15 @@ def test_what_does_not_go_together_with_images_is_refused(prompts, compute, othe
         return checks.check_images(prompts, compute, **others)
     with pytest.raises(BadInput, match=said):
         checks.check_images(prompts, compute, **others)
+
+
+def test_images_are_refused_before_loading_if_the_layers_turn_packing_off(idefics, monkeypatch):
+    """A rank would find out in its first forward, and the others would wait for it."""
+    args = grpo.Args(**grpo.EMBEDDED | {"model": idefics})
+    inputs = SimpleNamespace(model=idefics, size=1, resume=None, prompts=[UNSEEN], held_out=[SEEN])
+    monkeypatch.setattr(packing_check, "why_not_packed", lambda *given: "chunks in some layers")
+    with pytest.raises(BadInput, match="--packing off: prompts with images do not"):
+        prepare.settle(args, inputs, ("policy",), 100, args.prompts_per_step)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_the_planned_memory_is_that_of_adapters(models, capsys):
         )
         for rank in (0, 4)
     )
-    assert large.states == 16 * whole and small.states == 12 * adapters + 2 * whole
+    assert large.states == 14 * whole and small.states == 12 * adapters + 2 * whole
     assert small.update(0) < large.update(0)
     policy, reference = table = roles.model_roles(small)
     assert policy.device == 16 * adapters + 2 * whole and reference.device == 0

@@ -5,18 +5,20 @@ import mmap
 import sys
 from unittest import mock
 
+import image_models
 import pytest
 import torch
 from conftest import ROOT, launch, save_model
-from families import save
+from families import config_of, save
 from memory_meter import LargestTensor, bytes_in_use
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common import placement, weight_sync
 from common.data import arithmetic
+from common.preflight.memory import MAX_BUDGET_TOKENS, MemoryPlan, unit_sizes
 from common.rollout.rollout import collate
-from common.trainer import attention, batching, distillation, logits, model
+from common.trainer import attention, batching, distillation, logits, model, vision
 from common.trainer.batching import Compute
 
 NOISE = 200_000  # bytes that Python itself may allocate in the meantime
@@ -28,6 +30,39 @@ def deep(tmp_path_factory) -> str:
     config = arithmetic.config()
     config.num_hidden_layers, config.layer_types = 8, ["full_attention"] * 8
     return save_model(tmp_path_factory.mktemp("deep"), config, 0.05)
+
+
+def units_of(path: str, world) -> list[int]:
+    """Parameters of each unit that FSDP gathers at once; the last one is the root's."""
+    policy = model.build(path, world, torch.float32, Compute(), value_head=False)
+    model.shard(policy, world, torch.float32, offload=False)
+    sizes = []
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            sizes.append(sum(parameter._orig_size.numel() for parameter in group.fsdp_params))
+    return [*sizes[1:], sizes[0]]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma4_text", "deepseek_v3", "falcon_h1", "gpt2"])
+def test_the_plan_knows_what_fsdp_gathers_at_once(name, world, tmp_path):
+    """Gemma 4 has embeddings for each layer in the root, and DeepSeek a dense layer of another size than the others."""
+    config_of(name).save_pretrained(tmp_path)
+    *layers, rest = units_of(str(tmp_path), world)
+    assert unit_sizes(str(tmp_path)) == (max(layers), rest)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_the_plan_of_a_model_with_images_counts_its_tower_in_the_root(family, world, tmp_path):
+    image_models.FAMILIES[family].make(tmp_path)
+    if family.startswith("qwen"):  # on the Hub only the whole model's configuration says whether the head is tied
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["text_config"]["tie_word_embeddings"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    *layers, rest = units_of(str(tmp_path), world)
+    assert unit_sizes(str(tmp_path)) == (max(layers), rest)
+    plan = MemoryPlan(model=str(tmp_path), dtype=torch.bfloat16, size=2, backend="vllm", memory=80e9, gpu=True)
+    assert plan.fitted_compute(1000).token_budget == MAX_BUDGET_TOKENS
 
 
 def four_rows(world):
@@ -44,6 +79,31 @@ def test_two_ranks_hold_and_exchange_what_they_must_and_no_more(deep):
     assert found["over copies"] == 1
     assert 1 <= found["gathered"] <= 3, "eight layers would be held if none were freed before the next"
     assert found["widest"] <= 0.5, "a shard is cast before it is gathered, not the whole parameter after it"
+
+
+def test_what_a_rank_does_not_use_has_a_gradient_of_0(models, world, monkeypatch):
+    """Ranks reduce the gradients of a layer together, so each needs one for every parameter."""
+    path = models["tied and grouped"]
+    build, read_weights = model.build, model.read_weights
+
+    def build_with_unused(*given):
+        policy = build(*given)
+        model.layers_of(policy)[0].unused = torch.nn.Parameter(torch.empty(3, device="meta"))
+        return policy
+
+    def read_with_unused(*given):
+        state, *rest = read_weights(*given)
+        return state | {"model.layers.0.unused": torch.ones(3)}, *rest
+
+    monkeypatch.setattr(model, "build", build_with_unused)
+    monkeypatch.setattr(model, "read_weights", read_with_unused)
+    policy = model.load(path, world, torch.float32)
+    rollout = four_rows(world)
+    for micro in batching.pack(rollout, torch.arange(4), Compute(20), world):
+        model.response_logprobs(policy, micro, 1.0)[0].sum().backward()
+    gradients = {name: parameter.grad for name, parameter in policy.named_parameters()}
+    assert gradients["model.layers.0.unused"].full_tensor().tolist() == [0.0] * 3
+    assert all(gradient is not None for gradient in gradients.values())
 
 
 def free_gathered(policy: torch.nn.Module) -> None:
@@ -89,8 +149,8 @@ def test_checkpointing_keeps_the_input_of_each_layer_alone(deep, world):
 
 
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
-    """Forward and backward, of log-probs and of the KL to a teacher, whose rows count as three."""
-    rows, vocabulary, width, chunk = 200, 50, 3, 2000
+    """Forward and backward, of log-probs and of the KL to a teacher, whose rows count as four."""
+    rows, vocabulary, width, chunk = 200, 50, 3, 3000
     monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", chunk)
     hidden, head = (torch.randn(count, width, requires_grad=True) for count in (rows, vocabulary))
     targets, shape = torch.arange(rows) % vocabulary, logits.LogitShape()
@@ -100,7 +160,7 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     teacher = hidden.detach(), head.detach(), shape
     with LargestTensor() as largest:
         distillation.ChunkedKL.apply(hidden, head, targets, shape, *teacher)[0].sum().backward()
-    assert rows * width <= largest.elements <= chunk // 3
+    assert rows * width <= largest.elements <= chunk // 4
 
 
 def test_long_sequences_have_no_matrix_of_attention_weights(world):
@@ -143,6 +203,50 @@ def test_nothing_that_is_pushed_or_only_compared_with_has_a_gradient(models, wor
     reference = model.load_reference(policy, models["tied and grouped"], world, torch.float32, Compute(), offload=False)
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert not any(tensor.requires_grad for _, tensor in weight_sync.FullParameters(policy, torch.bfloat16))
+
+
+def listed_forwards(policy) -> int:
+    """Layers of forwards that FSDP lists until the next backward."""
+    return len(policy._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
+def frozen_models(policy, path: str, world, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+    """What is loaded beside a policy and only compared with. The last one follows the policy (SDPO)."""
+    return {
+        "reference": model.load_reference(policy, path, world, dtype, Compute(), offload=False),
+        "teacher": distillation.load_teacher(path, policy, world, dtype, Compute(), offload=False),
+        "moving": distillation.load_teacher(path, policy, world, dtype, Compute(), offload=False, moves=True),
+    }
+
+
+def test_a_frozen_copy_is_kept_in_the_compute_dtype_and_computes_the_same(deep, world):
+    """Bit for bit, as each forward would cast float32 weights. A teacher that moves is float32."""
+    rollout = four_rows(world)
+    micro_batches = batching.pack(rollout, torch.arange(4), Compute(20), world)
+    policy = model.load(deep, world, torch.bfloat16)
+    right = model.frozen_logprobs(policy, rollout, micro_batches, 1.0)
+    for name, frozen in frozen_models(policy, deep, world, torch.bfloat16).items():
+        kept = torch.float32 if name == "moving" else torch.bfloat16
+        assert {parameter.dtype for parameter in frozen.parameters()} == {kept}, name
+        assert torch.equal(model.frozen_logprobs(frozen, rollout, micro_batches, 1.0), right), name
+
+
+def test_forwards_of_a_frozen_model_leave_nothing_behind(models, world):
+    """FSDP lists each of its layers until a backward, which never comes."""
+    path = models["tied and grouped"]
+    rollout = four_rows(world)
+    micro_batches = batching.pack(rollout, torch.arange(4), Compute(20), world)
+    policy = model.load(path, world, torch.float32)
+    for name, frozen in frozen_models(policy, path, world, torch.float32).items():
+        for _ in range(3):
+            model.frozen_logprobs(frozen, rollout, micro_batches, 1.0)
+            assert listed_forwards(frozen) == 0, name
+        if name != "reference":
+            for micro in micro_batches:
+                distillation.divergences(policy, frozen, micro, 1.0)[0].sum().backward()
+            assert listed_forwards(frozen) > 0
+            model.reshard(frozen)
+            assert listed_forwards(frozen) == listed_forwards(policy) == 0, name
 
 
 @pytest.mark.parametrize("offload", [False, True])
