@@ -30,10 +30,12 @@ from pathlib import Path
 
 import blocks
 import pictures
+import study
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from common import errors
 from common.data import arithmetic, tasks
 from common.preflight import folders
 from common.preflight.flags import help_text
@@ -260,15 +262,7 @@ def control(task: str, name: str, seed: int, folder: str) -> None:
 
 def keep(task: str, name: str, run: dict, rows: list[dict]) -> None:
     """Write the CSV and the JSON of a baseline."""
-    folder = BASELINES / task / name
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"seed{run['seed']}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows
-        )
-    (folder / f"seed{run['seed']}.json").write_text(json.dumps(run, indent=2) + "\n")
+    study.write_run(BASELINES / task / name / f"seed{run['seed']}.csv", rows, run, COLUMNS)
 
 
 def evaluate(task: str, model: Path | str, dataset: str = "", recipe: str = "") -> dict[str, float]:
@@ -505,12 +499,27 @@ def draw_front() -> None:
     pictures.save(figure, BASELINES / "sums/front.svg")
 
 
+def check_names(args: Args) -> None:
+    """Refuse tasks and runs that do not exist. Raises BadInput."""
+    if args.task not in RECIPES:
+        raise errors.BadInput(f"--task {args.task}: use one of {', '.join(RECIPES)}")
+    if "start" in args.run and args.task not in STARTS:
+        raise errors.BadInput(
+            f"--run start: is for {', '.join(STARTS)}; --task {args.task} starts from a committed model"
+        )
+    special = [name for task, name in (*RUNS, *OFFLINE, *CONTROLS) if task == args.task]
+    known = {*special, *(file.stem for file in (ROOT / "algos").glob("[!_]*.py")), "start"}
+    for flag, names in (("run", args.run), ("flags", filter(None, [args.flags]))):
+        for name in names:
+            if name not in known:
+                raise errors.BadInput(f"--{flag} {name}: --task {args.task} has {', '.join(sorted(known))}")
+
+
 def main(args: Args) -> None:
+    check_names(args)
     if args.flags:
         print(flags(args.task, args.flags))
         return
-    if "start" in args.run and args.task not in STARTS:
-        sys.exit(f"error: --run start: is for {', '.join(STARTS)}; --task {args.task} starts from a committed model")
     for run in args.run:
         prepare(args.task, run)
         if run == "start":
@@ -532,4 +541,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=help_text(__doc__)))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -335,10 +335,15 @@ def make_reversal() -> None:
 
 
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
-    """seed -> run, of those that are done."""
+    """seed -> run, of those that are done. Of the committed runs only those with the seeds that were fixed before.
+
+    With more seeds a verdict could be changed after it was seen.
+    """
     runs = {}
     for file in sorted(Cell(task, arm, 0).file(folder).parent.glob("seed*.csv")):
         about = json.loads(file.with_suffix(".json").read_text())
+        if folder == COMMITTED and about["seed"] not in range(SEEDS[task]):
+            continue
         runs[about["seed"]] = Run(baselines.read_curve(file), about)
     return runs
 
@@ -362,9 +367,9 @@ def difference(claim: Claim, arm: dict[int, float], control: dict[int, float]) -
 
 
 def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> float:
-    """How likely chance alone leaves the difference so far short of the margin, if the change gains just that much.
+    """One-sided p-value against a gain of at least the margin: small if the difference falls clearly short of it.
 
-    Student's, one-sided, for a claim that expects more or less.
+    Student's, for a claim that expects more or less.
     """
     sign = -1 if claim.expected == "less" else 1
     beyond = difference(claim, {seed: value - sign * claim.margin for seed, value in arm.items()}, control)

@@ -143,6 +143,8 @@ def check_flags(args: Args) -> None:
     if bool(args.model) == bool(args.compare):
         raise errors.BadInput("give either --model, to measure it, or --compare, for two files of --output")
     saving = args.save_right or args.save_pairs
+    if args.compare and (args.output or args.suite or saving):
+        raise errors.BadInput("--compare: --output, --suite, --save-right and --save-pairs do not go together with it")
     if saving and not args.n:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     if saving and args.environment:
@@ -255,8 +257,16 @@ def values_of(exam: Exam, by_how: dict[str, dict[str, evaluation.Graded]]) -> re
         problems.greedy.append(None if responses is None else responses[0].acc)
         if exam.n:
             responses = by_how["sampled"].get(prompt.id)
-            problems.right.append(None if responses is None else int(sum(response.acc for response in responses)))
+            problems.right.append(None if responses is None else count_right(responses, exam.n))
     return problems
+
+
+def count_right(responses: list, n: int) -> int:
+    """How many of a prompt's n responses are right. Raises BadInput for a response that is right in part."""
+    for response in responses:
+        if response.acc not in (0, 1):
+            raise errors.BadInput(f"--n {n}: a reward gave the acc {response.acc}; mean@n and pass@k need 0 or 1")
+    return sum(response.acc == 1 for response in responses)
 
 
 def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -> tuple[dict, results.Problems]:

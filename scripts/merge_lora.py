@@ -1,7 +1,7 @@
 """Add LoRA adapters to the model that they were trained on, and write the whole model.
 
-python scripts/merge_lora.py runs/grpo/checkpoints/step_000200/model merged
-python scripts/merge_lora.py ADAPTERS OUTPUT --base Qwen/Qwen2.5-7B-Instruct --dtype bfloat16
+    python scripts/merge_lora.py runs/grpo/checkpoints/step_000200/model merged
+    python scripts/merge_lora.py ADAPTERS OUTPUT --base Qwen/Qwen2.5-7B-Instruct --dtype bfloat16
 
 The adapters are added in float32: W + (alpha / rank) B A. vLLM, transformers and --model load the result.
 """
@@ -25,6 +25,7 @@ from common.data.rows import first_line
 from common.data.tokenizer import causal_class, load_tokenizer, resolve_model
 from common.errors import BadInput
 from common.preflight import checks, folders
+from common.preflight.flags import help_text
 from common.run import checkpoint
 
 
@@ -115,4 +116,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -1,7 +1,8 @@
 """What an evaluation writes down, and the comparison of two of them on the same problems.
 
 A number can be quoted if someone else can get it again. So a result has what it depends on: prompt, grader, sampling,
-lengths, data, model and commit. compare() refuses two results that differ in one of these, except for the model.
+lengths, data, model and commit. compare() refuses two results if problems, prompt, graders, n, temperature, longest
+response or environment differ. Another `--max-prompt-tokens` matters only if it drops other problems.
 """
 
 import hashlib
@@ -93,7 +94,9 @@ def in_words(name: str, result: dict) -> str:
         parts.append(f"{title(measure, n)} {100 * result[measure]:.1f} % [{100 * low:.1f}, {100 * high:.1f}]")
     truncated = max(result["truncated"].values())
     cut_off = f"up to {100 * truncated:.1f} % of responses cut off"
-    return f"{name}: {', '.join(parts)}; {result['prompts']} problems, {cut_off}"
+    text = f"{name}: {', '.join(parts)}; {result['prompts']} problems, {cut_off}"
+    worst = max(result["ungraded"].values())
+    return f"{text}, {worst} left out, as they could not be graded" if worst else text
 
 
 def template_of(spec: str, template: str, tokenizer) -> Any:
@@ -169,16 +172,18 @@ def compare(paths: tuple[str, str]) -> list[dict]:
     for name in shared:
         check_same(first[name], second[name], paths)
         n = first[name].settings["n"]
-        pairs = zip(measures(first[name].problems, n).items(), measures(second[name].problems, n).values())
+        ones, others = measures(first[name].problems, n), measures(second[name].problems, n)
+        # A problem that only one of the models has grades for says nothing about the other.
+        values = np.array([each.values for each in (*ones.values(), *others.values())])
+        both = ~np.isnan(values).any(0)
+        if not both.any():
+            raise BadInput(f"{paths[0]} and {paths[1]}: {name} has no problem that both have grades for")
         row: dict[str, Any] = {"name": name, "models": [first[name].model, second[name].model], "n": n}
         row["commits"] = [first[name].commit, second[name].commit]
-        for (measure, one), other in pairs:
-            # A problem that only one of the models has grades for says nothing about the other.
-            both = ~np.isnan(one.values) & ~np.isnan(other.values)
-            if not both.any():
-                raise BadInput(f"{paths[0]} and {paths[1]}: {name} has no problem that both have grades for")
+        row["problems"] = int(both.sum())
+        for measure, one in ones.items():
+            other = others[measure]
             mine, theirs = one.values[both].clip(0, 1), other.values[both].clip(0, 1)
-            row["problems"] = int(both.sum())
             row[measure] = {
                 "first": rounded(mine.mean(), *estimates.interval(mine, one.independent)),
                 "second": rounded(theirs.mean(), *estimates.interval(theirs, other.independent)),

@@ -28,8 +28,6 @@ from common.run import estimates
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLAPSES = ("non-finite", "all-truncated", "no-signal")  # errors that are a result of a run, and not of this machine
-# Quantiles of Student's t for which the expansion in common/run/estimates.py is too small.
-FEW_SEEDS = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 @dataclasses.dataclass
@@ -69,9 +67,7 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 def half_width(deviation: float, count: int) -> float:
     """Half of Student's 95 % interval of a mean of `count` values, two or more, with this standard deviation."""
-    degrees = count - 1
-    quantile = FEW_SEEDS.get(degrees, estimates.student(degrees))
-    return quantile * deviation / math.sqrt(count)
+    return estimates.student(count - 1) * deviation / math.sqrt(count)
 
 
 def p_value(mean: float, deviation: float, count: int) -> float:
@@ -182,8 +178,8 @@ def check_jobs(jobs: int) -> None:
 def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
     """Call run(cell) for each cell, `jobs` at a time, each on a core of its own. Print what it returns.
 
-    run() raises RuntimeError, BadInput or CalledProcessError if a run fails. Another run may be under way, so that
-    ends nothing. Returns how many have failed.
+    run() raises RuntimeError, BadInput, OSError or CalledProcessError if a run fails. Another run may be under way, so
+    that ends nothing. Returns how many have failed.
     """
     cores: queue.Queue[int] = queue.Queue()
     for core in sorted(os.sched_getaffinity(0))[:jobs]:
@@ -195,7 +191,7 @@ def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
         try:
             ended = run(cell)
             failed = False
-        except (RuntimeError, errors.BadInput, subprocess.CalledProcessError) as error:
+        except (RuntimeError, errors.BadInput, OSError, subprocess.CalledProcessError) as error:
             ended = f"error: {error}"
             failed = True
         print(f"{number} of {len(cells)}: {cell}: {ended}", flush=True)

@@ -6,9 +6,9 @@
     python scripts/train_reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl --learning-rate 1e-5
     python algos/ppo.py --reward model:runs/reward-model              # trains a policy on its scores
 
-A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected", as algos/dpo.py reads them. The
-last --held-out pairs are not trained on. The accuracy that is printed is the share of held-out pairs in which the
-chosen response scores higher.
+A row of pairs.jsonl has "prompt" (a string or chat messages), "chosen" and "rejected", as algos/dpo.py reads them.
+`--held-out` pairs, drawn by prompt, are not trained on. The accuracy that is printed is the share of held-out pairs in
+which the chosen response scores higher.
 The model has the policy's architecture, with a head of one output in place of the vocabulary. It is saved as a Hugging
 Face sequence classifier.
 
@@ -17,7 +17,8 @@ ranked 97.7 % of them right. PPO then raised its score from 2.3 to 5.1 and lost 
 it solved easier problems than the one in the prompt. With such pairs, 89.1 % are ranked right, and
 `python algos/ppo.py --reward model:runs/reward-model --kl-coef 0.02` goes from 52.7 to 64.5 % greedy in 30 steps, then
 back to 56.3 % at step 50: beyond its best point, a higher score means a worse policy. Watch eval/accuracy, and stop at
-its best.
+its best. All of these runs are older than the split by prompt: their held-out pairs were drawn one by one, so most of
+their prompts and chosen responses had been trained on.
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ class Args:
     learning_rate: LearningRate = 1e-3  # Peak learning rate. The default suits the embedded model; 1e-5 a real one.
     warmup_steps: NonNegativeInt = 20  # Steps until the learning rate reaches its peak.
     max_grad_norm: PositiveFloat = 1.0  # The gradient is scaled down to this norm.
-    held_out: PositiveInt = 256  # Pairs that are not trained on but measured at the end.
+    held_out: PositiveInt = 256
+    """Pairs that are measured at the end. None of their prompts is trained on, so there may be a few more of them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Data type of the forward and backward.
     activation_checkpointing: bool = False  # Compute activations a second time in the backward, to save memory.
     seed: Seed = 0  # Seed of the order of the pairs.
@@ -160,6 +162,23 @@ def change_digit(text: str, draw: random.Random) -> str:
     return text[:place] + draw.choice([d for d in "0123456789" if d != text[place]]) + text[place + 1 :]
 
 
+def split(pairs: list[dict], count: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """(pairs to train on, held-out pairs). Whole prompts are held out, until `count` pairs are.
+
+    Pairs of one prompt often share a response. Trained on one of them, a model would know the others.
+    """
+    by_prompt: dict[str, list[dict]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(json.dumps(pair["prompt"]), []).append(pair)
+    prompts = list(by_prompt)
+    random.Random(seed).shuffle(prompts)
+    train, held_out = [], []
+    for prompt in prompts:
+        side = held_out if len(held_out) < count else train
+        side += by_prompt[prompt]
+    return train, held_out
+
+
 def main(args: Args) -> None:
     ranges.check(args)
     size = machine.check_world(rollout_tp=1)
@@ -173,11 +192,12 @@ def main(args: Args) -> None:
     # scores() adds a token to each conversation, which needs a position, too.
     positions = checks.positions_of(args.model) - 1
     pairs = that_fit(pairs, tokenizer, min(args.max_tokens or positions, positions))
-    if len(pairs) - args.held_out < args.batch_size:
+    train, held_out = split(pairs, args.held_out, args.seed)
+    if len(train) < args.batch_size:
         raise errors.BadInput(
-            f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}"
+            f"--held-out {args.held_out} of {len(pairs)} pairs leaves fewer than one --batch-size {args.batch_size}: "
+            f"{len(train)}, as whole prompts are held out"
         )
-    random.Random(args.seed).shuffle(pairs)
     world, dtype = placement.init(args.seed), precision.choose(args.dtype, args.model)
     compute = batching.Compute(activation_checkpointing=args.activation_checkpointing)
     reward_model = model.load(args.model, world, dtype, compute, value_head=True)
@@ -198,7 +218,6 @@ def main(args: Args) -> None:
         values = model.response_values(reward_model, packed)  # (2 n, 1)
         return values.squeeze(1).chunk(2)
 
-    train, held_out = pairs[: len(pairs) - args.held_out], pairs[len(pairs) - args.held_out :]
     draw = random.Random(args.seed)  # draws the same pairs on every rank
     progress = trange(args.steps, desc="reward model", disable=not world.is_main, dynamic_ncols=True)
     for step in progress:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from pydantic import NonNegativeInt
 
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
+from common.preflight import ranges
 from common.preflight.flags import help_text
 from common.preflight.run_directory import described
 from common.run import html_page, traces
@@ -41,11 +43,11 @@ VISIBLE |= dict.fromkeys((*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range
 @dataclasses.dataclass
 class Args:
     path: tyro.conf.Positional[Path]  # A run directory, or a file of its rollouts/.
-    step: int = 0  # Step of the run directory; 0 is the last one that was saved.
+    step: NonNegativeInt = 0  # Step of the run directory; 0 is the last one that was saved.
     html: str = ""  # Write this page instead of printing.
     color: Literal["advantage", "value", "mismatch"] = "advantage"  # mismatch is |trainer - engine| of the log-probs.
     sort: Literal["prompt", "score", "length", "mismatch"] = "prompt"  # First: lowest score, most tokens, largest gap.
-    limit: int = 20  # Number of responses that are shown; 0 shows all.
+    limit: NonNegativeInt = 20  # Number of responses that are shown; 0 shows all.
     grep: str = ""  # Show only responses with this text in prompt or response.
 
 
@@ -178,6 +180,7 @@ def to_html(row: dict, marked: list, with_prompt: bool) -> str:
 
 
 def main(args: Args) -> None:
+    ranges.check(args)
     if args.html and not Path(args.html).parent.is_dir():
         raise errors.BadInput(f"--html {args.html}: there is no folder {Path(args.html).parent}")
     path = traces.find(args.path, args.step) if args.path.is_dir() else args.path

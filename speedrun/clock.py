@@ -9,13 +9,15 @@ product with m x n results that adds up k terms for each costs 2 m n k. Attentio
 products per head, its backward five; a causal mask saves nothing. Nothing else costs anything. What is computed twice
 (a recomputed activation, padding) counts twice, and what is shared (a prompt in the prefix cache) counts once.
 
-The clock stops the run at a product for which it has no formula. It would otherwise be a way around the clock.
+The clock stops the run at a product for which it has no formula, or of other numbers than float32. It would otherwise
+be a way around the clock.
 """
 
 import functools
 import re
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Name of an operation -> the place of its left factor among the arguments.
@@ -33,7 +35,6 @@ PRODUCTS = {
 }
 # Name of an operation of fused attention -> (its products per head, the place of the queries; the keys follow).
 ATTENTION = {
-    "aten::scaled_dot_product_attention": (2, 0),
     "aten::_scaled_dot_product_flash_attention_for_cpu": (2, 0),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
 }
@@ -41,8 +42,9 @@ PAGED_ATTENTION = "_C::cpu_attention_with_kv_cache"  # vLLM's
 FREE = {"aten::linalg_vector_norm", "_C::create_onednn_mm_handler", "_C::release_dnnl_matmul_handler"}
 # Operations of these names may hide a product.
 MAY_MULTIPLY = re.compile(
-    r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|convolution|conv\d|rnn|lstm|gru|fft|linalg|cdist|einsum|kron"
-    r"|(^|_)solve|cholesky|ormqr|embedding_bag"  # solving [[1, -A], [0, 1]] X = [[0], [B]] gives A B
+    r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|conv(?!ert)|rnn|lstm|gru|fft|linalg|einsum|kron|embedding_bag"
+    r"|[cp]dist|euclidean_dist|transformer|experts|gated_delta|mamba|selective_scan|matrix_exp"
+    r"|(^|_)solve|cholesky|ormqr|orgqr|geqrf"  # solving [[1, -A], [0, 1]] X = [[0], [B]] gives A B
 )
 NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "_C")
 
@@ -63,12 +65,16 @@ class Clock(TorchDispatchMode):
         kwargs = kwargs or {}
         for kind in types:  # classes of arguments that are subclasses of Tensor
             computes = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-            if computes and not kind.__module__.startswith("torch."):  # torch's own is DTensor
+            if computes and kind is not DTensor:
                 raise NoFormula(f"the clock does not see what {kind.__name__}.__torch_dispatch__ computes")
         if function.namespace == "vllm":
             # Python code of vLLM: what it calls is to be counted. torch turns the clock off inside of this method.
             with self:
                 return function._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        if is_composite(function):
+            # In inference mode torch hands it over whole. Only the operations that it calls have costs.
+            with self:
+                return function.decompose(*args, **kwargs)
         if function not in self.costs:
             self.costs[function] = cost_of(function.namespace, function._schema.name)
         result = function(*args, **kwargs)
@@ -76,6 +82,16 @@ class Clock(TorchDispatchMode):
         if cost is not None:
             self.flops += cost(args, result)
         return result
+
+
+@functools.cache
+def is_composite(function) -> bool:
+    """Whether an operation of torch is only calls of others. Those of PRODUCTS have a formula as a whole.
+
+    vLLM registers operations in the same way that compute themselves, such as its attention.
+    """
+    has_formula = function._schema.name.removesuffix("_") in PRODUCTS
+    return function.namespace == "aten" and not has_formula and function._can_decompose()
 
 
 def cost_of(namespace: str, name: str):
@@ -92,16 +108,24 @@ def cost_of(namespace: str, name: str):
     raise NoFormula(f"the clock has no formula for {name}; use another operation, or add one to speedrun/clock.py")
 
 
+def check_dtype(factor: torch.Tensor) -> None:
+    """A wider number can hold two float32, so one product would do the work of two. Raises NoFormula."""
+    if factor.dtype != torch.float32:
+        raise NoFormula(f"a product in {factor.dtype}: the speedrun computes in float32")
+
+
 def product(left: int, args, result) -> int:
     """2 m n k. The result has m n numbers, and the left factor, args[left], has rows of k."""
     if result is None:  # vLLM writes it into the first argument
         result = args[0]
+    check_dtype(args[left])
     return 2 * result.numel() * args[left].shape[-1]
 
 
 def attention(products: int, place: int, args, _) -> int:
     """That many products per head. args[place]: queries (..., heads, q, width), and the keys (..., k, width) follow."""
     queries, keys = args[place : place + 2]
+    check_dtype(queries)
     return 2 * products * queries.numel() * keys.shape[-2]
 
 
@@ -112,6 +136,7 @@ def paged_attention(args, _) -> int:
     keys each has.
     """
     query, starts, keys = args[0], args[4], args[5]
+    check_dtype(query)
     sequences = len(starts) - 1
     pairs = int((starts.diff() * keys[:sequences]).sum())  # of a query and a key
     heads_times_width = query[0].numel()

@@ -3,10 +3,12 @@
     entrant.py ADDRESS FILE FLAG ...            referee.py starts it, and listens at ADDRESS
 
 Each call of the engine's generate() is reported: prompts and responses as tokens, and what the clock shows. The reward
-is the referee's answer. Messages are lines of JSON.
+is the referee's answer. Messages are lines of JSON. A run that prepares itself with other data than the flags name is
+stopped.
 """
 
 import functools
+import itertools
 import json
 import runpy
 import socket
@@ -15,6 +17,7 @@ import sys
 from clock import Clock
 
 from common import rewards
+from common.preflight import prepare as preflight
 from common.rewards import Result
 from common.rollout.hf_engine import HFEngine
 from common.rollout.vllm_engine import VLLMEngine
@@ -43,13 +46,44 @@ def reported(generate, wire: Wire, clock: Clock):
     """generate() of an engine, which also tells the referee what it has sampled, before the entry sees it."""
 
     @functools.wraps(generate)
-    def generate_and_tell(engine, prompt_ids, *given, **named):
-        rollout = generate(engine, prompt_ids, *given, **named)
-        prompts = [list(ids) for ids in prompt_ids]
+    def generate_and_tell(engine, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
+        # Replies run in other threads, where the clock counts nothing, and they become a part of the responses.
+        if reply is not None:
+            raise RuntimeError("generate(reply=...): the speedrun has no environment; leave it out")
+        # Tuples: the entry's `done` runs while the engine samples, and could change its own lists.
+        prompts = tuple(tuple(map(int, ids)) for ids in prompt_ids)
+
+        def done_with_copies(index, token_ids, truncated):
+            done(index, [list(ids) for ids in token_ids], list(truncated))
+
+        told = None if done is None else done_with_copies
+        rollout = generate(engine, [list(ids) for ids in prompts], n, temperature, max_tokens, seed, told)
         wire.tell(prompts=prompts, responses=[list(ids) for ids in rollout.response_ids], flops=clock.flops)
         return rollout
 
     return generate_and_tell
+
+
+def with_the_flags_data(prepare, flags: list[str]):
+    """prepare(), which refuses arguments that the file has changed to get answers, or another start model."""
+    words = dict(itertools.pairwise(flags))  # each flag and what follows it; of equal flags the last one counts
+    right = {
+        "model": words["--model"],
+        "dataset": (words["--dataset"],),
+        "reward": (words["--reward"],),
+        "environment": "",
+    }
+
+    @functools.wraps(prepare)
+    def prepare_with_the_flags_data(args, *given, **named):
+        for name, value in right.items():
+            if getattr(args, name) != value:
+                raise RuntimeError(f"prepare(): {name} is {getattr(args, name)!r}; the speedrun sets {value!r}")
+        if args.source.eval_dataset:
+            raise RuntimeError(f"prepare(): eval_dataset is {args.source.eval_dataset!r}; the speedrun has none")
+        return prepare(args, *given, **named)
+
+    return prepare_with_the_flags_data
 
 
 def main(address: str, file: str, flags: list[str]) -> None:
@@ -57,6 +91,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
     clock = Clock()
     for engine in (VLLMEngine, HFEngine):
         engine.generate = reported(engine.generate, wire, clock)
+    preflight.prepare = with_the_flags_data(preflight.prepare, flags)
 
     def referee(items, lengths, truncated) -> list[Result]:
         """The reward of each response. The referee grades tokens that it knows were sampled, and not the text."""

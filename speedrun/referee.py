@@ -38,6 +38,8 @@ from common.run import estimates
 
 COLUMNS = ("rollout", "prompts", "responses", "tokens", "reward", "flops", "digest", "seconds")
 NOT_REPEATED = "seconds"  # the one column, and the one claim, that differs in a replay
+# Variables that change what torch and vLLM compute, or what they load. A replay elsewhere would not have them.
+NOT_PASSED_ON = ("VLLM_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "ATEN_", "DNNL_", "ONEDNN_", "LD_PRELOAD")
 MAX_PROMPT_TOKENS = 512  # of the prompts that the referee compares with: all of them, since they have about 20
 
 
@@ -252,17 +254,26 @@ def forced_flags(job: Job, seed: int) -> list[str]:
     return words.split()
 
 
+def environment() -> dict[str, str]:
+    """The variables of a process that start() makes: those of this one, without what would change the numbers."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith(NOT_PASSED_ON)
+    }
+    # torch.compile would hide products from the clock. Nothing is to come from the network.
+    variables |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    return variables
+
+
 def start(words: list, folder: Path, log: Path, cores: int) -> subprocess.Popen:
     """A process of Python in that folder, on the first cores of this one. words: the script and its arguments."""
-    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    # torch.compile would hide products from the clock. Nothing is to come from the network.
-    environment |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
     with open(log, "w") as out:
         return subprocess.Popen(
             [sys.executable, *map(str, words)],
             cwd=folder,
-            env=environment,
+            env=environment(),
             stdout=out,
             stderr=subprocess.STDOUT,
             preexec_fn=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores]),

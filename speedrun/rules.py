@@ -7,6 +7,8 @@ reads the file's diff to its nearest algorithm, which verify.py prints.
 import ast
 import difflib
 import functools
+import io
+import tokenize
 from pathlib import Path
 
 import tyro
@@ -31,6 +33,7 @@ IMPORTS = {
 }
 # Functions that lead out of the file.
 NAMES = {"eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"}
+NAMES |= {"type", "breakpoint"}
 # Names that do, as an attribute or in an import.
 LEADS_OUT = {
     # modules that other modules have imported: of the system, of files, of processes and of threads
@@ -38,20 +41,30 @@ LEADS_OUT = {
     *("pickle", "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "zipfile", "Thread", "ThreadPool"),
     # files
     *("Path", "read_text", "read_bytes", "write_text", "write_bytes", "from_file", "from_pretrained", "serialization"),
-    *("hub", "load_state_dict"),
-    # the answers
+    *("hub", "load_state_dict", "save_pretrained", "checkpoint", "package"),
+    # the answers; asdict and astuple have them with the other fields of a prompt
     *("answer", "solution", "meta", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation"),
+    *("asdict", "astuple"),
     # code that is a string, is compiled, or runs where the clock does not count
-    *("ForwardRef", "get_type_hints", "compile", "jit", "library", "overrides"),
+    *("ForwardRef", "get_type_hints", "compile", "jit", "library", "overrides", "ops", "fx", "cpp_extension"),
+    # processes that torch starts
+    *("collect_env", "launcher", "elastic"),
+    # vLLM itself, which would sample without a report
+    "llm",
+    # they copy attributes by the names in strings
+    *("update_wrapper", "wraps"),
 }
 # What torch.load and torch.save do, common.trainer.model.load does for the start model alone.
 FILES_OF_TORCH = {"torch.load", "torch.save"}
+UNSEEN = "fbgemm"  # torch's products of these names compute before the clock is called
 DUNDERS = {"__name__", "__doc__", "__init__", "__post_init__"}  # all that an entry needs of names like these
 # The shared flags that an entry may set. The speedrun sets the others.
 OPEN_FLAGS = {"token-budget", "packing", "activation-checkpointing", "no-activation-checkpointing", "lora-rank"}
 OPEN_FLAGS |= {"max-logprob-gap"}
 # With another value of these an entry would get answers, or start from another model. It must not set them in code.
 FIXED_FIELDS = {"model", "dataset", "eval_dataset", "reward", "environment"}
+# Attributes of other objects that an entry may set: the mask and the baseline of a batch. Its own objects are `self`.
+MAY_SET = {"response_mask", "baseline"}
 
 
 class Refused(Exception):
@@ -61,16 +74,19 @@ class Refused(Exception):
 def check_file(file: Path) -> None:
     """Refuse a file that imports or names what an entry has no use for. Raises Refused."""
     try:
-        source = file.read_text()
+        source = file.read_bytes()
+        # Of bytes Python reads the encoding in the first lines, as it does when it runs the file.
         tree = ast.parse(source)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     except (OSError, ValueError, SyntaxError) as error:  # no such file; not a text; not Python
         raise Refused(f"{file.name}: {error}") from None
-    size = len(source.encode())
+    if encoding != "utf-8":
+        raise Refused(f"{file.name}: its encoding is {encoding}; a person reads it as utf-8")
+    size = len(source)
     if size > LONGEST:
         raise Refused(f"{file.name}: {size} bytes, and the most is {LONGEST}")
-    modules = {name for node in ast.walk(tree) for name in names_bound_by(node)}
     for node in ast.walk(tree):
-        problem = problem_of_import(node) or problem_of_name(node) or problem_of_change(node, modules)
+        problem = problem_of_import(node) or problem_of_name(node) or problem_of_change(node)
         if problem:
             raise Refused(f"{file.name}:{node.lineno}: {problem}")
 
@@ -84,13 +100,6 @@ def imports_of(node: ast.AST) -> list[str]:
     return []
 
 
-def names_bound_by(node: ast.AST) -> list[str]:
-    """The variables that an import statement makes."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return []
-    return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-
-
 def problem_of_import(node: ast.AST) -> str:
     """Why an entry may not import this. "" if it may, or if the node is no import."""
     for name in imports_of(node):
@@ -98,40 +107,45 @@ def problem_of_import(node: ast.AST) -> str:
         if package not in PACKAGES and name not in IMPORTS:
             return f"imports {name}; an entry may import {', '.join([*PACKAGES, *sorted(IMPORTS)])}"
         for part in rest if package in PACKAGES else ():
-            if part.startswith("_") or part in LEADS_OUT or name in FILES_OF_TORCH:
+            if part.startswith(("_", UNSEEN)) or part in LEADS_OUT or name in FILES_OF_TORCH:
                 return f"imports {name}; an entry has no use for {part}"
     return ""
 
 
 def problem_of_name(node: ast.AST) -> str:
     """Why an entry may not use this name or attribute, or define this function. "" if it may."""
-    # What __torch_dispatch__ of a tensor computes, the clock does not see.
     name = ""
     if isinstance(node, ast.Name):
         name = node.id
-    elif isinstance(node, ast.FunctionDef):
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        # The clock does not see what __torch_dispatch__ of a tensor computes.
         name = node.name
     if name in NAMES or (name.startswith("__") and name not in DUNDERS):
         return f"an entry has no use for {name}"
     if isinstance(node, ast.Attribute):
         private = node.attr.startswith("_") and node.attr not in DUNDERS
-        if private or node.attr in LEADS_OUT or ast.unparse(node) in FILES_OF_TORCH:
+        if private or node.attr.startswith(UNSEEN) or node.attr in LEADS_OUT or ast.unparse(node) in FILES_OF_TORCH:
             return f"an entry has no use for .{node.attr}"
+    if isinstance(node, ast.MatchClass):  # case object(answer=a) reads an attribute
+        return "an entry has no use for a match by class"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        # As in dataclasses.replace(args, **{"reward": ...}), or in the names of the attributes of a new class.
+        dunder = node.value.startswith("__") and node.value != "__main__"
+        if dunder or node.value in FIXED_FIELDS - {"model"}:
+            return f"an entry has no use for the string {node.value!r}"
     return ""
 
 
-def problem_of_change(node: ast.AST, modules: set[str]) -> str:
-    """Why an entry may not make this change: it is to a module, or to what the speedrun sets. "" if it may."""
+def problem_of_change(node: ast.AST) -> str:
+    """Why an entry may not make this change: it is to what is not its own, or what the speedrun sets. "" if it may."""
     if isinstance(node, ast.keyword) and node.arg in FIXED_FIELDS:
         return f"sets {node.arg}, which the speedrun sets"
     if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store | ast.Del):
         return ""
     if node.attr in FIXED_FIELDS:
         return f"sets .{node.attr}, which the speedrun sets"
-    base = node.value
-    while isinstance(base, ast.Attribute):
-        base = base.value
-    if isinstance(base, ast.Name) and base.id in modules:
+    own = isinstance(node.value, ast.Name) and node.value.id == "self"
+    if not own and node.attr not in MAY_SET:
         return f"changes {ast.unparse(node)}, which is not the file's own"
     return ""
 

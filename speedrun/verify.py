@@ -15,6 +15,8 @@ import csv
 import dataclasses
 import hashlib
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,7 +104,31 @@ def check(job: Job, folder: Path) -> dict:
         raise Refused("record.json: flops are not the most of its seeds")
     if not record["commit"] or record["uncommitted_changes"]:
         raise Refused("record.json: the run's code is no commit")
+    check_commit(record["commit"])
     return record
+
+
+def git(*words: str) -> str:
+    """What git prints in this repository. "" if it fails, or if there is no git."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def check_commit(commit) -> None:
+    """Refuse a commit that this repository does not have. Raises Refused."""
+    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}", commit):
+        raise Refused(f"record.json: {commit!r} is not the full name of a commit")
+    if git("cat-file", "-t", commit) == "commit":
+        return
+    # An archive without .git, or a shallow clone, can't tell whether the commit exists.
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        errors.say(f"commit {commit} was not looked for: this is no full git clone")
+        return
+    raise Refused(
+        f"record.json: commit {commit} is not in this repository; git fetch, or the run's code was never published"
+    )
 
 
 def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None:

@@ -252,6 +252,20 @@ def test_held_out_pairs_are_measured_and_not_trained_on(models, world, tmp_path,
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["held_out"] == 8
 
 
+def test_no_prompt_of_a_held_out_pair_is_trained_on():
+    """The embedded pairs have four rows for each prompt, with the same chosen response."""
+    script = load("scripts/train_reward_model.py")
+    pairs = script.arithmetic_pairs()
+    train, held_out = script.split(pairs, 254, seed=0)
+    assert len(held_out) == 256 and len(train) == len(pairs) - 256
+    assert not {pair["prompt"] for pair in train} & {pair["prompt"] for pair in held_out}
+    assert script.split(pairs, 254, seed=1)[1] != held_out
+    # Prompts may be messages.
+    asked = [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": asked, "chosen": "2", "rejected": wrong} for wrong in "34"]
+    assert script.split(rows, 1, seed=0) == ([], rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_ranks_pairs(models, tmp_path, ranks):

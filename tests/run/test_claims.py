@@ -294,10 +294,57 @@ def test_a_baseline_of_sums_is_read_where_it_is_and_made_by_its_own_script(ended
     assert list(claims.read_runs(tmp_path, "sums", "grpo")) == [7], "from scratch, it is a run as any other"
 
 
-def test_a_failure_of_one_run_leaves_the_others_and_is_counted(capsys):
+def test_seeds_beyond_those_fixed_before_change_no_verdict_on_the_page(monkeypatch, tmp_path):
+    """Seven seeds, of which 5 and 6 were added later. In a folder of one's own, all count."""
+    finished(tmp_path, "grpo", dict.fromkeys(range(7), 0.5))
+    finished(tmp_path, "no-std", {seed: 0.5 + (seed - 2) / 100 for seed in range(7)})
+    assert line(tmp_path, "std")["seeds"] == "7"
+    monkeypatch.setattr(claims, "COMMITTED", tmp_path)
+    found = line(tmp_path, "std")
+    assert found["seeds"] == "5" and found["arm"] == "50.0", "the mean of seeds 0 to 4"
+    assert list(claims.read_runs(tmp_path, "arithmetic", "no-std")) == [*range(5)]
+
+
+def test_a_baseline_that_is_not_written_to_its_end_has_no_curve(monkeypatch, tmp_path):
+    """Its JSON comes first: a curve without one would be read as a run that is done."""
+    baselines = claims.baselines
+    monkeypatch.setattr(baselines, "BASELINES", tmp_path)
+    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 5, "eval/accuracy": 2 / 3, "not/kept": 1.0}]
+    baselines.keep("sums", "grpo", {"seed": 3}, rows)
+    file = tmp_path / "sums/grpo/seed3.csv"
+    assert [row["eval/accuracy"] for row in baselines.read_curve(file)] == [0.5, 0.666667]
+    assert json.loads(file.with_suffix(".json").read_text()) == {"seed": 3}
+    before = file.read_text()
+    with pytest.raises(ValueError):
+        baselines.keep("sums", "grpo", {"seed": 3}, [rows[0], {"step": "five"}])
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ({"task": "foo", "flags": "grpo"}, "--task foo: use one of arithmetic, "),
+        ({"run": ("gpro",)}, "--run gpro: --task arithmetic has .*grpo, grpo-lora"),
+        ({"task": "sums", "flags": "grpo-lora"}, "--flags grpo-lora: --task sums has .*rejection"),
+        ({"run": ("start",)}, "--run start: is for sums"),
+    ],
+)
+def test_a_baseline_that_does_not_exist_is_refused_with_those_that_do(args, says):
+    with pytest.raises(BadInput, match=says):
+        claims.baselines.main(claims.baselines.Args(**args))
+
+
+@pytest.mark.parametrize("task, flags", [("arithmetic", "rloo"), ("sums", "rejection"), ("hybrid", "grpo")])
+def test_the_flags_of_a_baseline_are_printed(capsys, task, flags):
+    claims.baselines.main(claims.baselines.Args(task=task, flags=flags))
+    assert capsys.readouterr().out == claims.baselines.flags(task, flags) + "\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("exit code 1"), OSError("exit code 1")])
+def test_a_failure_of_one_run_leaves_the_others_and_is_counted(capsys, error):
     def run(cell):
         if cell == "second":
-            raise RuntimeError("exit code 1")
+            raise error
         return "fine"
 
     assert study.run_all(["first", "second", "third"], run, jobs=1) == 1

@@ -290,6 +290,53 @@ def test_what_cannot_be_graded_is_no_value(script, tmp_path):
     assert row["problems"] == 2 and row["greedy"]["first"][0] == 0.5
 
 
+def test_a_line_to_quote_says_how_many_problems_nobody_could_grade():
+    problems = results.Problems(id=list("abcd"), greedy=[1, 0, None, None], right=[])
+    measured = results.measures(problems, 0)
+    result = {
+        "settings": {"n": 0},
+        "prompts": 4,
+        "greedy": measured["greedy"].mean,
+        "interval": {"greedy": measured["greedy"].interval()},
+        "truncated": {"greedy": 0.0},
+        "ungraded": {"greedy": 2},
+    }
+    assert results.in_words("x", result).endswith("cut off, 2 left out, as they could not be graded")
+    result["ungraded"] = {"greedy": 0}
+    assert results.in_words("x", result).endswith("cut off")
+
+
+def test_a_comparison_takes_the_problems_that_both_have_grades_for_in_all_measures(script, tmp_path):
+    """The second problem has no grade for one model's greedy response, and the third none for its sampled ones."""
+    script(BETTER, output="a.json")
+    written = json.loads((tmp_path / "a.json").read_text())
+    problems = written["results"][0]["problems"]
+    problems["greedy"][1], problems["right"][2] = None, None
+    (tmp_path / "b.json").write_text(json.dumps(written))
+    (row,) = results.compare(("a.json", "b.json"))
+    assert row["problems"] == 1
+    assert {name: row[name]["first"][0] for name in ("greedy", "sampled", "pass@4")} == dict.fromkeys(
+        ("greedy", "sampled", "pass@4"), 1.0
+    )
+
+
+def test_responses_that_are_right_in_part_are_refused(script, tmp_path):
+    """Their sum would be cut to a whole number."""
+    (tmp_path / "part.py").write_text(
+        "from common.rewards import Result\n\n"
+        "def score(items, lengths, truncated):\n    return [Result(0.9, 0.9) for _ in items]\n"
+    )
+    with pytest.raises(BadInput, match=r"--n 4: a reward gave the acc 0\.9"):
+        script(reward=("part.py:score",))
+    assert json.loads(script(reward=("part.py:score",), n=0)[-1])["greedy"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("flag", [{"output": "c.json"}, {"suite": ("math",)}, {"save_right": "r"}, {"save_pairs": "p"}])
+def test_a_comparison_measures_nothing(flag):
+    with pytest.raises(BadInput, match="--compare: --output"):
+        evaluate.main(evaluate.Args(compare=("a.json", "b.json"), **flag))
+
+
 BETTER = {7: [True] * 4, 8: [True, False, True, True], 9: [False, True, False, False]}
 
 

@@ -25,6 +25,7 @@ from common.data import arithmetic
 from common.data.prompts import Prompt
 
 clock, verify = load("speedrun/clock.py"), load("speedrun/verify.py")
+entrant = load("speedrun/entrant.py")
 referee, rules, run, Refused = verify.referee, verify.rules, verify.run, verify.Refused
 JOB = referee.Job(arithmetic.WARM_START, "arithmetic", 0.2, 300, 48, cores=1, seeds=(0,))
 FLAGS = ["--steps", "2", "--prompts-per-step", "8", "--mini-batches", "2", "--learning-rate", "2e-3"]
@@ -192,12 +193,28 @@ def edit(folder: Path, old: str, new: str) -> None:
         (lambda folder: claim(folder, right=999, **referee.interval(999, JOB.held_out)), "right 999, of 300"),
         (lambda folder: change(folder, flags=["--eval-prompts", "8"]), "--eval-prompts"),
         (lambda folder: change(folder, uncommitted_changes=True), "no commit"),
+        (lambda folder: change(folder, commit="--batch"), "'--batch' is not the full name of a commit"),
+        (lambda folder: change(folder, commit=7), "7 is not the full name of a commit"),
+        (lambda folder: change(folder, commit="0" * 40), f"commit {'0' * 40} is not in this repository; git fetch"),
     ],
 )
 def test_files_that_do_not_agree_are_refused_without_a_replay(record, tamper, says):
     tamper(record)
     with pytest.raises(Refused, match=says):
         verify.check(JOB, record)
+
+
+@pytest.mark.parametrize("git", ["shallow clone", "no repository", "no git"])
+def test_where_commits_are_missing_a_record_is_checked_without_its_commit(record, monkeypatch, tmp_path, capsys, git):
+    change(record, commit="0" * 40)
+    if git == "shallow clone":
+        monkeypatch.setattr(verify, "git", lambda *words: "true" if words[0] == "rev-parse" else "")
+    elif git == "no repository":
+        monkeypatch.setattr(verify, "ROOT", tmp_path)
+    else:
+        monkeypatch.setenv("PATH", "")
+    verify.check(JOB, record)
+    assert "was not looked for: this is no full git clone" in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_read_is_refused_and_not_a_traceback(honest, monkeypatch, tmp_path, capsys):
@@ -341,6 +358,95 @@ def test_a_trial_is_one_seed_and_writes_nothing(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "rollout 2: reward" in said and "seed 0: " in said and "seed 1" not in said and "not a record" in said
     assert not (tmp_path / "records").exists()
+
+
+# The entry's process
+
+
+PLAIN, WRONG = [5, 6], [7, 8]  # a prompt and a response
+
+
+class Recorder:
+    """Stands in for the connection to the referee."""
+
+    def __init__(self):
+        self.told = []
+
+    def tell(self, **message) -> None:
+        self.told.append(json.loads(json.dumps(message)))
+
+
+def sampled_by(prompt_ids, **named) -> dict:
+    """What the referee hears of a call of an engine that answers each prompt with WRONG."""
+
+    def generate(engine, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
+        responses = [list(WRONG) for _ in prompt_ids]
+        for index, response in enumerate(responses):
+            if done is not None:
+                done(index, [response], [False])
+        return SimpleNamespace(response_ids=responses)
+
+    wire = Recorder()
+    entrant.reported(generate, wire, SimpleNamespace(flops=7))(None, prompt_ids, 1, 1.0, 4, seed=0, **named)
+    (told,) = wire.told
+    return told
+
+
+def test_what_the_engine_was_asked_and_sampled_is_reported():
+    told = {"prompts": [PLAIN], "responses": [WRONG], "flops": 7}
+    assert sampled_by([PLAIN]) == sampled_by((torch.tensor(PLAIN),), reply=None) == told
+
+
+def test_an_entry_that_grades_early_can_not_change_what_is_reported():
+    asked = [[9, 9]]
+
+    def done(index, token_ids, truncated):
+        token_ids[0][:] = [1, 1]
+        asked[0][:] = PLAIN
+
+    told = sampled_by(asked, done=done)
+    assert told["prompts"] == [[9, 9]] and told["responses"] == [WRONG]
+
+
+def test_an_environment_is_refused():
+    """Its replies would run in threads, which the clock does not see, and would become a part of the responses."""
+    with pytest.raises(RuntimeError, match="no environment"):
+        sampled_by([PLAIN], reply=lambda index, turns: None)
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({}, ""),
+        ({"model": "other"}, "model is 'other'"),
+        ({"dataset": ("sums",)}, "dataset is"),
+        ({"reward": ("gsm8k",)}, "reward is"),
+        ({"environment": "calculator"}, "environment is"),
+        ({"source": SimpleNamespace(eval_dataset=("sums",))}, "eval_dataset is"),
+    ],
+)
+def test_a_run_is_prepared_with_the_data_of_the_flags(changed, says):
+    forced = referee.forced_flags(JOB, 0)
+    right = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": ""}
+    args = SimpleNamespace(**{**right, "source": SimpleNamespace(eval_dataset=()), **changed})
+    prepare = entrant.with_the_flags_data(lambda args, models: models, ["--dataset", "sums", *forced])
+    if not says:
+        assert prepare(args, ["policy"]) == ["policy"]
+        return
+    with pytest.raises(RuntimeError, match=rf"prepare\(\): {says}"):
+        prepare(args, ["policy"])
+
+
+def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "MKL_CBWR", "TORCH_LOGS", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.setenv(name, "1")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "LD_PRELOAD", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setenv("HOME", "/here")
+    passed_on = referee.environment()
+    assert not [name for name in passed_on if name.startswith(referee.NOT_PASSED_ON) and name != "TORCHDYNAMO_DISABLE"]
+    assert passed_on["TORCHDYNAMO_DISABLE"] == "1" and passed_on["HOME"] == "/here"
 
 
 # The referee
@@ -545,7 +651,36 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
         ("from torch.utils._python_dispatch import _disable_current_modes", "imports torch.utils._python_dispatch"),
         ("import clock", "imports clock"),
         ("class Unseen(torch.Tensor):\n    def __torch_dispatch__(cls): ...", "no use for __torch_dispatch__"),
+        ("async def __torch_dispatch__(): ...", "no use for __torch_dispatch__"),
+        ("Unseen = type('T', (torch.Tensor,), {})", "no use for type"),
+        ("names = {'__torch_dispatch__': print}", "no use for the string '__torch_dispatch__'"),
+        ("import torch\ntorch.ops.aten.slow_conv_dilated2d(1)", "no use for .ops"),
+        ("import torch.fx", "imports torch.fx"),
+        ("import torch\ntorch.fbgemm_pack_gemm_matrix_fp16(1)", "no use for .fbgemm_pack"),
+        ("from torch import fbgemm_linear_fp16_weight", "imports torch.fbgemm_linear"),
+        # To what is not the file's own.
+        ("import torch\nm = torch.nn\nm.Linear.forward = print", "changes m.Linear.forward"),
+        ("def f(x):\n    x[0].forward = print", r"changes x\[0\].forward"),
+        ("engine.never = (1,)", "changes engine.never"),
+        ("for engine.never in [(1,)]: ...", "changes engine.never"),
+        ("engine.llm", "no use for .llm"),
+        # An attribute by a pattern or a string.
+        ("match random:\n    case object(_os=o): pass", "no use for a match by class"),
+        ("match prompt:\n    case object(answer=a): pass", "no use for a match by class"),
+        ("functools.update_wrapper(b, torch.Tensor, ['_make_subclass'], [])", "no use for .update_wrapper"),
+        ("from functools import wraps", "imports functools.wraps"),
+        ("args = dataclasses.replace(args, **{'dataset': ('sums',)})", "no use for the string 'dataset'"),
+        ("args = dataclasses.replace(args, **{'reward': ('gsm8k',)})", "no use for the string 'reward'"),
+        ("dataclasses.asdict(prompt)", "no use for .asdict"),
+        ("dataclasses.astuple(prompt)", "no use for .astuple"),
+        # To processes and files.
+        ("breakpoint()", "no use for breakpoint"),
+        ("from torch.utils import collect_env", "imports torch.utils.collect_env"),
+        ("from torch.distributed.launcher import api", "imports torch.distributed.launcher"),
+        ("import torch.distributed.checkpoint as dcp", "imports torch.distributed.checkpoint"),
+        ("policy.save_pretrained('/tmp/x')", "no use for .save_pretrained"),
         # Code that is a string.
+        ("torch.utils.cpp_extension.load_inline('x', 'int f(){}')", "no use for .cpp_extension"),
         ("from pydantic import ImportString", "imports pydantic.ImportString"),
         ("from typing import get_type_hints", "imports typing.get_type_hints"),
         ("__builtins__['open']", "no use for __builtins__"),
@@ -557,6 +692,20 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
 def test_a_file_that_reaches_for_answers_or_for_the_clock_is_refused(tmp_path, line, says):
     (tmp_path / "mine.py").write_text(f"{line}\n")
     with pytest.raises(Refused, match=says):
+        rules.check_file(tmp_path / "mine.py")
+
+
+def test_an_entry_may_set_its_own_attributes_and_those_of_a_batch(tmp_path):
+    own = "class Mean:\n    def __init__(self):\n        self.total = 0\n"
+    (tmp_path / "mine.py").write_text(own + "batch.response_mask &= graded\nbatch.baseline = 1\n")
+    rules.check_file(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("encoding, says", [("utf-7", "utf-7"), ("latin-1", "iso-8859-1")])
+def test_the_file_that_is_checked_is_the_one_that_runs(tmp_path, encoding, says):
+    """Python takes the encoding in the first line. In utf-7, +AAo- is the end of a line."""
+    (tmp_path / "mine.py").write_text(f"# coding: {encoding}\n# harmless +AAo-import os\n")
+    with pytest.raises(Refused, match=f"its encoding is {says}"):
         rules.check_file(tmp_path / "mine.py")
 
 
@@ -652,6 +801,70 @@ def test_a_product_without_a_formula_stops_the_run():
             function(torch.eye(4))
 
 
+def test_without_gradients_composite_operations_count_too():
+    """In inference mode torch hands them over whole."""
+    a, b = torch.ones(6, 5), torch.ones(5, 4)
+    flops = 2 * 6 * 5 * 4
+    square = torch.ones(5, 5)
+    narrow, wide = torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 32)
+    for number, (function, least) in enumerate(
+        [
+            (lambda: torch.inner(a, b.T), flops),
+            (lambda: torch.matrix_power(square, 2), 2 * 5**3),
+            (lambda: torch.cov(a), 2 * 6 * 6 * 5),
+            # Its queries and keys are of width 1, and its values are not.
+            (lambda: F.scaled_dot_product_attention(narrow, narrow, wide), 2 * 6 * 6 * 32),
+        ]
+    ):
+        with torch.inference_mode(), clock.Clock() as counted:
+            function()
+        assert counted.flops >= least, number
+    for function in (torch.inverse, lambda x: F.conv_transpose1d(x[None], x[..., None])):
+        with pytest.raises(clock.NoFormula), torch.inference_mode(), clock.Clock():
+            function(square)
+
+
+def test_no_mode_of_gradients_changes_what_the_embedded_model_costs():
+    """Twelve tokens."""
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.WARM_START, dtype=torch.float32)
+    tokens = torch.arange(3, 15)[None]
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode(), clock.Clock() as counted:
+            logits = model(tokens).logits
+        assert counted.flops == 19_255_296, mode
+    with counted:
+        logits.sum().backward()
+    assert counted.flops == 57_876_480
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("conv_tbc", "slow_conv_transpose2d", "slow_conv_dilated2d", "conv_depthwise3d", "_pdist_forward", "cdist"),
+        *("_euclidean_dist", "geqrf", "orgqr", "linalg_matrix_exp", "matrix_exp_backward"),
+        *("_transformer_encoder_layer_fwd", "_foreach_addmm", "fused_experts_cpu", "chunk_gated_delta_rule_cpu"),
+        *("mamba_chunk_scan", "selective_scan_fwd"),
+    ],
+)
+def test_an_operation_with_a_product_in_its_name_has_no_free_run(name):
+    for namespace in ("aten", "_C"):
+        with pytest.raises(clock.NoFormula):
+            clock.cost_of(namespace, f"{namespace}::{name}")
+
+
+@pytest.mark.parametrize("name", ["_to_copy", "convert_element_type", "copy", "exp", "cumsum", "softmax", "index_put"])
+def test_elementwise_operations_are_free(name):
+    assert clock.cost_of("aten", f"aten::{name}") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16, torch.int64])
+def test_a_product_of_other_numbers_than_float32_stops_the_run(dtype):
+    """A complex number holds two float32, so one product would do the work of two."""
+    factor = torch.ones(4, 4, dtype=dtype)
+    with pytest.raises(clock.NoFormula, match=rf"a product in {dtype}"), clock.Clock():
+        factor @ factor
+
+
 class Unseen(torch.Tensor):
     """torch turns the clock off before it calls this, so products in here would be free."""
 
@@ -664,6 +877,11 @@ def test_a_tensor_that_would_compute_unseen_stops_the_run():
     unseen = torch.ones(3).as_subclass(Unseen)
     with pytest.raises(clock.NoFormula, match="Unseen"), clock.Clock():
         unseen * 2
+
+
+def test_the_name_of_a_module_makes_no_tensor_trusted(monkeypatch):
+    monkeypatch.setattr(Unseen, "__module__", "torch.mine")
+    test_a_tensor_that_would_compute_unseen_stops_the_run()
 
 
 # The page

@@ -379,6 +379,12 @@ def test_the_report_of_training_without_sampling_gives_no_advice_about_sampling(
     assert list(pairs) == ["Share right", "Training loss", "Implicit rewards"]
 
 
+@pytest.mark.parametrize("flag", ["step", "limit"])
+def test_a_negative_number_of_responses_is_refused(tmp_path, flag):
+    with pytest.raises(errors.BadInput, match=f"--{flag} -1: must be greater than or equal to 0"):
+        view.main(view.Args(tmp_path, **{flag: -1}))
+
+
 def test_the_report_shows_what_only_one_algorithm_measures():
     rows = [{"step": 1, "time/step": 2.0, "time/rollout": 0.5, "time/<i>": 1.5, "teacher/kl": 0.1, "mismatch/kl": 0.1}]
     assert charts.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.times(rows)
