@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import BadInput
+from common.errors import BadInput, warn
 
 COMPLETE = re.compile(r"step_\d{6,}")
 WEIGHTS = re.compile(
@@ -152,10 +152,11 @@ def remove(folder: Path) -> None:
 
 def rotate(run_dir: Path, keep: int) -> None:
     """Write best.json, and delete all checkpoints except the newest `keep` and the best. keep = 0 keeps all."""
-    states = {}
-    for folder in complete(run_dir):
-        with contextlib.suppress(BadInput):  # of another version, or damaged: it stays
-            states[folder] = state(folder)
+    try:
+        states = {folder: state(folder) for folder in complete(run_dir)}
+    except BadInput as error:  # of another version, or damaged: it may be the best one, so all stay
+        warn(f"no old checkpoint is deleted: {error}", error.code)
+        return
     evaluated = [folder for folder in states if states[folder].accuracy is not None]
     best = max(evaluated, key=lambda folder: states[folder].accuracy, default=None)  # the first of equal ones
     if best:

@@ -19,7 +19,7 @@ from helpers import checkpoint_state, load
 
 from common import errors
 from common.data import arithmetic, sources
-from common.errors import BadInput, RunFailed
+from common.errors import RunFailed
 from common.preflight import folders
 from common.rewards.grading import Item, Result
 from common.rewards.service import MAX_REPLY_BYTES, RewardService
@@ -143,8 +143,7 @@ def test_beside_a_damaged_checkpoint_none_is_deleted(tmp_path):
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(text)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(BadInput, match="state.json"):
-        folders.rotate(tmp_path, 1)
+    folders.rotate(tmp_path, 1)
     assert sorted(tmp_path.rglob("*")) == before
 
 
