@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from referee import SPEEDRUN, Job
 from rules import ROOT, Refused
 
 from common import errors
+from common.run import directory
 
 BEGIN, END = "<!-- speedrun -->", "<!-- /speedrun -->"  # the table between them is generated
 PAGE = ROOT / "speedrun/README.md"
@@ -108,22 +108,14 @@ def check(job: Job, folder: Path) -> dict:
     return record
 
 
-def git(*words: str) -> str:
-    """What git prints in this repository. "" if it fails, or if there is no git."""
-    try:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
 def check_commit(commit) -> None:
     """Refuse a commit that this repository does not have. Raises Refused."""
     if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{40}", commit):
         raise Refused(f"record.json: {commit!r} is not the full name of a commit")
-    if git("cat-file", "-t", commit) == "commit":
+    if directory.git("cat-file", "-t", commit) == "commit":
         return
     # An archive without .git, or a shallow clone, can't tell whether the commit exists.
-    if git("rev-parse", "--is-shallow-repository") != "false":
+    if directory.git("rev-parse", "--is-shallow-repository") != "false":
         errors.say(f"commit {commit} was not looked for: this is no full git clone")
         return
     raise Refused(

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from common.data import arithmetic
 from common.data.prompts import Prompt
+from common.run import directory
 
 clock, verify = load("speedrun/clock.py"), load("speedrun/verify.py")
 entrant = load("speedrun/entrant.py")
@@ -208,9 +209,9 @@ def test_files_that_do_not_agree_are_refused_without_a_replay(record, tamper, sa
 def test_where_commits_are_missing_a_record_is_checked_without_its_commit(record, monkeypatch, tmp_path, capsys, git):
     change(record, commit="0" * 40)
     if git == "shallow clone":
-        monkeypatch.setattr(verify, "git", lambda *words: "true" if words[0] == "rev-parse" else "")
+        monkeypatch.setattr(directory, "git", lambda *words: "true" if words[0] == "rev-parse" else "")
     elif git == "no repository":
-        monkeypatch.setattr(verify, "ROOT", tmp_path)
+        monkeypatch.setattr(directory, "ROOT", tmp_path)
     else:
         monkeypatch.setenv("PATH", "")
     verify.check(JOB, record)
