@@ -259,7 +259,8 @@ def test_a_pair_of_which_a_reward_model_would_lose_something_is_refused(folders,
 
 
 def test_a_reward_model_learns_nothing_from_equal_responses(folders, tmp_path, conversations_of):
-    put(tmp_path, "rows.jsonl", PAIR, PAIR | {"rejected": "5<|im_end|>"}, PAIR)
+    other_prompt = PAIR | {"prompt": "3+2?"}  # --held-out takes whole prompts
+    put(tmp_path, "rows.jsonl", PAIR, PAIR | {"rejected": "5<|im_end|>"}, other_prompt)
     spoken, (code, out, err) = conversations_of(f"{TRAIN} --model {folders['tools']}")
     assert code is None and len(spoken) == 4 and "1 of 3 pairs" in out + err
     put(tmp_path, "rows.jsonl", PAIR | {"rejected": "5"})
@@ -448,7 +449,8 @@ def test_no_public_case_without_pairs_trains_a_reward_model(folders, tmp_path, c
             continue
         rows = tmp_path / path.name
         text = path.read_text()
-        rows.write_text(text if path.suffix != ".jsonl" else text * 2)
+        other_prompt = text.replace("2+3?", "3+2?")  # --held-out takes whole prompts
+        rows.write_text(text if path.suffix != ".jsonl" else text + other_prompt)
         spoken, (code, _, err) = conversations_of(
             f"{TRAIN} --model {folders['tools']}".replace("rows.jsonl", str(rows))
         )
