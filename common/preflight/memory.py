@@ -15,6 +15,7 @@ number of trained models alone.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -42,7 +43,7 @@ FROZEN = ("reference", "teacher")  # models that are loaded from --model and tha
 # Bytes of a parameter.
 MASTER_BYTES = 12  # a trained one: float32 weight and Adam's two moments
 GRADIENT_BYTES = 4
-FROZEN_BYTES = 4  # one of a trained model that is frozen itself, such as a vision tower's
+FROZEN_BYTES = 4  # one that is kept in float32 without moments: a frozen vision tower's, a moving teacher's
 
 FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
 ENGINE_ASLEEP = 2 * GIB  # kept by a sleeping engine: CUDA graphs, libraries
@@ -83,8 +84,10 @@ def unit_sizes(model_path: str) -> tuple[int, int]:
 
 @lru_cache
 def normalizes_heads(model_path: str) -> bool:
-    """Whether layers of attention normalize queries and keys (Qwen3, Gemma 3)."""
-    return any(hasattr(attention, "q_norm") for attention in all_attentions(without_weights(model_path)))
+    """Whether layers of attention normalize queries and keys (Qwen3, Gemma 3). The norm of a latent is another."""
+    attentions = all_attentions(without_weights(model_path))
+    names = {name for attention in attentions for name, _ in attention.named_children()}
+    return any(re.fullmatch("(q|qk|query)_(layer)?norm", name) for name in names)
 
 
 @lru_cache
@@ -137,13 +140,16 @@ def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype, normalized: bool) 
     width = max(width, experts * expert_width)
 
     queries, keys = heads_of(config)
-    projected = 0  # width of queries and keys together. Outputs are as wide as queries, values as wide as keys.
-    if queries:
+    queries_and_keys = values_and_outputs = 0  # widths of all heads together
+    if getattr(config, "kv_lora_rank", None):  # each query head gets keys and values of its own from a latent (DeepSeek)
+        queries_and_keys = 2 * queries * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        values_and_outputs = 2 * queries * config.v_head_dim
+    elif queries:
         head = getattr(config, "head_dim", None) or config.hidden_size // queries  # heads may be wider than that
-        projected = (queries + keys) * head
-    size = 4 * 4 * config.hidden_size + (2 * projected + 4 * width) * dtype.itemsize
+        queries_and_keys = values_and_outputs = (queries + keys) * head
+    size = 4 * 4 * config.hidden_size + (queries_and_keys + values_and_outputs + 4 * width) * dtype.itemsize
     if normalized:
-        size += (4 + dtype.itemsize) * projected  # their norm keeps them in float32 and in the compute dtype
+        size += (4 + dtype.itemsize) * queries_and_keys  # the norm keeps them in float32 and in the compute dtype
     return size
 
 

@@ -77,7 +77,8 @@ def check_directory(run_dir: str, resume: str) -> Path | None:
     if metrics.is_file():
         rows = read_metrics(Path(run_dir))  # finds errors before the model is loaded
         # The rows up to the checkpoint would count as the past of this run. A second attempt has none of them.
-        is_elsewhere = checkpoint.resolve().parents[1] != Path(run_dir).resolve()
+        # Compared without following links: checkpoints/ may lie on another disk.
+        is_elsewhere = resume != "auto" and not checkpoint.absolute().parents[1].samefile(run_dir)
         if is_elsewhere and rows and rows[0]["step"] <= saved_step(checkpoint):
             raise BadInput(
                 f"--run-dir {run_dir}: holds steps of another run than --resume {resume}; name a new --run-dir"

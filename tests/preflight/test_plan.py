@@ -160,6 +160,28 @@ def test_a_token_keeps_wide_heads_and_their_norms_by_hand(tmp_path):
     assert plan.token_bytes == 3 * (16 * 2560 + 2 * (2 * heads + 4 * 9728) + (4 + 2) * heads)
 
 
+def test_a_token_keeps_what_all_heads_make_of_a_latent_by_hand(tmp_path):
+    """DeepSeek-V2-Lite in bfloat16: 16 heads with keys of 128 + 64 and values of 128. Its `head_dim` is the 64 alone."""
+    heads = {"num_attention_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "num_key_value_heads": 16}
+    sizes = {"hidden_size": 2048, "intermediate_size": 10944, "first_k_dense_replace": 3, "num_experts_per_tok": 6}
+    config = transformers.DeepseekV2Config(
+        **heads, **sizes, moe_intermediate_size=1408, num_hidden_layers=3, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    plan = MemoryPlan(model=str(tmp_path), dtype=torch.bfloat16, size=1)
+    assert plan.token_bytes == 3 * (16 * 2048 + 2 * (2 * 16 * (192 + 128) + 4 * 10944))
+
+
+NORMS_OF_HEADS = {"qwen3": True, "hunyuan_v1_dense": True, "llama4_text": True, "deepseek_v2": False, "llama": False}
+
+
+@pytest.mark.parametrize("family", NORMS_OF_HEADS)
+def test_families_name_the_norm_of_queries_differently(tmp_path, family):
+    small = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 64}
+    AutoConfig.for_model(family, **small).save_pretrained(tmp_path)
+    assert memory.normalizes_heads(str(tmp_path)) == NORMS_OF_HEADS[family]
+
+
 def test_on_a_cpu_a_second_trained_model_halves_the_forward(seven):
     """A share of the memory for the activations, and half of it with a critic. A reference changes nothing."""
     memory_of_4096 = 4096 * seven.token_bytes / memory.ACTIVATION_SHARE

@@ -530,6 +530,19 @@ def test_steps_of_another_run_are_not_the_past_of_a_resumed_one(tmp_path):
     assert run_directory.check_directory(str(other), str(checkpoint)) == checkpoint
 
 
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/step_000002", "."])
+def test_a_run_with_checkpoints_on_another_disk_goes_on(tmp_path, linked):
+    """The folder on the other disk is not the run directory's, and yet it's this run's checkpoint."""
+    run_dir, disk = tmp_path / "run", tmp_path / "disk"
+    fake(run_dir, 2)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run_dir / linked).rename(disk)
+    (run_dir / linked).symlink_to(disk)
+    checkpoint = run_dir / "checkpoints/step_000002"
+    assert run_directory.check_directory(str(run_dir), "auto") == checkpoint
+    assert run_directory.check_directory(str(run_dir), str(checkpoint)) == checkpoint
+
+
 def test_a_copy_of_a_checkpoint_can_be_resumed(tmp_path):
     fake(tmp_path, 2)
     copy = tmp_path / "checkpoints/step_000002-copy"
