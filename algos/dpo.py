@@ -138,7 +138,7 @@ def main(args: Args) -> None:
     longest_pair = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # one forward
     checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    settings = settle(args, model_path, size, longest, longest_pair)
+    settings = settle(args, model_path, prompts, size, longest, longest_pair)
     if args.saving.dry_run:
         errors.say(f"dry run: flags and data are in order, {len(prompts)} pairs")
         preview.show_pairs(prompts, pairs, tokenizer)

@@ -89,7 +89,7 @@ def main(args: Args) -> None:
     if args.model:
         checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
-    settings = settle(args, model_path, size, longest)
+    settings = settle(args, model_path, prompts, size, longest)
     if args.saving.dry_run:
         errors.say(f"dry run: flags and data are in order, {len(prompts)} solutions")
         preview.show_solutions(prompts, tokenizer)

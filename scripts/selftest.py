@@ -309,7 +309,7 @@ def main(args: Args) -> None:
         model=path,
         dtype=dtype,
         size=size,
-        compute=checks.settle_packing(path, args.compute),
+        compute=checks.settle_packing(path, args.compute, asked),
         offload=args.offload,
         backend=args.rollout_backend,
         layout=args.layout,

@@ -28,7 +28,7 @@ def check_held_out(prompts: list[Prompt], size: int) -> None:
 
 def check_images(prompts: list[Prompt], compute: Compute, environment="", layout=Layout()) -> None:
     """Refuse flags that prompts with images, or without, cannot be combined with. Raises BadInput."""
-    with_images = any(hasattr(prompt.ids, "images") for prompt in prompts)
+    with_images = have_images(prompts)
     if compute.train_vision and not with_images:
         raise BadInput("--train-vision: no prompt has an image")
     if compute.train_vision and compute.lora_rank:
@@ -42,6 +42,10 @@ def check_images(prompts: list[Prompt], compute: Compute, environment="", layout
     for flag, is_set in unsuitable.items():
         if is_set and with_images:
             raise BadInput(f"{flag}: prompts with images do not go together with it")
+
+
+def have_images(prompts: list[Prompt]) -> bool:
+    return any(hasattr(prompt.ids, "images") for prompt in prompts)
 
 
 def check_model(
@@ -85,8 +89,9 @@ def check_compute(model_path: str, compute: Compute) -> None:
     check_heads(config, compute.sequence_parallel, model_path)
 
 
-def settle_packing(model_path: str, compute: Compute) -> Compute:
-    """The settings with --packing off for a model whose layers need that. Prints the reason. Raises BadInput.
+def settle_packing(model_path: str, compute: Compute, prompts: list[Prompt]) -> Compute:
+    """The settings with --packing off for a model whose layers need that. Prints the reason. Raises BadInput, also for
+    prompts with images: only packed rows can have them.
 
     A model whose layers look right may still turn out to need it, once it is loaded (packing_check.choose_forward).
     """
@@ -98,6 +103,10 @@ def settle_packing(model_path: str, compute: Compute) -> Compute:
     if reason and compute.packing == "on":
         raise BadInput(f"--packing on: packed rows of --model {model_path} would be wrong, because of {reason}")
     if reason and compute.packing == "auto":
+        if have_images(prompts):
+            raise BadInput(
+                f"--model {model_path}: prompts with images need packed rows, which would be wrong because of {reason}"
+            )
         say(f"packing: off, because of {reason}")
         compute = replace(compute, packing="off")
     if compute.packing == "off":

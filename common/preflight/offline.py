@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from common.data.prompts import Prompt
 from common.errors import BadInput
 from common.preflight import checks, machine, precision, run_directory
 from common.preflight.memory import MemoryPlan
@@ -34,12 +35,13 @@ class OfflineSettings:
         )
 
 
-def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> OfflineSettings:
+def settle(args, model: str, prompts: list[Prompt], size: int, longest: int, longest_unit: int = 0) -> OfflineSettings:
     """Check the folders of a run and settle its sizes. Raises BadInput.
 
     args: the file's flags, among them `model`, `output`, `dtype`, `compute`, `run_dir`, `saving`, `track` and `steps`.
-    model: the folder or Hub name that --model stands for. size: number of ranks. longest: tokens of the longest row.
-    longest_unit: tokens of the longest DPO pair, whose rows share a forward and their prompt; 0 without pairs.
+    model: the folder or Hub name that --model stands for. prompts: all that are trained on. size: number of ranks.
+    longest: tokens of the longest row. longest_unit: tokens of the longest DPO pair, whose rows share a forward and
+    their prompt; 0 without pairs.
     """
     # The caller has checked its flags, its data and the model. What is left are folders and sizes.
     machine.check_tracker(args.track)
@@ -47,7 +49,7 @@ def settle(args, model: str, size: int, longest: int, longest_unit: int = 0) -> 
     check_output(args.output, model if args.model else "", args.compute.lora_rank > 0)
     resume = run_directory.check_directory(args.run_dir, args.saving.resume)
     dtype = precision.choose(args.dtype, model, resume)
-    compute = checks.settle_packing(model, args.compute)
+    compute = checks.settle_packing(model, args.compute, prompts)
     if longest_unit and (compute.packing == "off" or not compute.shared_prompts):
         longest_unit = 2 * longest  # each row of a pair has the prompt, and padding to the longer row
     settings = OfflineSettings(

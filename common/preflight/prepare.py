@@ -203,10 +203,7 @@ def settle(args: Flags, inputs: Inputs, models: tuple[str, ...], max_model_len: 
     # A request asks for a whole group, even where an engine's share is smaller.
     sequences = max(args.group_size, each_engine)
 
-    compute = checks.settle_packing(inputs.model, args.compute)
-    # Layers that cannot be packed turn packing off, and only packed rows can have images.
-    checks.check_images(inputs.prompts + inputs.held_out, compute, args.environment, args.layout)
-
+    compute = checks.settle_packing(inputs.model, args.compute, inputs.prompts + inputs.held_out)
     # Reward models take a part of the device, which the memory plan must know.
     reward_roles = [roles.reward_role(name, reward, inputs.size) for name, reward in inputs.reward.rewards.items()]
     plan = MemoryPlan(

@@ -161,7 +161,7 @@ def test_a_token_keeps_wide_heads_and_their_norms_by_hand(tmp_path):
 
 
 def test_a_token_keeps_what_all_heads_make_of_a_latent_by_hand(tmp_path):
-    """DeepSeek-V2-Lite in bfloat16: 16 heads with keys of 128 + 64 and values of 128. Its `head_dim` is the 64 alone."""
+    """DeepSeek-V2-Lite in bfloat16: 16 heads with keys of 128 + 64 and values of 128. Its `head_dim` is the 64."""
     heads = {"num_attention_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None, "num_key_value_heads": 16}
     sizes = {"hidden_size": 2048, "intermediate_size": 10944, "first_k_dense_replace": 3, "num_experts_per_tok": 6}
     config = transformers.DeepseekV2Config(
@@ -293,7 +293,7 @@ def test_a_pair_without_a_shared_prompt_is_checked_at_its_full_length(shares, tm
     monkeypatch.setattr(MemoryPlan, "fitted_compute", fitted)
     folders = {"output": str(tmp_path / "model"), "run_dir": str(tmp_path / "run")}
     args = dpo.Args(**dpo.EMBEDDED | folders | {"compute": compute})
-    offline.settle(args, arithmetic.warm_start(), 1, 100, 110)
+    offline.settle(args, arithmetic.warm_start(), [], 1, 100, 110)
     assert checked == [(100, 110 if shares == "packed" else 200)]
 
 

@@ -551,13 +551,30 @@ def test_an_error_of_nccl_names_the_server_that_is_lost(over_nccl, monkeypatch):
         control.send(Source(), 1, torch.device("cuda"))
 
 
-def test_an_error_of_the_trainer_amid_a_broadcast_stays_what_it_is(over_nccl, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("inconsistent tensor size"), ValueError("other shapes")], ids=str)
+def test_an_error_of_the_trainer_amid_a_broadcast_stays_what_it_is(over_nccl, monkeypatch, error):
     control, _ = over_nccl
+    told = []
+    monkeypatch.setattr(httpx, "post", lambda url, **given: told.append(url))
+
+    def fail(self, tensor) -> None:
+        raise error
+
     monkeypatch.setattr(vllm_api, "LOSS_SECONDS", 0.1)
-    monkeypatch.setattr(Control, "request", lambda self, *given, **named: [])
-    monkeypatch.setattr(Group, "broadcast", lambda self, tensor: torch.ones(2) @ torch.ones(3))
-    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+    ended = threading.Event()
+
+    def request(self, method: str, route: str, *given, **named) -> list:
+        if route == "/update_weights":  # ends with the broadcast
+            self.sender.model_update_group.aborted.wait(30)
+            ended.set()
+        return []
+
+    monkeypatch.setattr(Control, "request", request)
+    monkeypatch.setattr(Group, "broadcast", fail)
+    with pytest.raises(type(error), match=str(error)):
         control.send(Source(), 1, torch.device("cuda"))
+    assert ended.wait(10), "Python would wait for the request's thread before it exits"
+    assert told == ["http://a/finish_weight_update"]
 
 
 def test_a_run_that_ends_leaves_the_group_with_the_users_servers(monkeypatch):

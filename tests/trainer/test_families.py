@@ -235,15 +235,15 @@ def test_layers_tell_why_they_are_not_packed(config, why, tmp_path):
 @pytest.mark.parametrize("name", ["lfm2", "llama4_text"])
 def test_packing_is_settled_before_anything_is_loaded(name, saved, capsys):
     auto, on, off = (batching.Compute(400, packing=packing) for packing in ("auto", "on", "off"))
-    assert checks.settle_packing(saved("llama"), auto) == auto
-    assert checks.settle_packing(saved("llama"), off) == off and not capsys.readouterr().out
-    assert checks.settle_packing(saved(name), auto) == off
+    assert checks.settle_packing(saved("llama"), auto, []) == auto
+    assert checks.settle_packing(saved("llama"), off, []) == off and not capsys.readouterr().out
+    assert checks.settle_packing(saved(name), auto, []) == off
     assert capsys.readouterr().out == f"packing: off, because of {FAMILIES[name].unpacked}\n"
     with pytest.raises(BadInput, match=f"^--packing on: packed rows of --model .*{name} would be wrong, because of"):
-        checks.settle_packing(saved(name), on)
+        checks.settle_packing(saved(name), on, [])
     for setting, flag in ({"sequence_parallel": 2}, "--sequence-parallel 2"), ({"kernels": "compile"}, "--kernels com"):
         with pytest.raises(BadInput, match=f"^{flag}.*, and packing is off"):
-            checks.settle_packing(saved(name), replace(auto, **setting))
+            checks.settle_packing(saved(name), replace(auto, **setting), [])
 
 
 def test_a_mask_of_its_own_is_found_after_loading(world, tmp_path, capsys):

@@ -9,13 +9,13 @@ import torch
 from conftest import ROOT, launch
 from test_images import QUESTIONS, noise, read, rollout_of, write
 
-from algos import grpo
+from algos import grpo, sft
 from common.data import images
 from common.data.prompts import Prompt, TrainSource, load
 from common.data.tokenizer import load_tokenizer
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
-from common.preflight import checks, prepare
+from common.preflight import checks, offline, prepare
 from common.rollout import vllm_engine
 from common.run import checkpoint
 from common.trainer import batching, model, packing_check
@@ -52,13 +52,19 @@ def test_what_does_not_go_together_with_images_is_refused(prompts, compute, othe
         checks.check_images(prompts, compute, **others)
 
 
-def test_images_are_refused_before_loading_if_the_layers_turn_packing_off(idefics, monkeypatch):
+NEED_PACKING = "--model .*idefics3: prompts with images need packed rows, .*chunks in some layers"
+
+
+def test_images_are_refused_before_loading_if_the_layers_turn_packing_off(idefics, monkeypatch, tmp_path):
     """A rank would find out in its first forward, and the others would wait for it."""
     args = grpo.Args(**grpo.EMBEDDED | {"model": idefics})
     inputs = SimpleNamespace(model=idefics, size=1, resume=None, prompts=[UNSEEN], held_out=[SEEN])
     monkeypatch.setattr(packing_check, "why_not_packed", lambda *given: "chunks in some layers")
-    with pytest.raises(BadInput, match="--packing off: prompts with images do not"):
+    with pytest.raises(BadInput, match=NEED_PACKING):
         prepare.settle(args, inputs, ("policy",), 100, args.prompts_per_step)
+    args = sft.Args(model=idefics, output=str(tmp_path / "out"))
+    with pytest.raises(BadInput, match=NEED_PACKING):
+        offline.settle(args, idefics, [UNSEEN, SEEN], 1, 100)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def scan_each(function, takes: str):
 def test_kernels_that_heed_boundaries_are_used_for_packed_rows(hybrid, kernels, world, capsys):
     """Log-probs and gradients are transformers' of single rows, with prompts that are not shared."""
     kernels(hybrid)
-    compute = checks.settle_packing(hybrid, COMPUTE)
+    compute = checks.settle_packing(hybrid, COMPUTE, [])
     assert compute == replace(COMPUTE, shared_prompts=False)
     (micro,) = batching.pack(rows_longer_than_a_window(), torch.arange(4), compute, world)
     assert all(len(responses) == 1 for _, responses in micro.group_lengths)
@@ -98,7 +98,7 @@ def test_kernels_that_heed_boundaries_are_used_for_packed_rows(hybrid, kernels, 
 
 def test_kernels_that_ignore_boundaries_are_found_after_loading(hybrid, kernels, world, capsys):
     kernels(hybrid, heed=False)
-    compute = checks.settle_packing(hybrid, COMPUTE)
+    compute = checks.settle_packing(hybrid, COMPUTE, [])
     policy = check_against_transformers(hybrid, compute, world)
     assert not policy.packed
     assert "because of packed rows that change its hidden states" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_forgotten_boundary_is_found(name, forgotten, tmp_path, kernels, world
     monkeypatch.setattr(model, "choose_forward", lambda *given, tolerance: choose_forward(*given, tolerance=0.3))
     path = families.save(name, tmp_path)
     kernels(path)
-    compute = checks.settle_packing(path, COMPUTE)
+    compute = checks.settle_packing(path, COMPUTE, [])
     assert model.load(path, world, torch.bfloat16, compute).packed
     boundaries = forward.boundaries
     monkeypatch.setattr(forward, "boundaries", lambda micro: boundaries(micro) | {forgotten: None})
@@ -131,7 +131,7 @@ def test_what_needs_rows_of_attention_alone_is_refused(setting, flag, tmp_path, 
     path = families.save("lfm2", tmp_path)
     kernels(path)
     with pytest.raises(BadInput, match=f"^--{flag}"):
-        checks.settle_packing(path, replace(COMPUTE, **setting))
+        checks.settle_packing(path, replace(COMPUTE, **setting), [])
 
 
 def test_a_teacher_of_another_family_gets_rows_of_its_own(tmp_path, kernels, world):
@@ -147,7 +147,7 @@ def test_a_small_leak_of_a_trained_hybrid_is_found(forgotten, dtype, kernels, wo
     """It moves hidden states less than the tolerance allows, but other text in the first row must not move the rest."""
     path = str(ROOT / "baselines/hybrid-start")
     kernels(path)
-    compute = checks.settle_packing(path, COMPUTE)
+    compute = checks.settle_packing(path, COMPUTE, [])
     assert model.load(path, world, dtype, compute).packed
     boundaries = forward.boundaries
     monkeypatch.setattr(forward, "boundaries", lambda micro: boundaries(micro) | {forgotten: None})
@@ -162,7 +162,7 @@ def test_a_kernel_that_is_missing_is_known_before_loading(hybrid, kernels, monke
         without = packing_check.KERNELS | {function: lambda: False}
         with monkeypatch.context() as patch:
             patch.setattr(packing_check, "KERNELS", without)
-            if checks.settle_packing(hybrid, COMPUTE).packing == "off":
+            if checks.settle_packing(hybrid, COMPUTE, []).packing == "off":
                 needed.add(function.strip("("))
     scan = {"lfm2": [], "qwen3_next": ["gated_delta_rule"], "qwen3_5_text": ["gated_delta_rule"]}
     assert needed == {"causal_conv1d_fn", *scan.get(Path(hybrid).name, ["chunk_scan"])}

@@ -126,7 +126,7 @@ def move(parameters, world) -> None:
 
 
 def test_log_probs_and_gradients_are_transformers(path, world):
-    compute = checks.settle_packing(path, COMPUTE)
+    compute = checks.settle_packing(path, COMPUTE, [])
     policy = model.load(path, world, torch.float32, compute)
     theirs = families.transformers_own(path)
     (micro,) = batching.pack(ROWS, torch.arange(4), compute, world)
@@ -147,7 +147,7 @@ def test_log_probs_and_gradients_are_transformers(path, world):
 
 
 def test_the_engine_and_the_export_follow(path, world, tmp_path):
-    compute = checks.settle_packing(path, COMPUTE)
+    compute = checks.settle_packing(path, COMPUTE, [])
     policy = model.load(path, world, torch.float32, compute)
     engine = engines.start("hf", path, [2], world, torch.float32, max_model_len=96, sequences=4)
     prompts = [[3 + 7 * i % 110 for i in range(45)], [5 + 11 * i % 110 for i in range(33)]]
@@ -166,7 +166,7 @@ def test_the_engine_and_the_export_follow(path, world, tmp_path):
 
 
 def test_a_critic_has_a_value_for_each_token(path, world):
-    compute = checks.settle_packing(path, COMPUTE)
+    compute = checks.settle_packing(path, COMPUTE, [])
     critic = model.load(path, world, torch.float32, compute, value_head=True)
     (micro,) = batching.pack(ROWS, torch.arange(4), compute, world)
     model.response_values(critic, micro).sum().backward()
@@ -174,7 +174,7 @@ def test_a_critic_has_a_value_for_each_token(path, world):
 
 
 def test_adapters_are_for_the_decoder_alone(path, world, tmp_path):
-    compute = checks.settle_packing(path, batching.Compute(400, longest=96, lora_rank=4))
+    compute = checks.settle_packing(path, batching.Compute(400, longest=96, lora_rank=4), [])
     policy = model.load(path, world, torch.float32, compute)
     assert families.difference(policy, path, ROWS, compute, world) <= 1e-5  # they begin as the base
     names = {name for name, _ in lora.adapted(policy)}

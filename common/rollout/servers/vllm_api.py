@@ -207,9 +207,9 @@ class Control(client.Control):
                     send_in_files(source, self)
                 else:
                     self.send_over_nccl(source)
-            except RunFailed:
-                # The user's servers would refuse the updates of the next run.
-                self.tell_each(FINISH_UPDATE)
+            except BaseException:
+                self.abort_broadcast()  # the server's request would wait for the rest, and this process for the request
+                self.tell_each(FINISH_UPDATE)  # the user's servers would refuse the updates of the next run
                 raise
 
     def send_over_nccl(self, source: SingleIteration) -> None:
@@ -262,8 +262,13 @@ class Control(client.Control):
                 # One request takes all weights, and gathering them may take as long as any other collective.
                 self.request("POST", "/update_weights", body, patience=COLLECTIVE_TIMEOUT_SECONDS)
         except RunFailed:
-            self.sender.model_update_group.destroy()  # aborts the broadcast, which would wait for the server
+            self.abort_broadcast()  # it would wait for the server
             raise
+
+    def abort_broadcast(self) -> None:
+        """End the NCCL group at once, for both ends. No update can follow."""
+        if self.sender is not None and self.sender.model_update_group is not None:
+            self.sender.model_update_group.destroy()
 
     def finish_weight_update(self) -> None:
         self.request("POST", FINISH_UPDATE, {"weight_version": self.version})
