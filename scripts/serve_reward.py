@@ -1,10 +1,10 @@
 """Serves any grader for `--reward http://HOST:PORT`. The docstring of common/rewards/service.py has the contract.
 
-python scripts/serve_reward.py --reward gsm8k                             # on http://127.0.0.1:8001
-python scripts/serve_reward.py --reward math --threads 8                  # eight batches at once
-python scripts/serve_reward.py --reward my_reward.py:grade --port 8002    # a function of yours
-REWARD_TOKEN=secret python scripts/serve_reward.py --host 0.0.0.0         # for other machines
-python algos/grpo.py --reward http://127.0.0.1:8001                       # with the same REWARD_TOKEN, if there is one
+    python scripts/serve_reward.py --reward gsm8k                             # on http://127.0.0.1:8001
+    python scripts/serve_reward.py --reward math --threads 8                  # eight batches at once
+    python scripts/serve_reward.py --reward my_reward.py:grade --port 8002    # a function of yours
+    REWARD_TOKEN=secret python scripts/serve_reward.py --host 0.0.0.0         # for other machines
+    python algos/grpo.py --reward http://127.0.0.1:8001                       # with that REWARD_TOKEN, if there is one
 
 A grader sees what it would see in the trainer, except for token ids, in requests of at most 64 responses. If it
 raises, the service prints the traceback and answers with status 500, and the trainer tries again. A result without a

@@ -151,7 +151,10 @@ def remove(folder: Path) -> None:
 
 
 def rotate(run_dir: Path, keep: int) -> None:
-    """Write best.json, and delete all checkpoints except the newest `keep` and the best. keep = 0 keeps all."""
+    """Write best.json, and delete all checkpoints except the newest `keep` and the best. keep = 0 keeps all.
+
+    Does neither, and warns, if one of them is damaged.
+    """
     try:
         states = {folder: state(folder) for folder in complete(run_dir)}
     except BadInput as error:  # of another version, or damaged: it may be the best one, so all stay

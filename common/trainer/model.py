@@ -164,8 +164,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*layers_of(model), model):
         fully_shard(module, mesh=world.mesh, **settings)
-        # Some parameters may be used on some ranks only, such as the compressors of DeepSeek-V4. Without a gradient of
-        # 0 on the other ranks, these would reduce other shapes.
+        # Some parameters may be used on some ranks only: a vision tower's where a micro-batch has images, or the
+        # compressors of DeepSeek-V4. Without a gradient of 0 on the other ranks, these would reduce other shapes.
         module.set_reduce_scatter_unused_params(True)
         if world.size > 1:
             # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss

@@ -64,22 +64,6 @@ def prepare(model: nn.Module, train_vision: bool) -> None:
         for name, part in tower.named_children():
             part.requires_grad_("merger" in name)
 
-    def use_every_parameter(base: nn.Module, inputs: tuple, output):
-        """Give a gradient of 0 to what this forward has not used.
-
-        FSDP reduces the gradients of all these parameters together, so every rank must have one for each of them. But
-        a micro-batch may have no images, and LLaVA never uses some parameters of its tower.
-        """
-        trained = []
-        for child in base.children():
-            if child is not decoder_of(model):
-                trained += [parameter for parameter in child.parameters() if parameter.requires_grad]
-        if trained and torch.is_grad_enabled():
-            output.last_hidden_state = output.last_hidden_state + 0.0 * sum(p.sum() for p in trained)
-        return output
-
-    model.base_model.register_forward_hook(use_every_parameter)
-
 
 def lay_out(
     texts: list[tuple[list[int], list[list[int]]]], positions: list[int], device: torch.device
