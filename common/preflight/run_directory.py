@@ -77,8 +77,9 @@ def check_directory(run_dir: str, resume: str) -> Path | None:
     if metrics.is_file():
         rows = read_metrics(Path(run_dir))  # finds errors before the model is loaded
         # The rows up to the checkpoint would count as the past of this run. A second attempt has none of them.
-        # Compared without following links: checkpoints/ may lie on another disk.
-        is_elsewhere = resume != "auto" and not checkpoint.absolute().parents[1].samefile(run_dir)
+        # samefile() follows links: checkpoints/ may lie on another disk.
+        own = [folder for folder in (Path(run_dir) / "checkpoints").glob("*") if folder.exists()]
+        is_elsewhere = not any(folder.samefile(checkpoint) for folder in own)
         if is_elsewhere and rows and rows[0]["step"] <= saved_step(checkpoint):
             raise BadInput(
                 f"--run-dir {run_dir}: holds steps of another run than --resume {resume}; name a new --run-dir"

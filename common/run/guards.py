@@ -64,9 +64,11 @@ class Trends:
         self.steps_without_signal += 1
         if self.steps_without_signal % SILENT_STEPS:
             return
+        # There is no average if nothing could be graded.
+        average = f", {metrics['reward/mean']:.3g} on average" if "reward/mean" in metrics else ""
         message = (
             f"step {metrics['step']}: for {self.steps_without_signal} steps all responses to a prompt have scored "
-            f"alike, {metrics.get('reward/mean', 0.0):.3g} on average"
+            f"alike{average}"
         )
         if not self.had_signal:
             raise RunFailed(f"{message}, from the start: look at rollouts/ and at --reward's scores", code="no-signal")

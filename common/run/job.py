@@ -38,7 +38,7 @@ from common.run.tracking import write_report
 def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     """True for --dry-run, or if the resumed checkpoint has reached --steps already.
 
-    In the second case the run is done: this says so, and writes a missing report. No process group exists yet.
+    In the second case the run is done: this says so, and writes the report. No process group exists yet.
     """
     args = settings.args
     if args.saving.dry_run:
@@ -64,17 +64,12 @@ class Run(offline.Run):
         Raises RunFailed if the checkpoint can't be read or the evaluation can't grade.
         """
         args = settings.args
-        policy, _ = trained["policy"]
         loader = data.PromptLoader(settings.prompts, args.seed)
         super().__init__(settings, trained, loader, settings.tokenizer, world, settings.reward, engine)
         self.settings = settings
-        # In a fresh run, an engine in this process has loaded the same weights from disk. After a resume it needs the
-        # checkpoint's. Servers get them in any case, as those of the user may have the weights of another run.
-        if settings.resume or args.layout.split:
-            weight_sync.push(policy, engine)
         # Finds out why trainer and engine disagree on log-probs (mismatch/), if they do.
         self.probe = diagnosis.GapProbe(
-            policy,
+            self.saver.policy,
             engine,
             settings.prompts,
             args.temperature,
@@ -94,6 +89,15 @@ class Run(offline.Run):
         if settings.held_out and not settings.resume:
             self.tracker.mean("eval/accuracy", self.accuracy(0))
             self.tracker.write(0)  # before the first step
+
+    def load(self, resume: Path | None) -> int:
+        """Load the checkpoint to resume, and give the engine its weights. Returns its step."""
+        done = super().load(resume)
+        # In a fresh run, an engine in this process has loaded the same weights from disk. After a resume it needs the
+        # checkpoint's. Servers get them in any case, as those of the user may have the weights of another run.
+        if resume or self.args.layout.split:
+            weight_sync.push(self.saver.policy, self.engine)
+        return done
 
     def accuracy(self, step: int) -> float:
         """Greedy accuracy on the held-out prompts after a step. Writes their responses to evaluations/."""
@@ -180,7 +184,7 @@ class Run(offline.Run):
 
     def rescue_pushed(self) -> None:
         """Servers are lost in the push after an update. The training of the step is complete, and a resumed run begins
-        with the next one, so this writes what end_step() would have written.
+        with the next one, so this writes its metrics, as end_step() would have.
         """
         step = self.tracker.step
         try:
@@ -202,8 +206,9 @@ class Run(offline.Run):
 
     def close(self) -> None:
         """Write the report, stop the engine and leave the process group together. Collective: every rank calls it."""
-        self.prefetcher.abandon()  # A run that was stopped early may have batches in flight.
-        super().close()
+        self.tracker.close()
+        self.prefetcher.abandon()  # waits for the batches in flight of a run that was stopped early
+        placement.finish(self.world, self.engine)
 
 
 def start(settings: Settings, world: World, engine, trained: checkpoint.Trained) -> Run:

@@ -12,6 +12,7 @@ There is no evaluation: scripts/evaluate.py measures the model before and after.
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -46,9 +47,14 @@ class Run:
         self.saver = checkpoint.Saver(
             self.args.saving, trained, loader, reward, engine, tokenizer, settings.dtype, world
         )
-        done = self.saver.load(settings.resume)
+        # The run directory is written to last. If the run can't begin, the same command can be tried again.
+        done = self.load(settings.resume)
         self.tracker = Tracker(settings.recorded, settings.name, world, start=done, date=date_of(tokenizer))
         self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop
+
+    def load(self, resume: Path | None) -> int:
+        """Load the checkpoint to resume. Returns its step; 0 for a fresh run. Raises BadInput or RunFailed."""
+        return self.saver.load(resume)
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, up to --steps or until a signal asks the run to stop. end_step() ends each."""

@@ -25,7 +25,7 @@ from common.run.response_table import shortened
 SHOWN_GROUPS = 4
 SHOWN_RESPONSES = 4
 SHOWN_EXAMPLES = 8  # of each kind of problem
-SHOWN_VALUES = (  # of rollouts/; those of each token would need too much memory beside a run
+SHOWN_VALUES = (  # of rollouts/; ids and log-probs would need too much memory beside a run
     "index",
     "prompt",
     "response",
@@ -565,7 +565,9 @@ def command(run: dict) -> str:
     ranks = machine.get("ranks", 1)
     lines = []
     if isinstance(argv, list):
-        words = [*(run.get("launcher") or ["python"]), *argv]
+        usual = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", ranks]  # older runs have no launcher
+        words = [*(run.get("launcher") or usual), *argv]
+        words[0] = Path(words[0]).name  # the folder of Python is nobody's business
         lines.append(f"<pre>{html.escape(shlex.join(map(str, words)))}</pre>")
     facts = [f"commit {str(run['commit'])[:12]}"] if run.get("commit") else []
     if machine:

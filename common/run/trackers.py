@@ -12,7 +12,6 @@ offline modes and exceptions would still be ours, and with them most of this fil
 import json
 import logging
 import os
-import pkgutil
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -38,11 +37,6 @@ VARIABLES = {
     },
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
     "trackio": {"TRACKIO_DIR": "{run_dir}/trackio"},
-}
-ERRORS = {  # tracker -> what it raises in addition to OSError, RuntimeError and ValueError
-    "wandb": "wandb.errors:Error",
-    "mlflow": "mlflow.exceptions:MlflowException",
-    "swanlab": "swanlab.exceptions:AuthenticationError",
 }
 
 
@@ -92,16 +86,12 @@ class Sink:
         # The user's own settings win.
         for name, value in VARIABLES.get(track, {}).items():
             os.environ.setdefault(name, value.format(run_dir=run_dir.absolute()))
-        failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
-        # Each package is imported only if it was chosen, and so are its exceptions.
-        if track in ERRORS:
-            failures += (pkgutil.resolve_name(ERRORS[track]),)
         resumed = Resumed(start, kept_id(track, run_dir) if start else "")
         # Trackers keep what they have. With an id it is the same run, which has the tables of these steps already.
         self.has_tables = frozenset(repeated if resumed.id else ())
         try:
             opened = open_tracker(track, run_dir, flags, resumed)
-        except failures as error:
+        except Exception as error:  # see call()
             raise BadInput(f"--track {track}: cannot be opened: {one_line(error)}") from None
         self.opened = opened
         keep_id(track, run_dir, opened.id)
@@ -291,5 +281,5 @@ def open_swanlab(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an exception without line ends, at most 300 characters of it."""
-    return " ".join(str(error).split())[:300]
+    """Class and message of an exception, which may be empty, without line ends and at most 300 characters long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

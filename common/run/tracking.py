@@ -1,6 +1,7 @@
 """The files and lines that a run writes: metrics.jsonl, rollouts/, report.html, the console, and a tracker."""
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -37,7 +38,7 @@ class Metrics:
         self.world = world
         self.step = 0
         self.phase = "start"
-        self.sums: dict[str, list[tuple]] = {}  # name -> pairs (total, count); with counts of 0 alone it is a sum
+        self.sums: dict[str, list[tuple]] = {}  # name -> pairs (total, count). A sum has the count None
         self.maxima: dict[str, list] = {}
 
     def mean(self, name: str, total, count=1) -> None:
@@ -370,8 +371,8 @@ def write_report(run_dir: Path) -> Path | None:
         return report.write(run_dir)
     except BadInput as error:  # somebody has changed a file
         warn(f"no report: {error}", error.code)
-    except OSError as error:  # a full disk, say
-        warn(f"no report: {error}", "disk-full")
+    except OSError as error:
+        warn(f"no report: {error}", "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "bad-input")
     return None
 
 

@@ -540,7 +540,8 @@ def test_a_run_with_checkpoints_on_another_disk_goes_on(tmp_path, linked):
     (run_dir / linked).symlink_to(disk)
     checkpoint = run_dir / "checkpoints/step_000002"
     assert run_directory.check_directory(str(run_dir), "auto") == checkpoint
-    assert run_directory.check_directory(str(run_dir), str(checkpoint)) == checkpoint
+    for named in (checkpoint, checkpoint.resolve()):
+        assert run_directory.check_directory(str(run_dir), str(named)) == named
 
 
 def test_a_copy_of_a_checkpoint_can_be_resumed(tmp_path):

@@ -16,6 +16,7 @@ import torch
 from cases import ALGORITHMS
 
 from algos import grpo
+from common import placement, weight_sync
 from common.data import arithmetic
 from common.data.prompts import Prompt, PromptLoader
 from common.errors import BadInput, RunFailed
@@ -26,7 +27,7 @@ from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
 from common.rollout.servers.engine import CallGate, ServerEngine
-from common.run import guards, job, tracking
+from common.run import checkpoint, guards, job, tracking
 from common.run.sampling import Batch
 from common.run.tracking import Tracker
 
@@ -348,6 +349,33 @@ def test_a_step_whose_push_fails_is_done_and_has_its_metrics(run, failing):
     assert run.saver.rescued == [(failing, failing * PROMPTS_PER_STEP)]
     rows = read_metrics(run.tracker.run_dir)
     assert [row["step"] for row in rows] == list(range(1, failing + 1)) and rows[-1]["loss/policy"] == 0.5
+
+
+def test_a_run_whose_first_push_fails_can_be_started_again(world, tmp_path, monkeypatch):
+    """As a server of another model makes it fail. Nothing has begun, so nothing is in the run directory."""
+
+    def fail(*given) -> None:
+        raise RunFailed("another model", code="server-refused")
+
+    monkeypatch.setattr(checkpoint, "Saver", lambda *given: SimpleNamespace(load=lambda resume: 0, policy=None))
+    monkeypatch.setattr(weight_sync, "push", fail)
+    args = grpo.Args(run_dir=str(tmp_path / "run"), layout=LAYOUTS["two"])
+    settings = SimpleNamespace(args=args, prompts=[], tokenizer=None, reward=None, dtype=None, resume=None)
+    with pytest.raises(RunFailed, match="another model"):
+        job.Run(settings, world, Engine(), {"policy": (None, None)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_stopped_writes_its_report_before_it_waits_for_batches(run, monkeypatch):
+    """A cluster that stops a run kills it after a while."""
+    done = []
+    monkeypatch.setattr(tracking, "write_report", lambda run_dir: done.append("report"))
+    monkeypatch.setattr(placement, "finish", lambda *given: done.append("finish"))
+    for _ in run.steps(run.sample):
+        break
+    monkeypatch.setattr(run.prefetcher, "abandon", lambda: done.append("batches"))
+    run.close()
+    assert done == ["report", "batches", "finish"]
 
 
 @failing_step

@@ -49,6 +49,20 @@ def save(run_dir: Path, metrics: list[dict], evaluations: dict[int, list[Outcome
     return run_dir
 
 
+@pytest.mark.parametrize(
+    "launcher, ranks, words",
+    [
+        (["/home/jane/lm/.venv/bin/python", "-u"], 1, "python -u algos/grpo.py --seed 3"),
+        (["torchrun", "--nproc-per-node", "2"], 2, "torchrun --nproc-per-node 2 algos/grpo.py --seed 3"),
+        ([], 2, "torchrun --nproc-per-node 2 algos/grpo.py --seed 3"),  # a run of an older version
+        ([], 1, "python algos/grpo.py --seed 3"),
+    ],
+)
+def test_a_report_has_the_command_without_the_folder_of_python(launcher, ranks, words):
+    run = {"launcher": launcher, "argv": ["algos/grpo.py", "--seed", "3"], "hardware": {"ranks": ranks}}
+    assert f"<pre>{words}</pre>" in report.command(run)
+
+
 class Page(HTMLParser):
     """What a browser finds in a page: its tags with their attributes, and its text without the style."""
 

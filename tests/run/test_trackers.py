@@ -492,12 +492,12 @@ def test_a_tracker_that_fails_is_a_warning_and_the_run_goes_on(tmp_path):
         "folder/report.html 0",
         "finished",
     ]
-    said = "failed at step 2: [Errno 28] No space left on device second line; the run directory has everything"
+    said = "failed at step 2: OSError: [Errno 28] No space left on device second line; the run directory has everything"
     assert result.stderr == f"warning[tracker-failed]: --track tensorboard {said}\n"
 
 
 def test_a_warning_quotes_the_beginning_of_a_long_message_in_one_line():
-    assert trackers.one_line(ValueError("a\n  b\r\nc " + "d" * 400)) == "a b c " + "d" * 294
+    assert trackers.one_line(ValueError("a\n  b\r\nc " + "d" * 400)) == "ValueError: a b c " + "d" * 282
 
 
 NOTED = [  # what fails, what the warning says about it
@@ -518,7 +518,7 @@ def test_the_warning_says_what_the_tracker_did_not_get(fails, when, tmp_path, mo
     sink.table(response_table.Table(3, [], []))
     sink.file(tmp_path / "report.html")
     sink.close()
-    said = f"--track tensorboard failed {when}: no room; the run directory has everything"
+    said = f"--track tensorboard failed {when}: RuntimeError: no room; the run directory has everything"
     assert capsys.readouterr().err == f"warning[tracker-failed]: {said}\n"
 
 
@@ -543,6 +543,15 @@ def test_an_error_of_any_class_is_a_warning(call, tmp_path, monkeypatch, capsys)
     sink.file(tmp_path / "report.html")
     sink.close()
     assert capsys.readouterr().err.count("bucket is gone") == 1
+
+
+def test_an_error_of_any_class_at_the_start_is_a_refusal(tmp_path, monkeypatch):
+    def fail(*given):
+        raise StoreError("bucket is gone")
+
+    monkeypatch.setattr(trackers, "open_tensorboard", fail)
+    with pytest.raises(BadInput, match="--track tensorboard: cannot be opened: StoreError: bucket is gone"):
+        trackers.Sink("tensorboard", tmp_path, {})
 
 
 def test_an_interrupt_is_no_failure_of_the_tracker(tmp_path, monkeypatch):

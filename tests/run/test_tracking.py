@@ -1,5 +1,6 @@
 """The numbers of a step in metrics.jsonl: what they are means of, and that nothing of another step is in them."""
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -13,7 +14,7 @@ from common.data.prompts import Prompt
 from common.errors import RunFailed
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout, collate
-from common.run import response_table, tracking
+from common.run import report, response_table, tracking
 from common.run.sampling import Batch
 from common.run.tracking import Metrics, Tracker
 
@@ -263,6 +264,16 @@ def test_a_report_that_cannot_be_written_changes_nothing_about_how_a_run_ends(tr
     assert tracker.sink.got == ["closed"]
     said = capsys.readouterr()
     assert "no report" in said.err and "run.json" in said.err and "report:" not in said.out
+
+
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, "disk-full"), (errno.EACCES, "bad-input")])
+def test_a_report_that_cannot_be_stored_is_a_warning(tmp_path, monkeypatch, capsys, number, code):
+    def fail(run_dir):
+        raise OSError(number, "said by the system")
+
+    monkeypatch.setattr(report, "write", fail)
+    assert tracking.write_report(tmp_path) is None
+    assert f"warning[{code}]: no report: [Errno {number}] said by the system" in capsys.readouterr().err
 
 
 def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path, monkeypatch):
