@@ -26,6 +26,7 @@ from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, flags, machine, ranges, run_directory
+from common.preflight.docstrings import help_text
 from common.preflight.offline import settle
 from common.rollout import rollout
 from common.run import checkpoint, guards, job, offline
@@ -142,4 +143,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=flags.help_text(__doc__)))
+    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))

@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from common import errors
 from common.data import arithmetic, tasks
 from common.preflight import folders
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.preflight.run_directory import comparable, flat, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -508,8 +508,10 @@ def check_names(args: Args) -> None:
         raise errors.BadInput(
             f"--run start: is for {', '.join(STARTS)}; --task {args.task} starts from a committed model"
         )
-    special = [name for task, name in (*RUNS, *OFFLINE, *CONTROLS) if task == args.task]
-    known = {*special, *(file.stem for file in (ROOT / "algos").glob("[!_]*.py")), "start"}
+    special = {name for task, name in (*RUNS, *OFFLINE, *CONTROLS) if task == args.task}
+    algorithms = {file.stem for file in (ROOT / "algos").glob("[!_]*.py")}
+    committed = {file.parent.name for file in (BASELINES / args.task).glob("*/seed*.csv")}
+    known = special | algorithms | committed | ({"start"} if args.task in STARTS else set())
     for flag, names in (("run", args.run), ("flags", filter(None, [args.flags]))):
         for name in names:
             if name not in known:

@@ -37,7 +37,7 @@ import baselines
 from common import errors
 from common.data import arithmetic
 from common.preflight import folders
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "baselines/claims"

@@ -42,8 +42,9 @@ from common.data.prompts import INSTRUCTIONS, Prompt, Source, load, parse
 from common.data.sources import kind
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.preflight.ranges import Seed, Temperature
+from common.preflight.run_directory import flat
 from common.rewards.mixture import Rewards
 from common.rollout import engines
 from common.rollout.environments import episodes
@@ -143,8 +144,10 @@ def check_flags(args: Args) -> None:
     if bool(args.model) == bool(args.compare):
         raise errors.BadInput("give either --model, to measure it, or --compare, for two files of --output")
     saving = args.save_right or args.save_pairs
-    if args.compare and (args.output or args.suite or saving):
-        raise errors.BadInput("--compare: --output, --suite, --save-right and --save-pairs do not go together with it")
+    if args.compare:
+        given, default = (flat(dataclasses.asdict(each)) for each in (args, Args(compare=args.compare)))
+        if ignored := [name.replace("_", "-") for name in given if given[name] != default[name]]:
+            raise errors.BadInput(f"--compare: --{ignored[0]} does not go together with it, as nothing is measured")
     if saving and not args.n:
         raise errors.BadInput("--save-right and --save-pairs keep sampled responses: give --n as well")
     if saving and args.environment:
@@ -257,15 +260,18 @@ def values_of(exam: Exam, by_how: dict[str, dict[str, evaluation.Graded]]) -> re
         problems.greedy.append(None if responses is None else responses[0].acc)
         if exam.n:
             responses = by_how["sampled"].get(prompt.id)
-            problems.right.append(None if responses is None else count_right(responses, exam.n))
+            problems.right.append(None if responses is None else count_right(responses))
     return problems
 
 
-def count_right(responses: list, n: int) -> int:
-    """How many of a prompt's n responses are right. Raises BadInput for a response that is right in part."""
+def count_right(responses: list) -> int:
+    """How many of a prompt's responses are right. Raises BadInput for a response that is right in part."""
     for response in responses:
         if response.acc not in (0, 1):
-            raise errors.BadInput(f"--n {n}: a reward gave the acc {response.acc}; mean@n and pass@k need 0 or 1")
+            raise errors.BadInput(
+                f"a reward gave the acc {response.acc}, and mean@n and pass@k need 0 or 1; with --n 0 the mean acc of "
+                "greedy responses is measured"
+            )
     return sum(response.acc == 1 for response in responses)
 
 
@@ -276,6 +282,8 @@ def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -
     by_how = {"greedy": gather(exam, evaluator.evaluate(exam.prompts, metrics=greedy), world)}
     kept = {}
     if exam.n:
+        for responses in by_how["greedy"].values():
+            count_right(responses)  # refuses a reward before most of the time is spent
         graded = evaluator.evaluate(exam.prompts, exam.n, exam.temperature, args.seed, sampled)
         by_how["sampled"] = gather(exam, graded, world)
         whole = [(prompt, ended(given)) for prompt, given in graded]

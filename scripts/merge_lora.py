@@ -25,7 +25,7 @@ from common.data.rows import first_line
 from common.data.tokenizer import causal_class, load_tokenizer, resolve_model
 from common.errors import BadInput
 from common.preflight import checks, folders
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.run import checkpoint
 
 

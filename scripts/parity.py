@@ -36,7 +36,7 @@ import blocks
 import variants
 
 from algos import cispo, dapo, dpo, dr_grpo, grpo, gspo, opd, ppo, reinforce_pp, remax, rloo, sdpo
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.trainer.distillation import ChunkedKL
 from common.trainer.logits import LogitShape
 

@@ -21,7 +21,7 @@ from common import errors
 from common.errors import BadInput
 from common.placement import Layout
 from common.preflight import checks, ranges
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.preflight.memory import GIB, MemoryPlan, count_parameters, text_config
 from common.rollout.engines import MOST_SEQUENCES
 from common.trainer.batching import SHARED_PROMPT_MIN_TOKENS, Compute

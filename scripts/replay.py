@@ -38,7 +38,7 @@ import tyro
 from common import errors, placement
 from common.data import prompts as data
 from common.preflight import folders, run_directory
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.processes.child import import_algorithm
 from common.rewards import mixture as reward_mixture
 from common.rollout import engines, rollout, turns

@@ -48,7 +48,8 @@ from common.data import arithmetic, prompts
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.placement import World
 from common.preflight import checks, machine, precision, ranges
-from common.preflight.flags import Saving, help_text
+from common.preflight.docstrings import help_text
+from common.preflight.flags import Saving
 from common.preflight.memory import MemoryPlan
 from common.preflight.ranges import Temperature
 from common.rollout import engines

@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 
 from common import errors, rewards
 from common.data import json_lines
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.rewards.grading import Item, Result, Reward
 from common.rewards.schema import parse_as
 from common.rewards.service import MAX_ITEMS, MAX_REQUEST_BYTES, VERSION, group_of, plain

@@ -20,6 +20,8 @@ from pathlib import Path
 import tyro
 from loop_model import Costs, Loop, Run, rate
 
+from common.preflight.docstrings import help_text
+
 MOST_SEQUENCES = 512  # as in common/rollout/engines.py, which takes seconds to import
 
 
@@ -195,7 +197,7 @@ def at_scale(args: Args) -> str:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
+    args = tyro.cli(Args, description=help_text(__doc__))
     if args.measured:
         print(beside_measured(json.loads(Path(args.measured).read_text())))
     else:

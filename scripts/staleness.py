@@ -41,7 +41,7 @@ import variants
 
 import baselines
 from common import errors
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.run import sampling
 from common.run.tracking import Metrics
 

@@ -44,7 +44,7 @@ from common.data.responses import Responses
 from common.data.rows import collect
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, folders, machine, precision, ranges
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.preflight.ranges import LearningRate, Seed
 from common.rewards.model import conversation
 from common.rollout import rollout

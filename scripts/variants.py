@@ -24,7 +24,7 @@ from types import ModuleType
 import tyro
 
 from common import errors
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/variants.md"

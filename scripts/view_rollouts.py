@@ -24,7 +24,7 @@ from pydantic import NonNegativeInt
 from common import errors
 from common.data.tokenizer import load_tokenizer as load_tokenizer_of
 from common.preflight import ranges
-from common.preflight.flags import help_text
+from common.preflight.docstrings import help_text
 from common.preflight.run_directory import described
 from common.run import html_page, traces
 

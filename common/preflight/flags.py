@@ -5,7 +5,6 @@ too, so each file declares these with its own defaults: steps, prompts_per_step,
 temperature, mini_batches, learning_rate, schedule.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -17,6 +16,7 @@ from tyro.conf import OmitArgPrefixes
 from common import errors, placement
 from common.data import arithmetic
 from common.data.prompts import TrainSource
+from common.preflight.docstrings import help_text
 from common.preflight.ranges import Seed
 from common.trainer.batching import Compute
 
@@ -97,12 +97,3 @@ def launch(main: Callable, flags: type, embedded: dict, description: str) -> Non
         defaults["dataset"] = (selection.environment,)
     args = tyro.cli(flags, default=flags(**defaults), description=help_text(description))
     errors.launch(main, args)
-
-
-def help_text(docstring: str) -> str:
-    """A file's docstring as tyro's `description`: indented lines keep their line breaks, and the rest is reflowed.
-
-    tyro joins lines that begin with a letter to the line before, which may be a formula or a command.
-    """
-    joined = re.sub(r"^(\S.*)\n(?=\S)", r"\1 ", docstring, flags=re.MULTILINE)
-    return re.sub(r"^( .*)\n(?=\S)", r"\1\n\n", joined, flags=re.MULTILINE)

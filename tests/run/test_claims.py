@@ -325,7 +325,8 @@ def test_a_baseline_that_is_not_written_to_its_end_has_no_curve(monkeypatch, tmp
     [
         ({"task": "foo", "flags": "grpo"}, "--task foo: use one of arithmetic, "),
         ({"run": ("gpro",)}, "--run gpro: --task arithmetic has .*grpo, grpo-lora"),
-        ({"task": "sums", "flags": "grpo-lora"}, "--flags grpo-lora: --task sums has .*rejection"),
+        ({"task": "sums", "flags": "grpo-lora"}, "--flags grpo-lora: --task sums has .*rejection.*start"),
+        ({"task": "gcd", "flags": "gpro"}, "--flags gpro: --task gcd has .*grpo"),
         ({"run": ("start",)}, "--run start: is for sums"),
     ],
 )
@@ -334,7 +335,11 @@ def test_a_baseline_that_does_not_exist_is_refused_with_those_that_do(args, says
         claims.baselines.main(claims.baselines.Args(**args))
 
 
-@pytest.mark.parametrize("task, flags", [("arithmetic", "rloo"), ("sums", "rejection"), ("hybrid", "grpo")])
+COMMITTED = {(file.parts[-3], file.parts[-2]) for file in claims.baselines.BASELINES.glob("*/*/seed*.csv")}
+COMMITTED = sorted((task, run) for task, run in COMMITTED if task in claims.baselines.RECIPES)
+
+
+@pytest.mark.parametrize("task, flags", [*COMMITTED, ("arithmetic", "rloo"), ("hybrid", "grpo")])
 def test_the_flags_of_a_baseline_are_printed(capsys, task, flags):
     claims.baselines.main(claims.baselines.Args(task=task, flags=flags))
     assert capsys.readouterr().out == claims.baselines.flags(task, flags) + "\n"

@@ -22,6 +22,7 @@ from common.data.prompts import Prompt, PromptLoader
 from common.errors import BadInput, RunFailed
 from common.placement import Layout
 from common.preflight import checks, flags
+from common.preflight.docstrings import help_text
 from common.preflight.prepare import prepare
 from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
@@ -116,7 +117,7 @@ def test_the_help_keeps_formulas_and_commands_in_lines_of_their_own(parsed, caps
 
 def test_the_help_reflows_prose():
     text = "Title.\n\n    f = 1\nThe first\n`line` goes on.\n\nRun:  one\n      two\nResult: three\n"
-    assert flags.help_text(text) == (
+    assert help_text(text) == (
         "Title.\n\n    f = 1\n\nThe first `line` goes on.\n\nRun:  one\n      two\n\nResult: three\n"
     )
 
