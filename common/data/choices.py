@@ -136,23 +136,24 @@ def columns_of(row: dict) -> tuple[list[str], list[str]]:
         value = row.get(column)
         if isinstance(value, list) and value and all(isinstance(option, dict) for option in value):
             # [{"label": "A", "text": "red"}, ...] in ARC's form. An option without a text stays, and is refused.
-            labels = [option["label"] for option in value if "label" in option]
+            labels = [option.get("label") for option in value]
+            labels = labels if None not in labels else []  # those of some options would count as those of the first
             value = {"text": [option.get("text", option) for option in value], "label": labels}
         if isinstance(value, dict) and isinstance(value.get("text"), list):
-            return as_texts(value["text"]), [str(label) for label in value.get("label") or []]
+            return as_texts(value["text"], column), [str(label) for label in value.get("label") or []]
         if isinstance(value, dict) and list(value) == list(LETTERS[: len(value)]):
-            return as_texts(list(value.values())), []
+            return as_texts(list(value.values()), column), []
         if isinstance(value, list):
-            return without_marks(as_texts(value)), []
+            return without_marks(as_texts(value, column)), []
     wrong = [value for name, value in row.items() if name.startswith(WRONG)]
     if row.get(RIGHT) is not None and wrong:
-        return shuffled(as_texts([row[RIGHT], *wrong])), []
+        return shuffled(as_texts([row[RIGHT], *wrong], RIGHT)), []
     columns = []
     for name in LETTERS:
         if row.get(name) is None:
             break
         columns.append(row[name])
-    return (as_texts(columns), []) if len(columns) > 1 else ([], [])
+    return (as_texts(columns, LETTERS[0]), []) if len(columns) > 1 else ([], [])
 
 
 def numbers_in(row: dict) -> list:
@@ -161,14 +162,14 @@ def numbers_in(row: dict) -> list:
     return value if isinstance(value, list) else []
 
 
-def as_texts(values: list) -> list[str]:
+def as_texts(values: list, column: str) -> list[str]:
     """The values as texts, without empty ones at the end: tables have as many columns as their longest row needs.
 
-    Raises ValueError for a list or an object.
+    Raises ValueError for a list or an object, naming the column.
     """
     for value in values:
         if isinstance(value, list | dict):
-            raise ValueError(f"expected a text for each option, got {json.dumps(value, default=str)[:60]}")
+            raise ValueError(f"{column}: expected a text for each option, got {json.dumps(value, default=str)[:60]}")
     texts = ["" if value is None else str(value).strip() for value in values]
     while texts and not texts[-1]:
         texts.pop()

@@ -43,8 +43,12 @@ LEADING = re.compile(
 )
 ALONE = re.compile(r"(?:(?i:option|choice|letter)\s+)?[(\[]?\s*([A-Za-z])\s*[)\]]?\s*[.,:;!)]*")
 SEPARATORS = re.compile(r"[\s.):,;*|–—-]*")
-# Behind an A that is a letter, and not an article.
-REASON = re.compile(r"\s+(?:because|since|which|as|is|was)\b")
+# Behind an A or I that is a letter, and neither an article nor a pronoun. "I was" begins a sentence.
+REASON = {
+    "A": re.compile(r"\s+(?:because|since|which|as|is|was)\b"),
+    "I": re.compile(r"\s+(?:because|since|which|as)\b"),
+}
+DENIED = re.compile(r"\s+(?:is|was)\s+(?:not|wrong|incorrect|false)\b")
 # Another letter behind a first one: "B or C", "A/B", "B, C", "B, maybe C".
 ANOTHER = re.compile(
     r"[\s).\]]*(?:\\?[,/;&+|→、，]|=>|(?i:\band\b|\bor\b|\bvs\b\.?))[\s~]*"
@@ -191,15 +195,16 @@ def read(text: str, options: list[str], lower: bool) -> set[str]:
         second = ""
     else:
         also = ANOTHER.match(rest)
-        alone_too = ALONE.fullmatch(body)  # the B of (A)(B)
-        second = option_of(body, options) or (alone_too[1].upper() if alone_too else "")
+        alone_too = ALONE.fullmatch(body)  # the B of (A)(B), but not the a of "B - a"
+        counts = alone_too and (alone_too[1].isupper() or body[0] in "([")
+        second = option_of(body, options) or (alone_too[1].upper() if counts else "")
     if also:
         second = (also["inside"] or also["bare"]).upper()
     if second and second in LETTERS[: len(options)]:
         return {name, second}
     # A good idea, I think.
-    is_word = first["bare"] in ("A", "I") and re.match(r"\s+\w", rest)
-    return set() if is_word and not has_own and not REASON.match(rest) else {name}
+    is_word = first["bare"] in REASON and re.match(r"\s+\w", rest) and not REASON[first["bare"]].match(rest)
+    return set() if (is_word and not has_own) or DENIED.match(rest) else {name}
 
 
 def read_line(line: str, options: list[str]) -> set[str]:

@@ -75,8 +75,7 @@ _BEHIND = re.compile(
         (?: \s* {UNIT} )? [\s$).]*""",
     re.VERBOSE | re.IGNORECASE,
 )
-# The second mark of "#### 18 ####" has nothing behind it, so it marks no answer.
-_EMPTY_MARK = re.compile(r"(?<!#)#{4,}+[ \t\r*]*+$", re.MULTILINE)
+_MARK = re.compile("####+")
 # "x = 5, y = 6" has two answers, so nothing like this may stand before the last "=".
 _SEVERAL = re.compile(r"[;=<>!]\s*=|[<>;\n]|,(?![0-9]{3})|\b(?:or|and)\b")
 
@@ -155,16 +154,32 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
 def marked(text: str, mode: str) -> list[tuple[int, str]]:
     """(start, text) of the places that are marked as the answer."""
     candidates = []
-    text = _EMPTY_MARK.sub(lambda mark: " " * len(mark[0]), text)
-    marker = text.rfind("####")
-    if marker >= 0:
-        line = text[marker + 4 :].split("\n", 1)[0]
-        candidates.append((marker, behind_equals(line)))
+    mark = answer_mark(text)
+    if mark:
+        line = text[mark.end() :].split("\n", 1)[0]
+        candidates.append((mark.start(), behind_equals(line)))
     box = final_box(text) if mode == "flexible" else None
     if box:
         start, content = box
-        candidates.append((start, behind_equals(content)))  # the 7 of x = 7
+        candidates.append((start, right_side(content)))  # the 7 of x = 7
     return candidates
+
+
+def answer_mark(text: str) -> re.Match | None:
+    """The last `####`, unless it only closes a line or the text: `#### 18 ####`, `#### 18` and at the end `####`.
+
+    Any other mark with nothing behind it is an answer that was left open. What stands before it is no answer any more.
+    """
+    marks = list(_MARK.finditer(text))
+    if not marks:
+        return None
+    *earlier, last = marks
+    after = text[last.end() :]
+    line = text[earlier[-1].end() : last.start()] if earlier else ""
+    if not after.strip(" \t\r\n*"):  # closes the text
+        return earlier[-1] if line and parse_gold(line.split("\n", 1)[0]) is not None else None
+    closes_line = line.strip(" \t*") and "\n" not in line and not after.split("\n", 1)[0].strip(" \t\r*")
+    return earlier[-1] if closes_line else last
 
 
 def marked_earlier(response: str, mode: str) -> list[tuple[int, str]]:
@@ -185,12 +200,23 @@ def behind_equals(line: str) -> str:
 
     An equation in brackets behind the answer explains it: `18 (9*2 = 18, so 9 = 3*3)`.
     """
-    outside = line
+    right = line[last_equals(line) + 1 :]
+    return right if _NUMBER.search(_clean(right)) else line
+
+
+def right_side(box: str) -> str:
+    """The right side of the last equation in a box. Its left side if that alone is a number, as in `18 = x`."""
+    place = last_equals(box)
+    left, right = box[: max(place, 0)], box[place + 1 :]
+    return left if not _NUMBER.search(_clean(right)) and parse_gold(left) is not None else right
+
+
+def last_equals(line: str) -> int:
+    """The place of the last "=" that is not in brackets behind an answer, or -1."""
     first = re.search(r"[^\s$*]", line)
     if first and first[0] != "(":
-        outside = re.sub(r"\([^()]*\)", lambda bracket: " " * len(bracket[0]), line)
-    right = line[outside.rfind("=") + 1 :]
-    return right if _NUMBER.search(_clean(right)) else line
+        line = re.sub(r"\([^()]*\)", lambda bracket: " " * len(bracket[0]), line)
+    return line.rfind("=")
 
 
 def final_box(text: str) -> tuple[int, str] | None:
@@ -231,7 +257,9 @@ def _clean(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1", text)
     # A digit before a fraction makes it a mixed number. Those come first.
     text = re.sub(r"([0-9])\s*" + _FRACTION, _as_quotient, text)
-    return re.sub("()" + _FRACTION, _as_quotient, text)
+    text = re.sub("()" + _FRACTION, _as_quotient, text)
+    # The second minus of --1/2 was in the fraction. In 10--1/2 the first one is an operator.
+    return re.sub(r"(?<![0-9a-zA-Z)])-\s*-(?=[0-9]+/)", "", text)
 
 
 def _as_quotient(fraction: re.Match) -> str:
@@ -248,11 +276,13 @@ def _as_quotient(fraction: re.Match) -> str:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether a minus before `start` is a sign, as in -$5, -$ 5 or $-5, and not an operator, as in 10-12 or 5 - 3."""
+    """Whether a minus before `start` is a sign, as in -$5, -$ 5 or $-5, and neither an operator, as in 10-12 or 5 - 3,
+    nor the bullet of a line in a list.
+    """
     before = text[:start]
     currency = before.rstrip()
     if currency.endswith(("$", "£", "€")):
-        before = currency.rstrip("$£€")
+        before = currency[:-1]
     glued = before.endswith("-")
     before = before.rstrip()
     if not before.endswith("-"):
@@ -261,6 +291,8 @@ def _is_negative(text: str, start: int) -> bool:
     # spaces are kept if the minus touches its number.
     left = before[:-1]
     if not glued:
+        if left.rstrip(" \t").endswith("\n"):
+            return False
         left = left.rstrip()
     return not left or not (left[-1].isalnum() or left[-1] in ")%")
 

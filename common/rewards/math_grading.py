@@ -55,15 +55,23 @@ AND_SIGN = re.compile(r"\\(?:land|wedge)(?![a-zA-Z])")
 # The comma of a list such as 1, 200, which is not the comma of 1,200.
 LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 # 1 000, 1\;000 and 1~000, but not the mixed number 2 100/3.
-SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[0-9]{1,3}(?:(?:\\[ ;:]|~|[^\S\n])[0-9]{3})+(?![0-9/])")
-# In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0.
-COMMA_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[ ;:]|~|[^\S\n])[0-9]{3})+(?![0-9/])")
+# In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0. But in 1/2,100 and x_{1,200} two things are listed,
+# and in 2,100,x three.
+COMMA_THOUSANDS = re.compile(r"(?<![\w.,/^])(?<!_\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[\w\\])")
 LAST_UNIT = re.compile(rf"(?<=[0-9])\s+{UNIT}$", re.IGNORECASE)
 PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?!?")
-# A formula without dollars: numbers, signs, commands and single letters, but no words. 18 (9*2 = 18) explains its 18.
+# A formula without dollars: numbers, signs, commands and single letters, but no words.
 FORMULA = re.compile(
     r"(?!.*\([^()]*=)(?:\\(?:[a-zA-Z]+(?![a-zA-Z])|[{},;:! ])|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])"
     r"|[-\u22120-9\s+*/^_=<>(){}\[\],.:|!])+"
+)
+NO_FORMULA = (  # has no words, either
+    PLAIN_NUMBER.pattern,
+    r"[^0-9a-zA-Z]*",  # ____, a line to fill in
+    r".*[0-9]\s+(?:\([^()]*\)|\[[^\[\]]*\])",  # 18 (9*2) and 12 [1], with an explanation or a source
+    r"-?[0-9][0-9.,/]*(?:\s+[a-mo-wA-Z](?:/[a-z])?(?:\^\{?[23]\}?)?|[A-Z])",  # 12 L, 60 m/s and 12L, but not 12x
+    r"(?:\([A-Z]\)|[A-Z][).:])\s+\S.*",  # (C) 12, which also names an option
 )
 
 
@@ -86,13 +94,15 @@ def last_answer(response: str) -> str:
     text = text[-FLEXIBLE_TAIL_CHARACTERS:]
     # math-verify would read 10 as the answer in "Answer: 10/2=5", and 2 in "Answer: 2x+1". It knows what to do with
     # formulas between dollars.
-    lines = re.findall(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text)
-    if lines and not re.search(r"\$|\\[(\[]", lines[-1]):
-        right = behind_equals(lines[-1])
+    marks = list(re.finditer(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text))
+    line = marks[-1][1] if marks else ""
+    if line and not re.search(r"\$|\\[(\[]", line):
+        right = behind_equals(re.sub(r"(?<=[0-9])\s*=\s*[a-zA-Z][\s*.]*$", "", line))  # 18 = x is 18
         formula = right.strip(" \t\r*").rstrip(" *.")
-        if FORMULA.fullmatch(formula) and not PLAIN_NUMBER.fullmatch(formula):
+        is_heading = marks[-1][0].startswith("#") and text[marks[-1].end() :].strip()
+        if FORMULA.fullmatch(formula) and not re.fullmatch("|".join(NO_FORMULA), formula) and not is_heading:
             return f"${formula}$"
-        if right != lines[-1]:
+        if right != line:
             return f"Answer: {right.strip()}"
     return text
 

@@ -178,7 +178,10 @@ class Rewards:
                 fault = f"cannot be parsed as LaTeX, which --reward {name} needs; --reward dapo compares texts"
             elif name == "dapo":
                 unreadable = {answer for answer in answers if not normalize_dapo(answer)}
-                fault = f"is empty by the rules of --reward {name}, so units alone would be right; remove the row"
+                fault = (
+                    f"is empty by the rules of --reward {name}, so units alone would be right; give it without units "
+                    "and double dollars, or remove the row"
+                )
             else:
                 continue
             # All at once, and the number of them, because one cure often helps all.

@@ -117,6 +117,8 @@ NOT = [  # no letter, or more than one
     "The answer is a",
     "The answer is a capital",
     "The answer is not B",
+    "Answer: B is not right",
+    "Answer: B was wrong, A is right",
     "A city in France is the answer",
     "the best of them is b",
     "b",
@@ -214,6 +216,16 @@ def test_letters_beyond_the_options_do_not_count():
     assert final_letter("Answer: I think so", ten) is None and final_letter("Answer: I", ten) == "I"
 
 
+@pytest.mark.parametrize("said, letter", [("I was unable to decide", None), ("I because it fits", "I")])
+def test_the_pronoun_i_is_no_letter(said, letter):
+    assert final_letter(f"Answer: {said}", [str(number) for number in range(100, 110)]) == letter
+
+
+@pytest.mark.parametrize("said", ["B - a", "B a"])
+def test_a_lower_case_letter_behind_a_choice_is_no_second_one(said):
+    assert final_letter(f"Answer: {said}", CITIES) == "B"
+
+
 def test_a_letter_is_read_before_a_text_that_is_a_letter():
     assert final_letter("Answer: B", ["B", "A"]) == "B" and final_letter("Answer: X", ["W", "X"]) == "B"
 
@@ -271,6 +283,7 @@ ROWS = {  # columns, reference answer -> the options in their order, the right o
     "ARC": (row({"text": ["x", "y"], "label": ["A", "B"]}), "B", ["x", "y"], "y"),
     "ARC with numbers": (row({"text": ["x", "y", "z"], "label": ["1", "2", "3"]}), "2", ["x", "y", "z"], "y"),
     "ARC in rows": (row([{"label": "1", "text": "x"}, {"label": "2", "text": "y"}]), "2", ["x", "y"], "y"),
+    "one label": (row([{"text": "x"}, {"label": "B", "text": "y"}]), "B", ["x", "y"], "y"),
     "texts alone": (row([{"text": "x"}, {"text": "y"}]), "B", ["x", "y"], "y"),
     "MedQA": ({"question": "q", "options": {"A": "x", "B": "y"}}, "B", ["x", "y"], "y"),
     "AQuA": ({"question": "q", "options": ["A)21", "B) 7", "C)3"]}, "C", ["21", "7", "3"], "3"),
@@ -305,7 +318,7 @@ def test_rows_that_fit(name):
         ({"prompt": "2+3?"}, "B", '0 options.*"choices"'),
         (row(["x"]), "A", "1 options"),
         (row([str(n) for n in range(27)]), "A", "27 options"),
-        (row([{"value": "x"}, {"value": "y"}]), "A", 'expected a text for each option, got {"value": "x"}'),
+        (row([{"value": "x"}, {"value": "y"}]), "A", 'choices: expected a text for each option, got {"value": "x"}'),
         (row([["x"], ["y"]]), "A", "expected a text for each option"),
         (row(), None, 'no "answer"'),
         (row(), 4, '"4" names none'),
