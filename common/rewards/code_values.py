@@ -148,7 +148,7 @@ class Channel:
             if isinstance(value, kind):
                 return [name, str(value)]
         self.objects.append(value)
-        return ["mine", len(self.objects) - 1]
+        return ["own", len(self.objects) - 1]
 
     def unpack(self, packed: Any) -> Any:
         """The value of pack() on the other side. Raises Ended on anything else."""
@@ -170,7 +170,7 @@ class Channel:
                 return SEQUENCES[kind](self.unpack(entry) for entry in rest[0])
             if kind in NUMBERS:
                 return NUMBERS[kind](rest[0])
-            if kind == "mine":
+            if kind == "own":
                 return Remote(self, rest[0])
             if kind == "yours" and isinstance(rest[0], int):
                 return self.objects[rest[0]]

@@ -50,7 +50,7 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
         write_report(run_dir)  # a run that was killed after its last step has none, or that of an earlier step
     errors.say(
         f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is in "
-        f"{settings.resume}/model; to continue, raise --steps"
+        f"{settings.resume}/model; to continue, give more --steps, --resume {settings.resume} and a new --run-dir"
     )
     return True
 

@@ -589,6 +589,9 @@ refused("grpo --run-dir run --resume auto", "model/config.json", "step_000002", 
 short = lost | {f"{TEN}/model/config.json": b"{}"}
 refused("grpo --run-dir run --resume auto", "model/config.json", "5", files=short, code="checkpoint-damaged")
 
+model = {f"{TWO}/model/config.json": b"{}", f"{TEN}/model/config.json": b"{}"}
+refused("grpo --model run", "--model run", "config.json", f"{TEN}/model", files=model)  # a run in place of its model
+
 for content in (
     b'{"step": "../../x"}',
     b'{"step": -1}',

