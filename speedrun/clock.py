@@ -44,6 +44,7 @@ FREE = {"aten::linalg_vector_norm", "_C::create_onednn_mm_handler", "_C::release
 MAY_MULTIPLY = re.compile(
     r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|conv(?!ert)|rnn|lstm|gru|fft|linalg|einsum|kron|embedding_bag"
     r"|[cp]dist|euclidean_dist|transformer|experts|gated_delta|mamba|selective_scan|matrix_exp"
+    r"|mla_|paged_mqa|o_proj|delta_rule|state_update"
     r"|(^|_)solve|cholesky|ormqr|orgqr|geqrf"  # solving [[1, -A], [0, 1]] X = [[0], [B]] gives A B
 )
 NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "_C")
@@ -80,8 +81,24 @@ class Clock(TorchDispatchMode):
         result = function(*args, **kwargs)
         cost = self.costs[function]
         if cost is not None:
-            self.flops += cost(args, result)
+            # What this process computes: the shape of the whole tensor is only what somebody has said.
+            self.flops += cost([local(value) for value in args], local(result))
         return result
+
+
+class ClockOfThread(Clock):
+    """The clock of any other thread, for which the entry's clock is off: a product stops what the thread does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if self.flops:
+            raise NoFormula("a product in a thread: the clock counts the main thread alone")
+        return result
+
+
+def local(value):
+    """The part of a DTensor that this process has. Anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @functools.cache

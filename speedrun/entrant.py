@@ -13,10 +13,12 @@ import json
 import runpy
 import socket
 import sys
+import threading
 
-from clock import Clock
+from clock import Clock, ClockOfThread
 
 from common import rewards
+from common.data.tokenizer import resolve_model
 from common.preflight import prepare as preflight
 from common.rewards import Result
 from common.rollout.hf_engine import HFEngine
@@ -73,6 +75,7 @@ def with_the_flags_data(prepare, flags: list[str]):
         "reward": (words["--reward"],),
         "environment": "",
     }
+    model = resolve_model(right["model"])
 
     @functools.wraps(prepare)
     def prepare_with_the_flags_data(args, *given, **named):
@@ -81,9 +84,26 @@ def with_the_flags_data(prepare, flags: list[str]):
                 raise RuntimeError(f"prepare(): {name} is {getattr(args, name)!r}; the speedrun sets {value!r}")
         if args.source.eval_dataset:
             raise RuntimeError(f"prepare(): eval_dataset is {args.source.eval_dataset!r}; the speedrun has none")
-        return prepare(args, *given, **named)
+        settings = prepare(args, *given, **named)
+        # prepare() has read args again.
+        if settings.reward_names != right["reward"] or settings.model != model:
+            raise RuntimeError(f"prepare(): --reward is {settings.reward_names}, and --model {settings.model!r}")
+        if any(prompt.answer is not None for prompt in settings.prompts + settings.held_out):
+            raise RuntimeError("prepare(): its prompts have answers")
+        return settings
 
     return prepare_with_the_flags_data
+
+
+def clocked(run):
+    """Thread.run(), with a clock that allows no product in that thread."""
+
+    @functools.wraps(run)
+    def run_with_a_clock(thread):
+        with ClockOfThread():
+            run(thread)
+
+    return run_with_a_clock
 
 
 def main(address: str, file: str, flags: list[str]) -> None:
@@ -99,6 +119,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
         return [Result(score, score) for score in scores]
 
     rewards.BUILT_IN["referee"] = referee  # --reward referee, which referee.py adds to the flags
+    threading.Thread.run = clocked(threading.Thread.run)
     sys.argv = [file, *flags]
     with clock:
         runpy.run_path(file, run_name="__main__")

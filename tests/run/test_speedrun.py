@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from cases import ALGORITHMS
 from conftest import ROOT, launch
 from helpers import load
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM
 
 from common.data import arithmetic
@@ -430,12 +433,39 @@ def test_a_run_is_prepared_with_the_data_of_the_flags(changed, says):
     forced = referee.forced_flags(JOB, 0)
     right = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": ""}
     args = SimpleNamespace(**{**right, "source": SimpleNamespace(eval_dataset=()), **changed})
-    prepare = entrant.with_the_flags_data(lambda args, models: models, ["--dataset", "sums", *forced])
+    settings = prepared()
+    prepare = entrant.with_the_flags_data(lambda args, models: settings, ["--dataset", "sums", *forced])
     if not says:
-        assert prepare(args, ["policy"]) == ["policy"]
+        assert prepare(args, ["policy"]) is settings
         return
     with pytest.raises(RuntimeError, match=rf"prepare\(\): {says}"):
         prepare(args, ["policy"])
+
+
+def prepared(**changed) -> SimpleNamespace:
+    """What prepare() returns to an honest entry, as far as it is looked at."""
+    prompts = [Prompt("q:1", "2+3=", [5], None)]
+    right = {"model": str(JOB.model), "reward_names": ("referee",), "prompts": prompts, "held_out": []}
+    return SimpleNamespace(**{**right, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"reward_names": ("gsm8k",)}, "--reward is"),
+        ({"model": "other"}, "--model 'other'"),
+        ({"prompts": [Prompt("q:1", "2+3=", [5], "5")]}, "have answers"),
+        ({"held_out": [Prompt("q:1", "2+3=", [5], "5")]}, "have answers"),
+    ],
+)
+def test_arguments_that_change_between_two_looks_are_found_in_what_was_prepared(changed, says):
+    """A property can show the right data set once, and another one when it is read."""
+    forced = referee.forced_flags(JOB, 0)
+    words = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": ""}
+    args = SimpleNamespace(**words, source=SimpleNamespace(eval_dataset=()))
+    prepare = entrant.with_the_flags_data(lambda args: prepared(**changed), ["--dataset", "sums", *forced])
+    with pytest.raises(RuntimeError, match=says):
+        prepare(args)
 
 
 def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
@@ -645,7 +675,7 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
         ("args.reward = ('gsm8k',)", "sets .reward"),
         ("right = prompts[0].answer", "no use for .answer"),
         # To the referee's files.
-        ("job.Path('/tmp').rglob('*.jsonl')", "no use for .Path"),
+        ("job.Path('/tmp')", "no use for .Path"),
         ("settings.run_dir.write_text('x')", "no use for .write_text"),
         ("import torch\ntorch.save({}, '/tmp/evaluation.json')", "no use for .save"),
         # Away from the clock.
@@ -685,6 +715,33 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
         ("from pydantic import ImportString", "imports pydantic.ImportString"),
         ("from typing import get_type_hints", "imports typing.get_type_hints"),
         ("__builtins__['open']", "no use for __builtins__"),
+        # Through what the allowed modules have imported, and by other spellings.
+        ("re.enum.bltns", "no use for .enum"),
+        ("from typing import operator", "imports typing.operator"),
+        ("copy.types.CodeType", "no use for .types"),
+        ("dataclasses.make_dataclass('T', [])", "no use for .make_dataclass"),
+        ("x = 'prompts.__globals__'", "no use for the string"),
+        ("x = '_' + '_torch_dispatch__'; y = '__x'", "no use for the string"),
+        ("import torch as t\nt.load('x')", "imports torch as t"),
+        ("import torch\nmodel = torch\nmodel.load('x')", "hands torch on"),
+        ("import torch\nf(torch)", "hands torch on"),
+        ("from torch import *", r"imports torch\.\*"),
+        ("from dataclasses import *", r"imports dataclasses\.\*"),
+        ("'{0.answer}'.format(prompt)", "no use for .format"),
+        ("(folder / 'x').open()", "no use for .open"),
+        ("run.tracker.run_dir", "no use for .run_dir"),
+        ("job.outcomes", "no use for .outcomes"),
+        ("job.sampling.Prefetcher", "no use for .sampling|no use for .Prefetcher"),
+        ("import torch\ntorch.distributed.tensor.DTensor.from_local(a)", "no use for .from_local"),
+        # `self` is the file's own in a method alone.
+        ("def patch(self, f):\n    self.matmul = f", "no use for self outside"),
+        ("f = lambda self: [0 for self.x in [1]]", "no use for self outside"),
+        ("class A:\n    def f(me, self):\n        self.x = 1", "changes self.x"),
+        ("self = engine\nself.x = 1", "changes self.x"),
+        # What is checked must not change before it is used.
+        ("class Args:\n    @property\n    def dataset(self): ...", "defines dataset"),
+        ("class Args:\n    reward = property(print)", "defines reward"),
+        ("class Args:\n    model: str = 'other'", "defines model"),
         ("x = 1 +", "invalid syntax"),
         ("x = '\0'", "null"),
         (f"answers = '{'7' * rules.LONGEST}'", "bytes"),
@@ -697,7 +754,7 @@ def test_a_file_that_reaches_for_answers_or_for_the_clock_is_refused(tmp_path, l
 
 
 def test_an_entry_may_set_its_own_attributes_and_those_of_a_batch(tmp_path):
-    own = "class Mean:\n    def __init__(self):\n        self.total = 0\n"
+    own = "class Mean:\n    'As in a __dict__.'\n    def __init__(self):\n        self.total = 0\n"
     (tmp_path / "mine.py").write_text(own + "batch.response_mask &= graded\nbatch.baseline = 1\n")
     rules.check_file(tmp_path / "mine.py")
 
@@ -708,6 +765,12 @@ def test_the_file_that_is_checked_is_the_one_that_runs(tmp_path, encoding, says)
     (tmp_path / "mine.py").write_text(f"# coding: {encoding}\n# harmless +AAo-import os\n")
     with pytest.raises(Refused, match=f"its encoding is {says}"):
         rules.check_file(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("beginning", ["# -*- coding: utf8 -*-\n", "\ufeff"], ids=["utf8", "BOM"])
+def test_utf_8_has_other_names(tmp_path, beginning):
+    (tmp_path / "mine.py").write_text(f"{beginning}x = 1\n", encoding="utf-8")
+    rules.check_file(tmp_path / "mine.py")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -878,6 +941,24 @@ def test_a_tensor_that_would_compute_unseen_stops_the_run():
     unseen = torch.ones(3).as_subclass(Unseen)
     with pytest.raises(clock.NoFormula, match="Unseen"), clock.Clock():
         unseen * 2
+
+
+def test_a_product_of_tensors_with_a_false_shape_has_its_cost(world):
+    mesh = init_device_mesh("cpu", (1,))
+    false = {"shape": torch.Size((1, 1)), "stride": (1, 1), "run_check": False}
+    left, right = (DTensor.from_local(torch.ones(30, 30), mesh, [Replicate()], **false) for _ in range(2))
+    with clock.Clock() as counted:
+        torch.mm(left, right)
+    assert counted.flops == 2 * 30**3
+
+
+def test_a_product_in_a_thread_stops_the_thread():
+    """The entry's clock is of the main thread."""
+    factor, results = torch.ones(4, 4), []
+    with pytest.raises(sys.modules[entrant.Clock.__module__].NoFormula, match="in a thread"):
+        entrant.clocked(lambda thread: results.append(factor @ factor))(None)
+    entrant.clocked(lambda thread: results.append(factor + factor))(None)
+    assert len(results) == 1 and results[0].sum() == 32
 
 
 def test_the_name_of_a_module_makes_no_tensor_trusted(monkeypatch):
