@@ -199,7 +199,9 @@ def comparison_table(compared: list[dict]) -> str:
     """The comparison as text, in percent."""
     lines = []
     for row in compared:
-        lines.append(f"{row['name']}, {row['problems']} problems: {row['models'][0]} and {row['models'][1]}")
+        first, second = row["models"]
+        lines.append(f"{row['name']}, {row['problems']} problems: A is {first}, B is {second}")
+        lines.append(f"  {'%':8} {'A':^20}   {'B':^20}   {'A - B':^20}")
         for measure, cells in row.items():
             if not isinstance(cells, dict):
                 continue

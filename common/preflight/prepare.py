@@ -171,6 +171,9 @@ def check_inputs(args: Flags, inputs: Inputs) -> int:
     checks.check_held_out(inputs.held_out, inputs.size)
     if not inputs.held_out and args.source.eval_prompts:
         say("nothing is evaluated, as --dataset has no test split; --eval-dataset names one, --eval-prompts 0 says no")
+    if len(inputs.prompts) < args.prompts_per_step:
+        drawn, given = f"--prompts-per-step {args.prompts_per_step}", len(inputs.prompts)
+        say(f"{drawn}, but --dataset has {given} prompts: a step has the same prompt several times")
     checks.check_images(all_prompts, args.compute, args.environment, args.layout)
     for name, function in reward.rewards.items():
         # With a batch in flight, a thread grades while this rank trains.

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import json
 import math
 import shutil
 import sys
@@ -81,6 +82,15 @@ def test_a_built_in_environment_brings_its_problems(parsed):
     assert parsed("grpo", "--environment", "guess").dataset == ("guess",)
     assert parsed("grpo", "--model", "folder", "--environment=calculator").dataset == ("calculator",)
     assert parsed("grpo", "--environment", "file.py:Class").dataset == ("arithmetic",)
+
+
+@pytest.mark.parametrize("prompts_per_step", ["8", "16"])
+def test_a_user_hears_that_a_step_has_prompts_several_times(parsed, tmp_path, capsys, prompts_per_step):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+2=", "answer": f"{n + 2}"}) + "\n" for n in range(10, 18)))
+    args = parsed("grpo", "--dataset", str(rows), "--eval-prompts", "0", "--prompts-per-step", prompts_per_step)
+    prepare(args, models=["policy"])
+    assert ("several times" in capsys.readouterr().out) == (prompts_per_step == "16")
 
 
 def test_args_stay_what_the_user_typed(parsed):
