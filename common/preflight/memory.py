@@ -141,9 +141,8 @@ def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype, normalized: bool) 
 
     queries, keys = heads_of(config)
     queries_and_keys = values_and_outputs = 0  # widths of all heads together
-    if getattr(
-        config, "kv_lora_rank", None
-    ):  # each query head gets keys and values of its own from a latent (DeepSeek)
+    if getattr(config, "kv_lora_rank", None):
+        # Each query head gets keys and values of its own from a latent (DeepSeek).
         queries_and_keys = 2 * queries * (config.qk_nope_head_dim + config.qk_rope_head_dim)
         values_and_outputs = 2 * queries * config.v_head_dim
     elif queries:
