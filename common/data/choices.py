@@ -137,10 +137,13 @@ def columns_of(row: dict) -> tuple[list[str], list[str]]:
         if isinstance(value, list) and value and all(isinstance(option, dict) for option in value):
             # [{"label": "A", "text": "red"}, ...] in ARC's form. An option without a text stays, and is refused.
             labels = [option.get("label") for option in value]
-            labels = labels if None not in labels else []  # those of some options would count as those of the first
             value = {"text": [option.get("text", option) for option in value], "label": labels}
         if isinstance(value, dict) and isinstance(value.get("text"), list):
-            return as_texts(value["text"], column), [str(label) for label in value.get("label") or []]
+            options = as_texts(value["text"], column)
+            labels = value.get("label") or []
+            # Labels of only some options would be taken for those of the first ones.
+            all_labelled = len(labels) == len(value["text"]) and None not in labels
+            return options, [str(label) for label in labels[: len(options)]] if all_labelled else []
         if isinstance(value, dict) and list(value) == list(LETTERS[: len(value)]):
             return as_texts(list(value.values()), column), []
         if isinstance(value, list):

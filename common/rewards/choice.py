@@ -14,8 +14,8 @@ A) Rome, B) Paris:
   wrong one. "The answer is not clear" and **Note** are no marks.
 - Two letters in the mark that counts are wrong: "Answer: A or B", "Answer: B) Rome", a last line "**A** and **B**".
 - Letters beyond the options do not count. Nor does an A that is an article, as in "The answer is A good idea", nor the
-  pronoun I. In brackets, before punctuation or alone they are letters. A lower-case letter counts only alone in a box,
-  in <answer> or behind "Answer:", or in round brackets.
+  pronoun I, nor a letter that is denied, as in "B is not right". In brackets, before punctuation or alone, A and I are
+  letters. A lower-case letter counts only alone in a box, in <answer> or behind "Answer:", or in round brackets.
 - Lines that begin with different letters are a list of options. In a list, neither bold letters nor the last line are
   an answer.
 - Nothing inside of <think>...</think> counts.
@@ -43,12 +43,12 @@ LEADING = re.compile(
 )
 ALONE = re.compile(r"(?:(?i:option|choice|letter)\s+)?[(\[]?\s*([A-Za-z])\s*[)\]]?\s*[.,:;!)]*")
 SEPARATORS = re.compile(r"[\s.):,;*|–—-]*")
-# Behind an A or I that is a letter, and neither an article nor a pronoun. "I was" begins a sentence.
+# Behind an A or I that is a letter, and neither an article nor a pronoun. "I was" and "I as" begin a sentence.
 REASON = {
     "A": re.compile(r"\s+(?:because|since|which|as|is|was)\b"),
-    "I": re.compile(r"\s+(?:because|since|which|as)\b"),
+    "I": re.compile(r"\s+(?:because|since|which|is)\b"),
 }
-DENIED = re.compile(r"\s+(?:is|was)\s+(?:not|wrong|incorrect|false)\b")
+DENIED = re.compile(r"\s+(?:(?:is|was)(?:n['’]t|\s+(?:not|wrong|incorrect|false))|can(?:not|['’]t)\s+be)\b")
 # Another letter behind a first one: "B or C", "A/B", "B, C", "B, maybe C".
 ANOTHER = re.compile(
     r"[\s).\]]*(?:\\?[,/;&+|→、，]|=>|(?i:\band\b|\bor\b|\bvs\b\.?))[\s~]*"
@@ -190,21 +190,22 @@ def read(text: str, options: list[str], lower: bool) -> set[str]:
     rest = text[first.end() :]
     body = rest[SEPARATORS.match(rest).end() :]
     has_own = bool(own) and plain(body).startswith(plain(own))
+    second = ""
+    behind = rest
     if body.casefold().startswith(own.casefold()):
-        also = ANOTHER.match(body[len(own) :])
-        second = ""
+        behind = body[len(own) :]
     else:
-        also = ANOTHER.match(rest)
         alone_too = ALONE.fullmatch(body)  # the B of (A)(B), but not the a of "B - a"
         counts = alone_too and (alone_too[1].isupper() or body[0] in "([")
         second = option_of(body, options) or (alone_too[1].upper() if counts else "")
+    also = ANOTHER.match(behind)
     if also:
         second = (also["inside"] or also["bare"]).upper()
     if second and second in LETTERS[: len(options)]:
         return {name, second}
     # A good idea, I think.
     is_word = first["bare"] in REASON and re.match(r"\s+\w", rest) and not REASON[first["bare"]].match(rest)
-    return set() if (is_word and not has_own) or DENIED.match(rest) else {name}
+    return set() if (is_word and not has_own) or DENIED.match(behind) else {name}
 
 
 def read_line(line: str, options: list[str]) -> set[str]:

@@ -147,7 +147,7 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
     # A mark without a number, as in "#### five", is an answer, too. No other number of the text takes its place.
     if candidates or mode == "strict":
         return None
-    numbers = find_numbers(text)
+    numbers = find_numbers(f"\n{text}")  # the first line may have a bullet, too
     return numbers[-1] if numbers else None
 
 
@@ -156,7 +156,7 @@ def marked(text: str, mode: str) -> list[tuple[int, str]]:
     candidates = []
     mark = answer_mark(text)
     if mark:
-        line = text[mark.end() :].split("\n", 1)[0]
+        line = re.split("\n|####", text[mark.end() :], maxsplit=1)[0]
         candidates.append((mark.start(), behind_equals(line)))
     box = final_box(text) if mode == "flexible" else None
     if box:
@@ -170,15 +170,26 @@ def answer_mark(text: str) -> re.Match | None:
 
     Any other mark with nothing behind it is an answer that was left open. What stands before it is no answer any more.
     """
+    body = text.rstrip(" \t\r\n*#")
+    closing = _MARK.search(text, len(body))
+    if closing:
+        mark = answer_mark(body)
+        if not mark or "\n" not in text[mark.end() : closing.start()]:
+            return mark
+        line, _, rest = body[mark.end() :].partition("\n")
+        number = parse_gold(line)
+        if number is None:
+            return None
+        # Another number takes the answer back: #### 12, "Wait, it is 13", ####.
+        is_last = all(_value(found, False) == abs(number) for found in _NUMBER.finditer(_clean(rest)))
+        return mark if is_last else None
     marks = list(_MARK.finditer(text))
     if not marks:
         return None
     *earlier, last = marks
-    after = text[last.end() :]
     line = text[earlier[-1].end() : last.start()] if earlier else ""
-    if not after.strip(" \t\r\n*"):  # closes the text
-        return earlier[-1] if line and parse_gold(line.split("\n", 1)[0]) is not None else None
-    closes_line = line.strip(" \t*") and "\n" not in line and not after.split("\n", 1)[0].strip(" \t\r*")
+    after = text[last.end() :].split("\n", 1)[0]
+    closes_line = line.strip(" \t*") and "\n" not in line and not after.strip(" \t\r*")
     return earlier[-1] if closes_line else last
 
 
@@ -259,7 +270,12 @@ def _clean(text: str) -> str:
     text = re.sub(r"([0-9])\s*" + _FRACTION, _as_quotient, text)
     text = re.sub("()" + _FRACTION, _as_quotient, text)
     # The second minus of --1/2 was in the fraction. In 10--1/2 the first one is an operator.
-    return re.sub(r"(?<![0-9a-zA-Z)])-\s*-(?=[0-9]+/)", "", text)
+    return re.sub(r"(?<![0-9a-zA-Z)])-([ \t]*)-(?=[0-9.,]+/)", _without_minuses, text)
+
+
+def _without_minuses(two: re.Match) -> str:
+    """Two signs are none. But the first one may be a bullet, as in a list with the item `- -1/2`."""
+    return two[0] if two[1] and _begins_item(two.string, two.start()) else ""
 
 
 def _as_quotient(fraction: re.Match) -> str:
@@ -291,10 +307,20 @@ def _is_negative(text: str, start: int) -> bool:
     # spaces are kept if the minus touches its number.
     left = before[:-1]
     if not glued:
-        if left.rstrip(" \t").endswith("\n"):
+        if _begins_item(text, len(left)):
             return False
         left = left.rstrip()
     return not left or not (left[-1].isalnum() or left[-1] in ")%")
+
+
+def _begins_item(text: str, minus: int) -> bool:
+    """Whether a minus that a space follows is the bullet of a line in a list."""
+    before = text[max(0, minus - TAIL_CHARACTERS) : minus]
+    if not before.rstrip(" \t").endswith("\n"):
+        return False
+    # In displayed math, and behind "=", the line goes on with a formula.
+    in_formula = before.count("$$") % 2 == 1 or before.rfind(r"\[") > before.rfind(r"\]")
+    return not in_formula and not before.rstrip().endswith("=")
 
 
 def _value(match: re.Match, negative: bool) -> Fraction | None:

@@ -57,22 +57,31 @@ LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 # 1 000, 1\;000 and 1~000, but not the mixed number 2 100/3.
 SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[ ;:]|~|[^\S\n])[0-9]{3})+(?![0-9/])")
 # In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0. But in 1/2,100 and x_{1,200} two things are listed,
-# and in 2,100,x three.
-COMMA_THOUSANDS = re.compile(r"(?<![\w.,/^])(?<!_\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[\w\\])")
+# and in 2,100,x three: no space stands behind its commas.
+COMMA_THOUSANDS = re.compile(
+    r"(?<![\w.,/^])(?<!_\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,(?!~|\\(?:[ ,;:]|q?quad))\S)"
+)
 LAST_UNIT = re.compile(rf"(?<=[0-9])\s+{UNIT}$", re.IGNORECASE)
-PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?!?")
+_NUMBER = r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
+PLAIN_NUMBER = re.compile(rf"{_NUMBER}!?")
 # A formula without dollars: numbers, signs, commands and single letters, but no words.
 FORMULA = re.compile(
     r"(?!.*\([^()]*=)(?:\\(?:[a-zA-Z]+(?![a-zA-Z])|[{},;:! ])|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])"
     r"|[-\u22120-9\s+*/^_=<>(){}\[\],.:|!])+"
 )
-NO_FORMULA = (  # has no words, either
-    PLAIN_NUMBER.pattern,
-    r"[^0-9a-zA-Z]*",  # ____, a line to fill in
-    r".*[0-9]\s+(?:\([^()]*\)|\[[^\[\]]*\])",  # 18 (9*2) and 12 [1], with an explanation or a source
-    r"-?[0-9][0-9.,/]*(?:\s+[a-mo-wA-Z](?:/[a-z])?(?:\^\{?[23]\}?)?|[A-Z])",  # 12 L, 60 m/s and 12L, but not 12x
-    r"(?:\([A-Z]\)|[A-Z][).:])\s+\S.*",  # (C) 12, which also names an option
+# The (C) of (C) 12 names an option.
+OPTION = re.compile(r"(?:\([A-Z]\)|[A-Z][).:])\s+(?=[-0-9a-zA-Z(\\])")
+_UNIT_LETTERS = r"(?:[ACFHJKLNTVW]|[gm](?=[/^]))(?:/[ghmsK])?(?:\^\{?[23]\}?)?"  # math-verify knows m and s
+_REMARK = (
+    r"(?:\((?:[^()a-zA-Z\\]|\\(?:times|cdot|div|approx|[dt]?frac)(?![a-zA-Z]))*\)"  # 18 (9*2), but not 2 (x+1)
+    r"|\([a-zA-Z](?:/[a-z])?(?:\^\{?[23]\}?)?\)"  # 12 (C), 60 (m/s)
+    r"|\[[^\[\]a-zA-Z\\]*\])"  # 12 [1]
 )
+# A number, and what may stand behind it without a change of its value: 18 = x, 12 L, 12L, 60 m/s, 18 (9*2).
+REMARKED = re.compile(
+    rf"({_NUMBER}(?:(?:\s+[0-9]+)?/[0-9]+)?!?)(?:\s*=\s*[a-zA-Z]|(?:\s+{_UNIT_LETTERS}|[LVW])?(?:\s+{_REMARK})?)"
+)
+LABEL = re.compile(r"\(?[0-9a-zA-Z]{1,2}\)|[A-Z]")  # of a heading: #### (a), #### 1), #### B
 
 
 def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
@@ -97,13 +106,19 @@ def last_answer(response: str) -> str:
     marks = list(re.finditer(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text))
     line = marks[-1][1] if marks else ""
     if line and not re.search(r"\$|\\[(\[]", line):
-        right = behind_equals(re.sub(r"(?<=[0-9])\s*=\s*[a-zA-Z][\s*.]*$", "", line))  # 18 = x is 18
-        formula = right.strip(" \t\r*").rstrip(" *.")
-        is_heading = marks[-1][0].startswith("#") and text[marks[-1].end() :].strip()
-        if FORMULA.fullmatch(formula) and not re.fullmatch("|".join(NO_FORMULA), formula) and not is_heading:
+        before, after = text[: marks[-1].start(1)], text[marks[-1].end() :]
+        right = behind_equals(line).replace("\u2212", "-")
+        formula = OPTION.sub("", right.strip(" \t\r*").rstrip(" *."), count=1)
+        formula = REMARKED.sub(r"\1", formula) if REMARKED.fullmatch(formula) else formula
+        is_plain = PLAIN_NUMBER.fullmatch(formula)
+        is_blank = not re.search(r"[0-9a-zA-Z]", formula)  # ____, a line to fill in
+        is_heading = before.endswith("#") and after.strip() and LABEL.fullmatch(formula)
+        if FORMULA.fullmatch(formula) and not (is_plain or is_blank or is_heading):
             return f"${formula}$"
-        if right != line:
-            return f"Answer: {right.strip()}"
+        if right != line.replace("\u2212", "-"):
+            return f"Answer: {formula if is_plain else right.strip()}"
+        if is_plain:
+            return f"{before} {formula}{after}"
     return text
 
 

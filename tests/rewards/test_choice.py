@@ -119,6 +119,9 @@ NOT = [  # no letter, or more than one
     "The answer is not B",
     "Answer: B is not right",
     "Answer: B was wrong, A is right",
+    "Answer: B isn't right",
+    "Answer: B cannot be right",
+    "Answer: B) Paris is wrong",
     "A city in France is the answer",
     "the best of them is b",
     "b",
@@ -216,7 +219,15 @@ def test_letters_beyond_the_options_do_not_count():
     assert final_letter("Answer: I think so", ten) is None and final_letter("Answer: I", ten) == "I"
 
 
-@pytest.mark.parametrize("said, letter", [("I was unable to decide", None), ("I because it fits", "I")])
+PRONOUNS = [
+    ("I was unable to decide", None),
+    ("I as a model cannot say", None),
+    ("I because it fits", "I"),
+    ("I is correct", "I"),
+]
+
+
+@pytest.mark.parametrize("said, letter", PRONOUNS)
 def test_the_pronoun_i_is_no_letter(said, letter):
     assert final_letter(f"Answer: {said}", [str(number) for number in range(100, 110)]) == letter
 
@@ -284,6 +295,7 @@ ROWS = {  # columns, reference answer -> the options in their order, the right o
     "ARC with numbers": (row({"text": ["x", "y", "z"], "label": ["1", "2", "3"]}), "2", ["x", "y", "z"], "y"),
     "ARC in rows": (row([{"label": "1", "text": "x"}, {"label": "2", "text": "y"}]), "2", ["x", "y"], "y"),
     "one label": (row([{"text": "x"}, {"label": "B", "text": "y"}]), "B", ["x", "y"], "y"),
+    "one label in ARC": (row({"text": ["x", "y"], "label": ["B"]}), "B", ["x", "y"], "y"),
     "texts alone": (row([{"text": "x"}, {"text": "y"}]), "B", ["x", "y"], "y"),
     "MedQA": ({"question": "q", "options": {"A": "x", "B": "y"}}, "B", ["x", "y"], "y"),
     "AQuA": ({"question": "q", "options": ["A)21", "B) 7", "C)3"]}, "C", ["21", "7", "3"], "3"),
@@ -319,7 +331,9 @@ def test_rows_that_fit(name):
         (row(["x"]), "A", "1 options"),
         (row([str(n) for n in range(27)]), "A", "27 options"),
         (row([{"value": "x"}, {"value": "y"}]), "A", 'choices: expected a text for each option, got {"value": "x"}'),
+        ({"prompt": "Which?\nA) x\nB) y", "options": [{"n": 1}, {"n": 2}]}, "A", "options: expected a text for each"),
         (row([["x"], ["y"]]), "A", "expected a text for each option"),
+        (row({"text": ["x", "y", ""], "label": ["A", "B", "C"]}), "C", '"C" names none'),
         (row(), None, 'no "answer"'),
         (row(), 4, '"4" names none'),
         (row(), "E", '"E" names none'),

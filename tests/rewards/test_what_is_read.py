@@ -113,10 +113,10 @@ def test_every_reward_must_be_able_to_read_the_references():
         mixture.check_answers([Prompt("d:1", "p", [3], r"2\pi")])
 
 
-@pytest.mark.parametrize("answer", ["", " ", "units", "$", "a = "])
+@pytest.mark.parametrize("answer", ["", " ", "units", "$", "a = ", "$$5$$"])
 def test_dapo_refuses_a_reference_that_its_rules_leave_nothing_of(answer):
     """An empty answer, such as "Answer: units", would be right."""
-    with pytest.raises(BadInput, match="^d:7: gold answer .* is empty by the rules of --reward dapo"):
+    with pytest.raises(BadInput, match="^d:7: gold answer .* is empty by the rules of --reward dapo.* double dollars"):
         Rewards({"dapo": None}, {"dapo": 1.0}).check_answers([Prompt("d:7", "p", [3], answer)])
     Rewards({"dapo": None}, {"dapo": 1.0}).check_answers([Prompt("d:7", "p", [3], "five units")])
 
@@ -186,13 +186,23 @@ RESPONSES = [  # response, {reward: the reference that it is right for}
     ("#### **\n18", {"gsm8k": None, "gsm8k-strict": None}),
     ("#### Step 4\nso it is 18\n####", {"gsm8k": "18", "gsm8k-strict": None}),
     ("#### 18 ####\nThat took 4 steps.", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("#### 18 ####\n####", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("#### 18\nSo she makes $18.\n####", {"gsm8k": "18", "gsm8k-strict": "18"}),
+    ("#### 4\nWait, it is 18.\n####", {"gsm8k": "18", "gsm8k-strict": None}),
+    ("#### 5 apples and 3 pears ####", {"gsm8k": "5", "gsm8k-strict": "5"}),
     (r"\boxed{18 = x}", {"gsm8k": "18"}),
     (r"\boxed{4 + 3 = ?}", {"gsm8k": None}),
     (r"\boxed{4 + 3 = seven}", {"gsm8k": None}),
     (r"\boxed{4x = y}", {"gsm8k": None}),
     (r"So we get:" + "\n- $$5$$", {"gsm8k": "5"}),  # the bullet of a list
     ("So we get:\n- $ 5", {"gsm8k": "5"}),
+    ("- $ 5", {"gsm8k": "5"}),
+    ("So we get:\n- -10/2", {"gsm8k": None}),
+    ("So we get\n$$\n- 5\n$$", {"gsm8k": None}),  # a sign, because a formula goes on
+    ("So we get\n\\[\n- 5\n\\]", {"gsm8k": None}),
+    ("So x =\n- 5", {"gsm8k": None}),
     (r"\boxed{-\frac{10}{-2}}", {"gsm8k": "5"}),
+    (r"\boxed{-\frac{-10.0}{2}}", {"gsm8k": "5"}),
     ("#### 5 apples and 3 pears", {"gsm8k": "5", "gsm8k-strict": "5"}),
     ("Answer: 9*2 = 18", {"dapo-lenient": "18", "math-flexible": "18"}),
     ("Answer: 10/2=5", {"dapo": "5", "dapo-lenient": "5", "math-flexible": "5"}),
@@ -208,7 +218,17 @@ RESPONSES = [  # response, {reward: the reference that it is right for}
     *((f"Answer: {name} 18", {"math-flexible": "18"}) for name in ("(C)", "C:", "C.")),
     *((f"Answer: {gap}\nIt is 18.", {"math-flexible": "18"}) for gap in ("____", "-", ":", "[ ]")),
     *((f"#### {heading}\nThe value is 18.", {"math-flexible": "18"}) for heading in ("(a)", "4)", "B", "(4)")),
+    (r"Answer: 18 (9 \times 2)", {"math-flexible": "18"}),
+    ("Answer: 18 (m/s)", {"math-flexible": "18"}),
+    ("Answer: 18 L\nThe final answer is $4$.", {"math-flexible": "4"}),
     ("Answer: 4x", {"math-flexible": None}),
+    *(
+        (f"Answer: 4{factor}", {"math-flexible": None})
+        for factor in (" (x+1)", r" (\pi+1)", "x^2 (x+1)", " i", " a", "A")
+    ),
+    ("Answer: (C) 4x", {"math-flexible": None}),
+    ("#### 4x\nDone.", {"math-flexible": None}),
+    ("#### 4\\pi\nI am sure.", {"math-flexible": None}),
     ("Answer: 3, 4", {"math-flexible": None}),
     ("Answer: 3\nThe final answer is $4$.", {"math-flexible": "4"}),
     (r"\boxed{2x = 14}", {"gsm8k": "14"}),
@@ -219,6 +239,7 @@ RESPONSES = [  # response, {reward: the reference that it is right for}
     (r"\boxed{\boxed{4}}", {"gsm8k": "4", "math": "4", "math-flexible": "4"}),
     (r"\boxed{4}" + TAIL, {"gsm8k": "4", "math": "4", "math-flexible": "4"}),
     ("#### 4" + TAIL, {"gsm8k": "4", "gsm8k-strict": "4"}),
+    ("#### 4 ####" + TAIL, {"gsm8k": "4", "gsm8k-strict": "4"}),
     ("Answer: 4" + TAIL, {"dapo-lenient": "4", "dapo": None}),  # DAPO's own limit is 300 characters
     ("#### Step 2: add" + TAIL + " It is 42.", {"gsm8k": "42", "gsm8k-strict": None}),  # a heading of Markdown
     (r"\boxed{3}" + TAIL + "\n#### 4", {"gsm8k": "4", "gsm8k-strict": "4", "math": "3"}),
