@@ -4,7 +4,7 @@
 
 Each call of the engine's generate() is reported: prompts and responses as tokens, and what the clock shows. The reward
 is the referee's answer. Messages are lines of JSON. A run that prepares itself with other data than the flags name is
-stopped.
+stopped. The clock counts in all threads.
 """
 
 import functools
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 
-from clock import Clock, ClockOfThread
+from clock import Clock
 
 from common import rewards
 from common.data.tokenizer import resolve_model
@@ -47,9 +47,9 @@ class Wire:
 def reported(generate, wire: Wire, clock: Clock):
     """generate() of an engine, which also tells the referee what it has sampled, before the entry sees it."""
 
-    @functools.wraps(generate)
+    # Without functools.wraps, which would leave the engine's own generate() in an attribute.
     def generate_and_tell(engine, prompt_ids, n, temperature, max_tokens, seed, done=None, reply=None):
-        # Replies run in other threads, where the clock counts nothing, and they become a part of the responses.
+        # Replies would become a part of the responses.
         if reply is not None:
             raise RuntimeError("generate(reply=...): the speedrun has no environment; leave it out")
         # Tuples: the entry's `done` runs while the engine samples, and could change its own lists.
@@ -77,15 +77,15 @@ def with_the_flags_data(prepare, flags: list[str]):
     }
     model = resolve_model(right["model"])
 
-    @functools.wraps(prepare)
     def prepare_with_the_flags_data(args, *given, **named):
         for name, value in right.items():
-            if getattr(args, name) != value:
-                raise RuntimeError(f"prepare(): {name} is {getattr(args, name)!r}; the speedrun sets {value!r}")
+            # Not getattr: a property could show the right data set now, and another one to prepare().
+            if vars(args).get(name) != value:
+                raise RuntimeError(f"prepare(): {name} is {vars(args).get(name)!r}; the speedrun sets {value!r}")
         if args.source.eval_dataset:
             raise RuntimeError(f"prepare(): eval_dataset is {args.source.eval_dataset!r}; the speedrun has none")
         settings = prepare(args, *given, **named)
-        # prepare() has read args again.
+        # What counts is what prepare() has read.
         if settings.reward_names != right["reward"] or settings.model != model:
             raise RuntimeError(f"prepare(): --reward is {settings.reward_names}, and --model {settings.model!r}")
         if any(prompt.answer is not None for prompt in settings.prompts + settings.held_out):
@@ -95,15 +95,15 @@ def with_the_flags_data(prepare, flags: list[str]):
     return prepare_with_the_flags_data
 
 
-def clocked(run):
-    """Thread.run(), with a clock that allows no product in that thread."""
+def clocked(run, clock: Clock):
+    """Thread.run(), with the clock: without it, torch computes in a new thread unseen."""
 
     @functools.wraps(run)
-    def run_with_a_clock(thread):
-        with ClockOfThread():
+    def run_with_the_clock(thread):
+        with clock:
             run(thread)
 
-    return run_with_a_clock
+    return run_with_the_clock
 
 
 def main(address: str, file: str, flags: list[str]) -> None:
@@ -119,7 +119,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
         return [Result(score, score) for score in scores]
 
     rewards.BUILT_IN["referee"] = referee  # --reward referee, which referee.py adds to the flags
-    threading.Thread.run = clocked(threading.Thread.run)
+    threading.Thread.run = clocked(threading.Thread.run, clock)
     sys.argv = [file, *flags]
     with clock:
         runpy.run_path(file, run_name="__main__")

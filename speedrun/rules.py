@@ -14,38 +14,89 @@ import io
 import tokenize
 from pathlib import Path
 
+import torch
 import tyro
 
 from common.preflight.flags import Flags
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 64 * 1024  # bytes of the file: no room for a table of answers, or for weights
-# An entry may import all that these packages show. Numpy is not among them, because the clock does not see it.
-PACKAGES = (
-    *("collections", "copy", "dataclasses", "functools", "itertools", "math", "random", "re", "statistics", "torch"),
-    "typing",
-)
-# Of other packages it may import these names alone. Whoever may import any name of common/run/job.py gets the modules
-# that it imports, too, and with them the answers.
-IMPORTS = {
-    *(f"pydantic.{name}" for name in ("Field", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt")),
-    *("common.errors", "common.placement", "common.weight_sync", "common.preflight.flags", "common.preflight.ranges"),
-    *("common.preflight.prepare.prepare", "common.rollout.engines", "common.run.guards", "common.run.job"),
-    *("common.run.sampling.Batch", "common.run.sampling.PromptSampler", "common.trainer.batching"),
-    *("common.trainer.distillation", "common.trainer.model"),
+# Functions of torch whose names begin like this: products that compute before the clock is called, and files.
+UNSEEN = ("fbgemm", "from_file")
+# Module that an entry may import -> what it may name there, besides modules of this table. Whatever else a module
+# shows is refused: most have imported others, and with them files, processes, numpy or the answers.
+# ALL: what a module of common/ defines itself, or what a module of torch shows that is no module.
+ALL = None
+MODULES = {
+    "collections": {"Counter", "OrderedDict", "defaultdict", "deque"},
+    "collections.abc": {"Callable", "Iterable", "Iterator", "Mapping", "Sequence"},
+    "copy": {"copy", "deepcopy"},
+    "dataclasses": {"dataclass", "field", "fields", "replace", "KW_ONLY"},
+    "functools": {"cache", "lru_cache", "partial", "reduce"},
+    "itertools": {
+        *("accumulate", "batched", "chain", "combinations", "compress", "count", "cycle", "dropwhile", "groupby"),
+        *("islice", "pairwise", "permutations", "product", "repeat", "starmap", "takewhile", "tee", "zip_longest"),
+    },
+    "math": {  # without sumprod and dist, which are products of vectors
+        *("ceil", "comb", "copysign", "cos", "e", "erf", "exp", "expm1", "factorial", "floor", "fsum", "gcd", "inf"),
+        *("isclose", "isfinite", "isinf", "isnan", "isqrt", "lcm", "lgamma", "log", "log10", "log1p", "log2", "nan"),
+        *("perm", "pi", "pow", "prod", "sin", "sqrt", "tan", "tanh", "trunc"),
+    },
+    "random": {
+        *("Random", "choice", "choices", "gauss", "normalvariate", "randint", "random", "randrange", "sample", "seed"),
+        *("shuffle", "uniform"),
+    },
+    "re": {"compile", "findall", "finditer", "fullmatch", "match", "search", "split", "sub", "IGNORECASE", "MULTILINE"},
+    "statistics": {"fmean", "mean", "median", "pstdev", "pvariance", "quantiles", "stdev", "variance"},
+    "typing": {
+        *("Annotated", "Any", "Callable", "ClassVar", "Final", "Iterable", "Iterator", "Literal", "NamedTuple"),
+        *("Optional", "Self", "Sequence", "Union"),
+    },
+    "pydantic": {"Field", "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt"},
+    "torch": {
+        *(name for name in dir(torch._C._VariableFunctions) if not name.startswith(UNSEEN)),  # functions of tensors
+        *torch.functional.__all__,
+        *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+        *("Generator", "Size", "Tensor", "device", "dtype", "e", "enable_grad", "finfo", "get_rng_state", "iinfo"),
+        *("inf", "inference_mode", "is_tensor", "manual_seed", "nan", "no_grad", "pi", "set_grad_enabled"),
+        "set_rng_state",
+    },
+    "torch.autograd": {"Function", "grad"},
+    "torch.distributions": ALL,
+    "torch.linalg": ALL,
+    "torch.nn": ALL,
+    "torch.nn.functional": ALL,
+    "torch.nn.init": ALL,
+    "torch.nn.utils": ALL,
+    "torch.optim": ALL,
+    "torch.optim.lr_scheduler": ALL,
+    "torch.optim.swa_utils": ALL,
+    "torch.special": ALL,
+    "torch.utils": set(),
+    "torch.utils.checkpoint": {"checkpoint"},
+    "common": set(),
+    "common.errors": ALL,
+    "common.placement": ALL,
+    "common.preflight": set(),
+    "common.preflight.flags": ALL,
+    "common.preflight.prepare": {"prepare"},
+    "common.preflight.ranges": ALL,
+    "common.rollout": set(),
+    "common.rollout.engines": ALL,
+    "common.run": set(),
+    "common.run.guards": ALL,
+    "common.run.job": ALL,
+    "common.run.sampling": {"Batch", "PromptSampler"},
+    "common.trainer": set(),
+    "common.trainer.batching": ALL,
+    "common.trainer.distillation": ALL,
+    "common.trainer.model": ALL,
+    "common.weight_sync": ALL,
 }
-# Standard modules that those of PACKAGES have imported, such as the operator of typing: an entry has no use for them.
-INSIDE = {
-    name
-    for package in PACKAGES
-    if package != "torch"
-    for name, value in vars(importlib.import_module(package)).items()
-    if inspect.ismodule(value)
-} - {*PACKAGES, "abc"}
 # Functions that lead out of the file.
 NAMES = {"eval", "exec", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr"}
 NAMES |= {"type", "breakpoint"}
-# Names that do, as an attribute or in an import.
+# Attributes that do, of any object. MODULES closes the ways through modules, and these names are a second lock.
 LEADS_OUT = {
     # modules that other modules have imported: of the system, of files, of processes and of threads
     *("builtins", "ctypes", "gc", "importlib", "inspect", "io", "json", "multiprocessing", "numpy", "os", "pathlib"),
@@ -53,6 +104,7 @@ LEADS_OUT = {
     # files
     *("Path", "read_text", "read_bytes", "write_text", "write_bytes", "from_file", "from_pretrained", "serialization"),
     *("hub", "load_state_dict", "save_pretrained", "checkpoint", "package", "open", "unlink", "touch", "iterdir"),
+    *("rename", "rmdir", "mkdir", "walk"),
     *("glob", "rglob", "symlink_to", "hardlink_to", "run_dir", "metrics_file", "outcomes", "json_lines", "folders"),
     # the answers; asdict and astuple have them with the other fields of a prompt
     *("answer", "solution", "meta", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation"),
@@ -61,8 +113,8 @@ LEADS_OUT = {
     *("ForwardRef", "get_type_hints", "compile", "jit", "library", "overrides", "ops", "fx", "cpp_extension"),
     # processes that torch starts
     *("collect_env", "launcher", "elastic"),
-    # threads, in which the clock counts nothing
-    *("Prefetcher", "sampling"),
+    # threads
+    *("Prefetcher", "prefetcher", "sampling"),
     # tensors whose shape is only claimed, and classes and functions that are made of strings
     *("from_local", "make_dataclass", "format", "format_map"),
     # vLLM itself, which would sample without a report
@@ -70,17 +122,16 @@ LEADS_OUT = {
     # they copy attributes by the names in strings
     *("update_wrapper", "wraps"),
 }
-LEADS_OUT |= INSIDE
-# What torch.load and torch.save do, common.trainer.model.load does for the start model alone.
-FILES_OF_TORCH = {"torch.load", "torch.save"}
-UNSEEN = "fbgemm"  # torch's products of these names compute before the clock is called
-DUNDERS = {"__name__", "__doc__", "__init__", "__post_init__"}  # all that an entry needs of names like these
+FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_")  # attributes by which a generator or an error has the names of others
+DUNDERS = {"__name__", "__doc__"}  # all that an entry needs of names like these, besides methods of FRESH
+FRESH = {"__init__", "__post_init__"}  # methods whose `self` is new, and so the file's own
+SAME = {"self", "super", "Literal", "Field"}  # names on which the checks rely, so an entry gives them no other meaning
 # The shared flags that an entry may set. The speedrun sets the others.
 OPEN_FLAGS = {"token-budget", "packing", "activation-checkpointing", "no-activation-checkpointing", "lora-rank"}
 OPEN_FLAGS |= {"max-logprob-gap"}
 # With another value of these an entry would get answers, or start from another model. It must not set them in code.
 FIXED_FIELDS = {"model", "dataset", "eval_dataset", "reward", "environment"}
-# Attributes of other objects that an entry may set: the mask and the baseline of a batch. Its own objects are `self`.
+# Attributes of other objects that an entry may set: the mask and the baseline of a batch.
 MAY_SET = {"response_mask", "baseline"}
 
 
@@ -103,15 +154,22 @@ def check_file(file: Path) -> None:
     if size > LONGEST:
         raise Refused(f"{file.name}: {size} bytes, and the most is {LONGEST}")
     harmless = docstrings(tree)
-    own = own_selves(tree)
+    modules = modules_of(tree, file)
+    own, firsts = own_selves(tree)
+    things = [node for node in ast.walk(tree) if not isinstance(node, ast.ClassDef | ast.alias)]
+    variables = {name for node in things for name in bound(node)}
     for node in ast.walk(tree):
         if node in harmless:
             continue
-        problem = problem_of_import(node) or problem_of_name(node) or problem_of_change(node, own)
+        problem = problem_of_import(node) or problem_of_name(node, modules) or problem_of_change(node, own)
+        problem = problem or problem_of_annotation(node, modules, variables)
+        reserved = SAME if isinstance(node, ast.alias) else {*SAME, *modules}
+        if not problem and node not in firsts and (taken := reserved & bound(node)):
+            problem = f"gives {min(taken)} another meaning; name your own things otherwise"
         if problem:
             raise Refused(f"{file.name}:{node.lineno}: {problem}")
         for child in ast.iter_child_nodes(node):
-            if problem := problem_of_child(child, node):
+            if problem := problem_of_child(child, node, modules):
                 raise Refused(f"{file.name}:{child.lineno}: {problem}")
 
 
@@ -121,19 +179,77 @@ def docstrings(tree: ast.AST) -> set[ast.AST]:
     return {value for value in alone if isinstance(value, ast.Constant)}
 
 
-def own_selves(tree: ast.AST) -> set[ast.AST]:
-    """The uses of `self` in methods that have it as their first parameter: there it is an object of the file's own."""
-    own = set()
+def modules_of(tree: ast.AST, file: Path) -> dict[str, str]:
+    """Name in the file -> the module that an import gives to it. Raises Refused if there are two."""
+    modules = {}
+    for node in ast.walk(tree):
+        for alias, full in zip(getattr(node, "names", ()), imports_of(node)):
+            if isinstance(node, ast.Import) and not alias.asname:
+                full = full.partition(".")[0]  # import torch.nn binds torch
+            name = alias.asname or full.rpartition(".")[2]
+            if full in MODULES and modules.setdefault(name, full) != full:
+                raise Refused(f"{file.name}:{node.lineno}: {name} is {modules[name]} and {full}; give them two names")
+    return modules
+
+
+def module_of(node: ast.AST, modules: dict[str, str]) -> str:
+    """The module that a name such as job, or torch.nn, stands for. "" if it is none."""
+    if isinstance(node, ast.Name):
+        return modules.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        full = f"{module_of(node.value, modules)}.{node.attr}"
+        return full if full in MODULES else ""
+    return ""
+
+
+@functools.cache
+def names_in(module: str) -> set[str]:
+    """What an entry may name in a module of MODULES, without the modules in it."""
+    names = MODULES[module]
+    if names is ALL and module.startswith("torch"):
+        found = importlib.import_module(module)
+        shown = getattr(found, "__all__", dir(found))
+        names = {name for name in shown if not inspect.ismodule(getattr(found, name))} - LEADS_OUT
+    elif names is ALL:
+        body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+        names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assigned = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]
+        names |= {name for node in assigned for target in ast.iter_child_nodes(node) for name in bound(target)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def may_name(module: str, name: str) -> bool:
+    """Whether an entry may name this in a module of MODULES."""
+    return name in names_in(module) or f"{module}.{name}" in MODULES
+
+
+def bound(node: ast.AST) -> set[str]:
+    """Names to which this node itself gives a meaning: variables, arguments, functions, classes, "as" and patterns."""
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    if isinstance(node, ast.Global | ast.Nonlocal):
+        return set(node.names)
+    # An alias has the imported name as its `name`, and a keyword of a call binds nothing.
+    fields = {ast.alias: ("asname",), ast.keyword: ()}.get(node.__class__, ("name", "asname", "rest", "arg"))
+    return {name for field in fields if isinstance(name := getattr(node, field, None), str)}
+
+
+def own_selves(tree: ast.AST) -> tuple[set[ast.AST], set[ast.AST]]:
+    """(Uses of `self` that are new objects of the file's own, its places as the first parameter of a method).
+
+    They are new in FRESH alone. Any other method can be called with an object of others, as in Mine.method(engine).
+    """
+    own, firsts = set(), set()
     for owner in ast.walk(tree):
-        if isinstance(owner, ast.ClassDef):
-            methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
-            inside = [node for method in methods if names_of(method.args)[:1] == ["self"] for node in ast.walk(method)]
-            own |= {node for node in inside if isinstance(node, ast.Name) and node.id == "self"}
-    return own
-
-
-def names_of(arguments: ast.arguments) -> list[str]:
-    return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        for method in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if not isinstance(method, ast.FunctionDef):
+                continue
+            first = [*method.args.posonlyargs, *method.args.args][:1]
+            if [each.arg for each in first] == ["self"]:
+                firsts |= set(first)
+                if method.name in FRESH and not method.decorator_list:
+                    own |= {node for node in ast.walk(method) if isinstance(node, ast.Name) and node.id == "self"}
+    return own, firsts
 
 
 def imports_of(node: ast.AST) -> list[str]:
@@ -147,31 +263,33 @@ def imports_of(node: ast.AST) -> list[str]:
 
 def problem_of_import(node: ast.AST) -> str:
     """Why an entry may not import this. "" if it may, or if the node is no import."""
-    for name in imports_of(node):
-        if name.endswith(".*"):
-            return f"imports {name}; an entry names what it imports"
-        package, *rest = name.split(".")
-        if package not in PACKAGES and name not in IMPORTS:
-            return f"imports {name}; an entry may import {', '.join([*PACKAGES, *sorted(IMPORTS)])}"
-        for part in rest if package in PACKAGES else ():
-            if part.startswith(("_", UNSEEN)) or part in LEADS_OUT or name in FILES_OF_TORCH:
-                return f"imports {name}; an entry has no use for {part}"
+    for full in imports_of(node):
+        module, _, name = full.rpartition(".")
+        if full in MODULES:
+            continue
+        if module not in MODULES:
+            return f"imports {full}; an entry may import {', '.join(MODULES)}"
+        if isinstance(node, ast.Import) or not may_name(module, name):
+            shown = f"; of {module} it may name {', '.join(sorted(MODULES[module]))}" if MODULES[module] else ""
+            return f"imports {full}; an entry has no use for {name}" + (shown if module != "torch" else "")
     return ""
 
 
-def problem_of_name(node: ast.AST) -> str:
+def problem_of_name(node: ast.AST, modules: dict[str, str]) -> str:
     """Why an entry may not use this name or attribute, or define this function. "" if it may."""
-    name = ""
-    if isinstance(node, ast.Name):
-        name = node.id
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        # The clock does not see what __torch_dispatch__ of a tensor computes.
-        name = node.name
-    if name in NAMES or (name.startswith("__") and name not in DUNDERS):
+    # A function, too: the clock does not see what __torch_dispatch__ of a tensor computes.
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    name = node.name if is_function else getattr(node, "id", "")
+    if name in NAMES or (name.startswith("__") and name not in (FRESH if is_function else DUNDERS)):
         return f"an entry has no use for {name}"
     if isinstance(node, ast.Attribute):
+        module = module_of(node.value, modules)
+        if module and not may_name(module, node.attr):
+            return f"an entry has no use for .{node.attr} of {module}"
         private = node.attr.startswith("_") and node.attr not in DUNDERS
-        if private or node.attr.startswith(UNSEEN) or node.attr in LEADS_OUT or ast.unparse(node) in FILES_OF_TORCH:
+        # Called by another name than super(), __init__ would change the object that it is given.
+        private = private and not (node.attr in FRESH and ast.unparse(node.value) == "super()")
+        if not module and (private or node.attr.startswith(FRAMES) or node.attr in LEADS_OUT):
             return f"an entry has no use for .{node.attr}"
     if isinstance(node, ast.MatchClass):  # case object(answer=a) reads an attribute
         return "an entry has no use for a match by class"
@@ -183,22 +301,44 @@ def problem_of_name(node: ast.AST) -> str:
     return ""
 
 
-def problem_of_child(node: ast.AST, parent: ast.AST) -> str:
+def problem_of_child(node: ast.AST, parent: ast.AST, modules: dict[str, str]) -> str:
     """Why this stands in a place where it makes an object pass for another. "" if it doesn't."""
-    # With another name, torch.load() would be somebody's load(), and with the name self its functions could be set.
-    if isinstance(node, ast.Name) and node.id == "torch" and not isinstance(parent, ast.Attribute):
-        return "hands torch on; write torch before a dot"
-    if isinstance(node, ast.alias) and node.name == "torch" and node.asname:
-        return f"imports torch as {node.asname}; write torch before a dot"
-    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    if is_function and not isinstance(parent, ast.ClassDef) and "self" in names_of(node.args):
-        return "an entry has no use for self outside of a method"
+    # A module by another name, or in a list, could not be told from any other object.
+    if (module := module_of(node, modules)) and not isinstance(parent, ast.Attribute):
+        return f"hands {module} on; write {ast.unparse(node)} only before a dot, and name your own things otherwise"
     # A property of this name could change between a check and its use.
     if isinstance(parent, ast.ClassDef):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = {getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))}
         if taken := names & FIXED_FIELDS:
             return f"defines {min(taken)}, which the speedrun sets"
+    return ""
+
+
+def problem_of_annotation(node: ast.AST, modules: dict[str, str], variables: set[str]) -> str:
+    """Why this annotation, or base of a class, is refused: tyro and pydantic run the strings in it as code. "" if not.
+
+    variables: names of the file that could hold a string, or what was made of one.
+    """
+    waiting = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "bases", ())]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, ast.Attribute) and not module_of(part.value, modules):
+            return f"an annotation with {ast.unparse(part)}, which is not of a module"
+        if isinstance(part, ast.Name) and part.id in variables:
+            return f"an annotation with {part.id}, which is a variable"
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            return f"an annotation with the string {part.value!r}, which would be run as code"
+        if isinstance(part, ast.Subscript):
+            # The strings of Literal are values, and so are the arguments of Field.
+            waiting.append(part.value)
+            waiting += [] if ast.unparse(part.value) in ("Literal", "typing.Literal") else [part.slice]
+        elif isinstance(part, ast.BinOp | ast.Tuple | ast.List):
+            waiting += [each for each in ast.iter_child_nodes(part) if isinstance(each, ast.expr)]
+        elif isinstance(part, ast.Call) and ast.unparse(part.func) == "Field":
+            waiting.append(part.func)
+        elif not isinstance(part, ast.Attribute | ast.Name | ast.Constant | None):
+            return f"an annotation with {ast.unparse(part)}, which is computed"
     return ""
 
 
@@ -214,7 +354,8 @@ def problem_of_change(node: ast.AST, own: set[ast.AST]) -> str:
     if node.attr in FIXED_FIELDS:
         return f"sets .{node.attr}, which the speedrun sets"
     if node.value not in own and node.attr not in MAY_SET:
-        return f"changes {ast.unparse(node)}, which is not the file's own"
+        in_method = "; set it in __init__, or keep it in a list" if ast.unparse(node.value) == "self" else ""
+        return f"changes {ast.unparse(node)}, which is not the file's own{in_method}"
     return ""
 
 
