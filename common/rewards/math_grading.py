@@ -104,10 +104,10 @@ def last_answer(response: str) -> str:
     # math-verify would read 10 as the answer in "Answer: 10/2=5", and 2 in "Answer: 2x+1". It knows what to do with
     # formulas between dollars.
     marks = list(re.finditer(r"(?i)(?:####|\banswer\s*:)([^\n]*)", text))
-    line = marks[-1][1] if marks else ""
+    line = marks[-1][1].replace("\u2212", "-") if marks else ""
     if line and not re.search(r"\$|\\[(\[]", line):
         before, after = text[: marks[-1].start(1)], text[marks[-1].end() :]
-        right = behind_equals(line).replace("\u2212", "-")
+        right = behind_equals(line)
         formula = OPTION.sub("", right.strip(" \t\r*").rstrip(" *."), count=1)
         formula = REMARKED.sub(r"\1", formula) if REMARKED.fullmatch(formula) else formula
         is_plain = PLAIN_NUMBER.fullmatch(formula)
@@ -115,7 +115,7 @@ def last_answer(response: str) -> str:
         is_heading = before.endswith("#") and after.strip() and LABEL.fullmatch(formula)
         if FORMULA.fullmatch(formula) and not (is_plain or is_blank or is_heading):
             return f"${formula}$"
-        if right != line.replace("\u2212", "-"):
+        if right != line:
             return f"Answer: {formula if is_plain else right.strip()}"
         if is_plain:
             return f"{before} {formula}{after}"
