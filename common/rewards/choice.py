@@ -48,7 +48,12 @@ REASON = {
     "A": re.compile(r"\s+(?:because|since|which|as|is|was)\b"),
     "I": re.compile(r"\s+(?:because|since|which|is)\b"),
 }
-DENIED = re.compile(r"\s+(?:(?:is|was)(?:n['’]t|\s+(?:not|wrong|incorrect|false))|can(?:not|['’]t)\s+be)\b")
+# Behind a letter that is no answer: B is not right, B was wrong. But "B is not wrong" and "B can't be beaten" are.
+DENIED = re.compile(
+    r"(?i),?\s+(?:(?:is|was)\s+(?:wrong|incorrect|false)\b"
+    r"|(?:(?:is|was)(?:n['’]t|\s+not)|can(?:\s*not|['’]t)\s+be)\b"
+    r"(?!\s+(?:wrong|incorrect|false|only|just|merely|beaten|denied|doubted|excluded|ruled\s+out)\b))"
+)
 # Another letter behind a first one: "B or C", "A/B", "B, C", "B, maybe C".
 ANOTHER = re.compile(
     r"[\s).\]]*(?:\\?[,/;&+|→、，]|=>|(?i:\band\b|\bor\b|\bvs\b\.?))[\s~]*"
@@ -195,8 +200,8 @@ def read(text: str, options: list[str], lower: bool) -> set[str]:
     if body.casefold().startswith(own.casefold()):
         behind = body[len(own) :]
     else:
-        alone_too = ALONE.fullmatch(body)  # the B of (A)(B), but not the a of "B - a"
-        counts = alone_too and (alone_too[1].isupper() or body[0] in "([")
+        alone_too = ALONE.fullmatch(body)  # the B of (A)(B) or A, option b; not the a of "B - a"
+        counts = alone_too and (alone_too[1].isupper() or body[: alone_too.start(1)].strip())
         second = option_of(body, options) or (alone_too[1].upper() if counts else "")
     also = ANOTHER.match(behind)
     if also:

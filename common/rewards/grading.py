@@ -76,6 +76,8 @@ _BEHIND = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _MARK = re.compile("####+")
+# A number of things, which is no formula: 18 red apples.
+_COUNTED = re.compile(r"[\s$£€]*[+-]?[0-9][0-9,.]*(?:\s+[^\W\d_]{2,})+\s*")
 # "x = 5, y = 6" has two answers, so nothing like this may stand before the last "=".
 _SEVERAL = re.compile(r"[;=<>!]\s*=|[<>;\n]|,(?![0-9]{3})|\b(?:or|and)\b")
 
@@ -128,6 +130,7 @@ def parse_gold(answer: str) -> Fraction | None:
     left, equals, right = text.rpartition("=")
     if _SEVERAL.search(left + equals):
         return None
+    right = right.strip()
     found = _NUMBER.search(right)
     if not found or not _BEFORE.fullmatch(right, 0, found.start()) or not _BEHIND.fullmatch(right, found.end()):
         return None
@@ -141,7 +144,7 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
     if not candidates and len(text) < len(response):
         candidates = marked_earlier(response, mode)
     for _, candidate in sorted(candidates, reverse=True):  # the later one first
-        numbers = find_numbers(candidate)
+        numbers = find_numbers(candidate.strip())  # a minus in its first line is no bullet
         if numbers:
             return numbers[0]
     # A mark without a number, as in "#### five", is an answer, too. No other number of the text takes its place.
@@ -177,11 +180,9 @@ def answer_mark(text: str) -> re.Match | None:
         if not mark or "\n" not in text[mark.end() : closing.start()]:
             return mark
         line, _, rest = body[mark.end() :].partition("\n")
-        number = parse_gold(line)
-        if number is None:
-            return None
-        # Another number takes the answer back: #### 12, "Wait, it is 13", ####.
-        is_last = all(_value(found, False) == abs(number) for found in _NUMBER.finditer(_clean(rest)))
+        answer = find_numbers(behind_equals(line))[:1]
+        # Another number takes the answer back: #### 12, "Wait, it is 13", ####. It may be repeated without its sign.
+        is_last = all(answer and number in (answer[0], negated(answer[0])) for number in find_numbers(rest))
         return mark if is_last else None
     marks = list(_MARK.finditer(text))
     if not marks:
@@ -206,6 +207,10 @@ def marked_earlier(response: str, mode: str) -> list[tuple[int, str]]:
     return candidates
 
 
+def negated(number: Fraction | None) -> Fraction | None:
+    return None if number is None else -number
+
+
 def behind_equals(line: str) -> str:
     """The right side of the last equation of a line, as 18 of `9*2 = 18`. The line itself if no number is there.
 
@@ -216,10 +221,12 @@ def behind_equals(line: str) -> str:
 
 
 def right_side(box: str) -> str:
-    """The right side of the last equation in a box. Its left side if that alone is a number, as in `18 = x`."""
+    """The right side of the last equation in a box. Without a number there, a first side that is one: `18 = x`."""
     place = last_equals(box)
-    left, right = box[: max(place, 0)], box[place + 1 :]
-    return left if not _NUMBER.search(_clean(right)) and parse_gold(left) is not None else right
+    first, right = box[: max(place, 0)].split("=")[0], box[place + 1 :]
+    if _NUMBER.search(_clean(right)):
+        return right
+    return first if parse_gold(first) is not None or _COUNTED.fullmatch(_clean(first)) else right
 
 
 def last_equals(line: str) -> int:
@@ -274,8 +281,11 @@ def _clean(text: str) -> str:
 
 
 def _without_minuses(two: re.Match) -> str:
-    """Two signs are none. But the first one may be a bullet, as in a list with the item `- -1/2`."""
-    return two[0] if two[1] and _begins_item(two.string, two.start()) else ""
+    """Two signs are none. But the first one may be the bullet of a list with the item `- -1/2`, or an operator."""
+    is_bullet = two[1] and _begins_item(two.string, two.start())
+    # In -3 - -1/2 and n - -1/2 it is an operator.
+    is_operator = re.search(r"(?:[0-9)}%]|(?<![^\W\d_])[^\W\d_])[ \t]*$", two.string[: two.start()])
+    return two[0] if is_bullet or is_operator else ""
 
 
 def _as_quotient(fraction: re.Match) -> str:
@@ -319,8 +329,12 @@ def _begins_item(text: str, minus: int) -> bool:
     if not before.rstrip(" \t").endswith("\n"):
         return False
     # In displayed math, and behind "=", the line goes on with a formula.
-    in_formula = before.count("$$") % 2 == 1 or before.rfind(r"\[") > before.rfind(r"\]")
-    return not in_formula and not before.rstrip().endswith("=")
+    in_formula = (
+        before.count("$$") % 2 == 1
+        or before.rfind(r"\[") > before.rfind(r"\]")
+        or before.rfind(r"\begin{") > before.rfind(r"\end{")
+    )
+    return not in_formula and not before.rstrip("$\\ \t\r\n").endswith("=")
 
 
 def _value(match: re.Match, negative: bool) -> Fraction | None:

@@ -56,10 +56,14 @@ AND_SIGN = re.compile(r"\\(?:land|wedge)(?![a-zA-Z])")
 LIST_COMMA = re.compile(r"(?<![0-9])([0-9]{1,3}),\s+(?=[0-9]{3}(?![0-9]))")
 # 1 000, 1\;000 and 1~000, but not the mixed number 2 100/3.
 SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[ ;:]|~|[^\S\n])[0-9]{3})+(?![0-9/])")
+# Commands after which a number begins. In \sqrt2,100 the command belongs to the first of two numbers.
+_SIGNS = "le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant|approx|equiv|times|cdot|div|pm|mp|to|lfloor|lceil|lvert"
+_BEHIND_SIGN = "|".join(rf"(?<=\\{sign})" for sign in _SIGNS.split("|"))  # a lookbehind has one length
 # In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0. But in 1/2,100 and x_{1,200} two things are listed,
-# and in 2,100,x three: no space stands behind its commas.
+# and in 2,100,x three: neither a space, a word nor a currency stands behind its commas.
 COMMA_THOUSANDS = re.compile(
-    r"(?<![\w.,/^])(?<!_\{)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,(?!~|\\(?:[ ,;:]|q?quad))\S)"
+    rf"(?:(?<![\w.,/^])(?<!_\{{)|{_BEHIND_SIGN})[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+"
+    r"(?![0-9]|,(?!~|\\(?:[ ,;:$]|q?quad|text|mathrm))\S)"
 )
 LAST_UNIT = re.compile(rf"(?<=[0-9])\s+{UNIT}$", re.IGNORECASE)
 _NUMBER = r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
@@ -69,7 +73,7 @@ FORMULA = re.compile(
     r"(?!.*\([^()]*=)(?:\\(?:[a-zA-Z]+(?![a-zA-Z])|[{},;:! ])|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])"
     r"|[-\u22120-9\s+*/^_=<>(){}\[\],.:|!])+"
 )
-# The (C) of (C) 12 names an option.
+# The (C) of (C) 12 names an option, but that of (C) (D) may be a factor.
 OPTION = re.compile(r"(?:\([A-Z]\)|[A-Z][).:])\s+(?=[-0-9a-zA-Z(\\])")
 _UNIT_LETTERS = r"(?:[ACFHJKLNTVW]|[gm](?=[/^]))(?:/[ghmsK])?(?:\^\{?[23]\}?)?"  # math-verify knows m and s
 _REMARK = (
@@ -90,7 +94,14 @@ def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
     Mode "boxed" reads the last `\\boxed{}` and nothing else. Without a box, mode "flexible" reads the last formula or
     number. score and acc are None if the reference answer cannot be read.
     """
-    return grade_by_string(response, answer, mode) or grade_by_algebra(last_answer(response), answer)
+    result = grade_by_string(response, answer, mode)
+    if result is not None:
+        return result
+    for text in readings(last_answer(response)):
+        result = grade_by_algebra(text, answer)
+        if result.acc != 0:  # right, or the reference answer can't be read
+            break
+    return result
 
 
 def last_answer(response: str) -> str:
@@ -108,8 +119,11 @@ def last_answer(response: str) -> str:
     if line and not re.search(r"\$|\\[(\[]", line):
         before, after = text[: marks[-1].start(1)], text[marks[-1].end() :]
         right = behind_equals(line)
-        formula = OPTION.sub("", right.strip(" \t\r*").rstrip(" *."), count=1)
-        formula = REMARKED.sub(r"\1", formula) if REMARKED.fullmatch(formula) else formula
+        formula = right.strip(" \t\r*").rstrip(" *.")
+        # Of a formula, readings() tries both. Behind a number, a later one may be the answer.
+        bare = without_remark(without_option(formula))
+        if not FORMULA.fullmatch(formula) or (PLAIN_NUMBER.fullmatch(bare) and re.search("[0-9]", after)):
+            formula = bare
         is_plain = PLAIN_NUMBER.fullmatch(formula)
         is_blank = not re.search(r"[0-9a-zA-Z]", formula)  # ____, a line to fill in
         is_heading = before.endswith("#") and after.strip() and LABEL.fullmatch(formula)
@@ -120,6 +134,28 @@ def last_answer(response: str) -> str:
         if is_plain:
             return f"{before} {formula}{after}"
     return text
+
+
+def readings(text: str) -> list[str]:
+    """What a last_answer() may mean: (C) 12 (9+3) is a product, or 12 with an option's name and a remark.
+
+    The reference answer may be a product as well, or 12 N. So the text as it stands comes first.
+    """
+    if not (text.startswith("$") and text.endswith("$")):
+        return [text]
+    formula = text[1:-1]
+    bare = without_option(formula)
+    forms = [formula, bare, without_remark(bare)]
+    return [f"${form}$" for form in dict.fromkeys(forms)]
+
+
+def without_option(formula: str) -> str:
+    return OPTION.sub("", formula, count=1)
+
+
+def without_remark(formula: str) -> str:
+    number = REMARKED.fullmatch(formula)
+    return number[1] if number else formula
 
 
 def answer_box(response: str) -> str | None:

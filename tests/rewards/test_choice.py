@@ -56,6 +56,12 @@ FORMS = [
     ("Answer: A is correct", "A"),
     ("Answer: A was first", "A"),
     ("Answer: B is correct", "B"),
+    *(
+        (f"Answer: B {praise}", "B")
+        for praise in ("is not wrong", "is not only right", "cannot be wrong", "can't be beaten")
+    ),
+    ("Answer: B) Paris is not wrong", "B"),
+    ("Answer: B - a", "B"),
     ("Answer: B | Paris", "B"),
     (r"\boxed{B\quad\text{Paris}}", "B"),
     ("Answer: A Rome", "A"),
@@ -122,6 +128,11 @@ NOT = [  # no letter, or more than one
     "Answer: B isn't right",
     "Answer: B cannot be right",
     "Answer: B) Paris is wrong",
+    "Answer: B is NOT right",
+    "Answer: B can not be right",
+    "Answer: B, is wrong",
+    "Answer: B option a",
+    "Answer: (A) option (b)",
     "A city in France is the answer",
     "the best of them is b",
     "b",
