@@ -498,7 +498,7 @@ def over_nccl(monkeypatch, scripted):
 
     def make_sender(source, control):
         sender = nccl.NCCLTrainerWeightTransferEngine(client=control, source=source)
-        sender.model_update_group = Group()
+        control.group = sender.model_update_group = Group()
         return sender
 
     monkeypatch.setattr(nccl, "packed_nccl_broadcast_producer", produce)
@@ -533,10 +533,26 @@ def test_a_server_that_is_lost_in_a_broadcast_does_not_keep_the_trainer_waiting(
     source = Source()
     with pytest.raises(RunFailed, match="http://a refused /update_weights .*lost its engine"):
         control.send(source, 1, torch.device("cuda"))
-    group = control.sender.model_update_group
+    group = control.group
     assert group.aborted.is_set() and group.broadcasts <= 1
     assert list(patience.values()) == [client.UPDATE_SECONDS, COLLECTIVE_TIMEOUT_SECONDS]
     assert len(list(source)) in (0, 1, 2), "the trainer gathers what is left"
+
+
+def test_two_threads_that_end_a_broadcast_end_its_group_once(over_nccl, monkeypatch):
+    """As both do if the request and the broadcast fail at the same time."""
+    control, _ = over_nccl
+    ended = []
+    # vLLM waits up to 5 seconds for NCCL before it notes that the group is gone.
+    monkeypatch.setattr(Group, "destroy", lambda self: (time.sleep(0.2), ended.append(self)))
+    control.sender = vllm_api.nccl_sender(Source(), control)
+    threads = [threading.Thread(target=control.abort_broadcast) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    control.drop()
+    assert ended == [control.group]
 
 
 def test_an_error_of_nccl_names_the_server_that_is_lost(over_nccl, monkeypatch):
@@ -565,7 +581,7 @@ def test_an_error_of_the_trainer_amid_a_broadcast_stays_what_it_is(over_nccl, mo
 
     def request(self, method: str, route: str, *given, **named) -> list:
         if route == "/update_weights":  # ends with the broadcast
-            self.sender.model_update_group.aborted.wait(30)
+            self.group.aborted.wait(30)
             ended.set()
         return []
 

@@ -168,6 +168,7 @@ class Control(client.Control):
     sender: object = None  # with GPUs: vLLM's sender over NCCL
     lost: RunFailed | None = None  # why the update over NCCL cannot go on
     answered: threading.Event = field(default_factory=threading.Event)  # the update's request over NCCL has ended
+    ending: threading.Lock = field(default_factory=threading.Lock)  # held while the NCCL group is ended
 
     def check(self, used: bool = True) -> None:
         # Another run may have used the server. Then it has that run's version; if the run ended during an update, it is
@@ -266,9 +267,10 @@ class Control(client.Control):
             raise
 
     def abort_broadcast(self) -> None:
-        """End the NCCL group at once, for both ends. No update can follow."""
-        if self.sender is not None and self.sender.model_update_group is not None:
-            self.sender.model_update_group.destroy()
+        """End the NCCL group at once, for both ends. No update can follow. Any thread may call it, more than once."""
+        with self.ending:  # NCCL must not end a group twice
+            if self.sender is not None:
+                self.sender.shutdown()
 
     def finish_weight_update(self) -> None:
         self.request("POST", FINISH_UPDATE, {"weight_version": self.version})
@@ -281,8 +283,7 @@ class Control(client.Control):
         self.request("POST", "/abort_requests", {})
 
     def drop(self) -> None:
-        if self.sender is not None:
-            self.sender.shutdown()
+        self.abort_broadcast()
 
     def leave(self) -> None:
         """End the NCCL group with the servers, whose memory both ends hold. The next run makes another one."""
