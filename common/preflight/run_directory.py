@@ -265,6 +265,18 @@ def described(file: Path) -> dict:
     return run
 
 
+def command_of(run: dict) -> list[str]:
+    """The words of the command that began a run, from its run.json."""
+    ranks = (run.get("hardware") or {}).get("ranks", 1)
+    usual = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", ranks]  # older runs have no launcher
+    return [without_path(str(word)) for word in (*(run.get("launcher") or usual), *run["argv"])]
+
+
+def without_path(word: str) -> str:
+    """A word of a command. An absolute path loses its folders, which are nobody's business."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The rows of metrics.jsonl, except for a last row that was not written to its end. Raises BadInput."""
     file = run_dir / "metrics.jsonl"

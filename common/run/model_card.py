@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from common.preflight.run_directory import described, read_metrics
+from common.preflight.run_directory import command_of, described, read_metrics, without_path
 
 ROWS = 12  # steps in the table
 COLUMNS = {  # title -> metric
@@ -53,16 +53,11 @@ def text(run_dir: Path, step: int) -> str:
 - versions: {versions}
 
 ```
-{shlex.join(map(without_path, [*(run.get("launcher") or ["python"]), *run["argv"]]))}
+{shlex.join(command_of(run))}
 ```
 
 {table(metrics)}
 """
-
-
-def without_path(word: str) -> str:
-    """A word of the command line. An absolute path loses its folders, which are nobody's business."""
-    return Path(word).name if Path(word).is_absolute() else word
 
 
 def table(metrics: list[dict]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.errors import BadInput
 from common.preflight import folders
-from common.preflight.run_directory import described, flat, read_metrics
+from common.preflight.run_directory import command_of, described, flat, read_metrics
 from common.run import charts, estimates, guards, html_page, outcomes, traces
 from common.run.charts import Rows
 from common.run.outcomes import Change, Outcome
@@ -565,10 +565,7 @@ def command(run: dict) -> str:
     ranks = machine.get("ranks", 1)
     lines = []
     if isinstance(argv, list):
-        usual = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", ranks]  # older runs have no launcher
-        words = [*(run.get("launcher") or usual), *argv]
-        words[0] = Path(words[0]).name  # the folder of Python is nobody's business
-        lines.append(f"<pre>{html.escape(shlex.join(map(str, words)))}</pre>")
+        lines.append(f"<pre>{html.escape(shlex.join(command_of(run)))}</pre>")
     facts = [f"commit {str(run['commit'])[:12]}"] if run.get("commit") else []
     if machine:
         facts.append(f"{ranks} rank{'s' if ranks != 1 else ''} on {machine.get('device', '?')}")

@@ -63,6 +63,11 @@ def test_a_report_has_the_command_without_the_folder_of_python(launcher, ranks, 
     assert f"<pre>{words}</pre>" in report.command(run)
 
 
+def test_a_command_has_no_folder_of_its_user():
+    run = {"launcher": ["python"], "argv": ["/home/jane/lm/mine.py", "--model", "/data/secret/Qwen3"]}
+    assert "<pre>python mine.py --model Qwen3</pre>" in report.command(run)
+
+
 class Page(HTMLParser):
     """What a browser finds in a page: its tags with their attributes, and its text without the style."""
 
