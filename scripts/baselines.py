@@ -223,7 +223,7 @@ def add(run_dir: Path, task: str, name: str) -> None:
     run = json.loads((run_dir / "run.json").read_text())
     rows, trained = read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
-    del run["launcher"]  # names a folder of this machine
+    run.pop("launcher", None)  # names a folder of this machine
     if (task, name) in OFFLINE:
         run["args"] |= {"dataset": [f"baselines/{arithmetic.PAIRS.name}"], "output": f"runs/{name}"}
         run["responses"] = OFFLINE[task, name]
