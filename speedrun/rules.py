@@ -34,7 +34,7 @@ MODULES = {
     "dataclasses": {"dataclass", "field", "fields", "replace", "KW_ONLY"},
     "functools": {"cache", "lru_cache", "partial", "reduce"},
     "itertools": {
-        *("accumulate", "batched", "chain", "combinations", "compress", "count", "cycle", "dropwhile", "groupby"),
+        *("accumulate", "chain", "combinations", "compress", "count", "cycle", "dropwhile", "groupby"),
         *("islice", "pairwise", "permutations", "product", "repeat", "starmap", "takewhile", "tee", "zip_longest"),
     },
     "math": {  # without sumprod and dist, which are products of vectors
@@ -58,7 +58,17 @@ MODULES = {
         *torch.functional.__all__,
         *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
         *("Generator", "Size", "Tensor", "device", "dtype", "e", "enable_grad", "finfo", "get_rng_state", "iinfo"),
-        *("inf", "inference_mode", "is_tensor", "manual_seed", "nan", "no_grad", "pi", "set_grad_enabled"),
+        *(
+            "inf",
+            "inference_mode",
+            "is_grad_enabled",
+            "is_tensor",
+            "manual_seed",
+            "nan",
+            "no_grad",
+            "pi",
+            "set_grad_enabled",
+        ),
         "set_rng_state",
     },
     "torch.autograd": {"Function", "grad"},
@@ -68,6 +78,7 @@ MODULES = {
     "torch.nn.functional": ALL,
     "torch.nn.init": ALL,
     "torch.nn.utils": ALL,
+    "torch.nn.utils.rnn": {"pad_sequence", "unpad_sequence"},
     "torch.optim": ALL,
     "torch.optim.lr_scheduler": ALL,
     "torch.optim.swa_utils": ALL,
@@ -121,8 +132,10 @@ LEADS_OUT = {
     "llm",
     # they copy attributes by the names in strings
     *("update_wrapper", "wraps"),
+    # of a generator, an error or a frame: the names of others
+    *(f"{kind}_{what}" for kind in ("gi", "cr", "ag") for what in ("await", "code", "frame", "origin", "yieldfrom")),
+    *("tb_frame", "tb_next", "f_back", "f_builtins", "f_code", "f_globals", "f_locals", "f_trace"),
 }
-FRAMES = ("gi_", "cr_", "ag_", "tb_", "f_")  # attributes by which a generator or an error has the names of others
 DUNDERS = {"__name__", "__doc__"}  # all that an entry needs of names like these, besides methods of FRESH
 FRESH = {"__init__", "__post_init__"}  # methods whose `self` is new, and so the file's own
 SAME = {"self", "super", "Literal", "Field"}  # names on which the checks rely, so an entry gives them no other meaning
@@ -141,6 +154,14 @@ class Refused(Exception):
 
 def check_file(file: Path) -> None:
     """Refuse a file that imports or names what an entry has no use for. Raises Refused."""
+    try:
+        check_source(file)
+    except (RecursionError, MemoryError):
+        raise Refused(f"{file.name}: an expression is nested too deeply to be read") from None
+
+
+def check_source(file: Path) -> None:
+    """check_file(), but too deep an expression raises RecursionError or MemoryError."""
     try:
         source = file.read_bytes()
         # Of bytes Python reads the encoding in the first lines, as it does when it runs the file.
@@ -289,7 +310,7 @@ def problem_of_name(node: ast.AST, modules: dict[str, str]) -> str:
         private = node.attr.startswith("_") and node.attr not in DUNDERS
         # Called by another name than super(), __init__ would change the object that it is given.
         private = private and not (node.attr in FRESH and ast.unparse(node.value) == "super()")
-        if not module and (private or node.attr.startswith(FRAMES) or node.attr in LEADS_OUT):
+        if not module and (private or node.attr in LEADS_OUT):
             return f"an entry has no use for .{node.attr}"
     if isinstance(node, ast.MatchClass):  # case object(answer=a) reads an attribute
         return "an entry has no use for a match by class"
@@ -307,12 +328,21 @@ def problem_of_child(node: ast.AST, parent: ast.AST, modules: dict[str, str]) ->
     if (module := module_of(node, modules)) and not isinstance(parent, ast.Attribute):
         return f"hands {module} on; write {ast.unparse(node)} only before a dot, and name your own things otherwise"
     # A property of this name could change between a check and its use.
-    if isinstance(parent, ast.ClassDef):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names = {getattr(node, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))}
-        if taken := names & FIXED_FIELDS:
-            return f"defines {min(taken)}, which the speedrun sets"
+    if isinstance(parent, ast.ClassDef) and node in parent.body and (taken := defined(node) & FIXED_FIELDS):
+        return f"defines {min(taken)}, which the speedrun sets"
     return ""
+
+
+def defined(statement: ast.AST) -> set[str]:
+    """All names to which a statement gives a meaning where it stands: not those inside of a function or a class."""
+    names = set()
+    waiting = [statement]
+    while waiting:
+        node = waiting.pop()
+        names |= bound(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return names
 
 
 def problem_of_annotation(node: ast.AST, modules: dict[str, str], variables: set[str]) -> str:
