@@ -62,7 +62,7 @@ def test_a_row_has_one_response_of_its_pair(tmp_path, monkeypatch):
     file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "22222222"}\n')
     seen = []
 
-    def settle(args, model, size, longest, longest_unit):
+    def settle(args, model, prompts, size, longest, longest_unit):
         seen.append((longest, longest_unit))
         raise InterruptedError
 
