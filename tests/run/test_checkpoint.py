@@ -769,7 +769,7 @@ def test_an_exported_model_carries_a_card(tmp_path):
         "commit `abc`",
         "30 of 40, seed 3, 8 rank(s) on H100",
         "torch 2.13",
-        "python grpo.py --template 'a b'",
+        "torchrun --nproc-per-node 8 grpo.py --template 'a b'",
     ):
         assert part in body, body
     table = [line for line in body.splitlines() if line.startswith("| ") and line[2].isdigit()]
