@@ -4,6 +4,7 @@ import atexit
 import collections
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,6 +106,21 @@ def save_model(folder: Path, config: Qwen2Config, spread: float = 0.0) -> str:
     model.save_pretrained(folder)
     embedded.tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """Put back the handlers of signals. A script that a test runs in this process may set them for its own.
+
+    With the default for SIGPIPE, as view_rollouts.py has it, the next write of a thread to a connection that its client
+    has closed would end this worker without a word.
+    """
+    numbers = (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if handler is not None:  # None: it was not set from Python
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
