@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what is missing and run the tests: bash scripts/test.sh [arguments of pytest]
 # Three workers: two cores compute while one waits, as launches of servers and ranks do. A module's tests share its runs,
-# hence loadfile. No worker replaces one that has crashed: the others go on, and pytest names the test that it was in.
+# hence loadfile. No worker replaces one that has crashed: pytest ends soon, and names the test that it was in.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install.sh

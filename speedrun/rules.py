@@ -339,8 +339,14 @@ def defined(statement: ast.AST) -> set[str]:
     waiting = [statement]
     while waiting:
         node = waiting.pop()
-        names |= bound(node)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        names |= {node.asname or node.name} if isinstance(node, ast.alias) else bound(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            # Computed outside of it, where it stands
+            waiting += [*getattr(node, "decorator_list", ()), *getattr(node, "bases", ())]
+            waiting += getattr(node, "keywords", ())
+            if arguments := getattr(node, "args", None):
+                waiting += [*arguments.defaults, *filter(None, arguments.kw_defaults)]
+        elif not isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             waiting += ast.iter_child_nodes(node)
     return names
 

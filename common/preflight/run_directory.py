@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import re
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -267,14 +268,19 @@ def described(file: Path) -> dict:
 
 def command_of(run: dict) -> list[str]:
     """The words of the command that began a run, from its run.json."""
-    ranks = (run.get("hardware") or {}).get("ranks", 1)
+    hardware = run.get("hardware")
+    ranks = hardware.get("ranks", 1) if isinstance(hardware, dict) else 1
     usual = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", ranks]  # older runs have no launcher
     return [without_path(str(word)) for word in (*(run.get("launcher") or usual), *run["argv"])]
 
 
 def without_path(word: str) -> str:
-    """A word of a command. An absolute path loses its folders, which are nobody's business."""
-    return Path(word).name if Path(word).is_absolute() else word
+    """A word of a command. An absolute path loses its folders, which are nobody's business.
+
+    The text of a prompt may begin with a slash, too: /no_think.
+    """
+    path = re.fullmatch(r"(--[\w.-]+=)?(/[^/\s]+/.*)", word, re.DOTALL)
+    return (path[1] or "") + Path(path[2]).name if path else word
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

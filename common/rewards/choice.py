@@ -50,9 +50,10 @@ REASON = {
 }
 # Behind a letter that is no answer: B is not right, B was wrong. But "B is not wrong" and "B can't be beaten" are.
 DENIED = re.compile(
-    r"(?i),?\s+(?:(?:is|was)\s+(?:wrong|incorrect|false)\b"
-    r"|(?:(?:is|was)(?:n['’]t|\s+not)|can(?:\s*not|['’]t)\s+be)\b"
-    r"(?!\s+(?:wrong|incorrect|false|only|just|merely|beaten|denied|doubted|excluded|ruled\s+out)\b))"
+    r"(?i)[.)]?,?\s+(?:(?:is|was)\s+(?:wrong|incorrect|false)\b"
+    r"|(?:(?:is|was)(?:n['’]?t|\s+not|\s+never)|can(?:\s*not|['’]t)\s+be)\b"
+    r"(?!\s+(?:wrong|incorrect|false|beaten|denied|doubted)\b"
+    r"|\s+(?:only|just|merely)\s+(?!wrong|incorrect|false)))"
 )
 # Another letter behind a first one: "B or C", "A/B", "B, C", "B, maybe C".
 ANOTHER = re.compile(

@@ -68,6 +68,9 @@ UNIT = (
 )
 _LETTER_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshl]\s*\}")
 _WRAPPED_UNIT = re.compile(r"\\(?:mathrm|mbox)\s*\{([^{}]*)\}|\\[ ;]|~")
+# At the end of a text: what a minus behind it subtracts from.
+_NUMBER_BEFORE = re.compile(r"(?<!\w)[0-9][0-9.,]*[ \t]+\Z")
+_OPERAND = re.compile(r"(?:(?<!\w)[0-9][0-9.,]*|[)}%]|(?<![^\W_])[^\W\d_])[ \t]*\Z")
 # What may stand before and behind the number of a reference answer: brackets, a sign, a currency, a unit, a period.
 _BEFORE = re.compile(r"[\s$£€(]*[+-]?[\s$£€]*")
 _BEHIND = re.compile(
@@ -76,8 +79,12 @@ _BEHIND = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _MARK = re.compile("####+")
-# A number of things, which is no formula: 18 red apples.
-_COUNTED = re.compile(r"[\s$£€]*[+-]?[0-9][0-9,.]*(?:\s+[^\W\d_]{2,})+\s*")
+# A number of things, such as 18 red apples. It is neither a formula in words nor a multiple.
+_COUNTED = re.compile(
+    r"[\s$£€]*[+-]?[0-9][0-9,.]*(?:\s+(?!(?:plus|minus|times|over|divided|and|or|pi|half|dozen|hundred|thousand"
+    r"|million|billion)s?\b)[^\W\d_]{2,})+\s*"
+)
+_MATH_BEGINS = re.compile(r"\\begin\{(?:align|array|cases|eqnarray|equation|gather|multline|split)")
 # "x = 5, y = 6" has two answers, so nothing like this may stand before the last "=".
 _SEVERAL = re.compile(r"[;=<>!]\s*=|[<>;\n]|,(?![0-9]{3})|\b(?:or|and)\b")
 
@@ -180,9 +187,9 @@ def answer_mark(text: str) -> re.Match | None:
         if not mark or "\n" not in text[mark.end() : closing.start()]:
             return mark
         line, _, rest = body[mark.end() :].partition("\n")
-        answer = find_numbers(behind_equals(line))[:1]
+        answer = next(iter(find_numbers(behind_equals(line))), None)
         # Another number takes the answer back: #### 12, "Wait, it is 13", ####. It may be repeated without its sign.
-        is_last = all(answer and number in (answer[0], negated(answer[0])) for number in find_numbers(rest))
+        is_last = all(answer is not None and number in (answer, abs(answer)) for number in find_numbers(rest))
         return mark if is_last else None
     marks = list(_MARK.finditer(text))
     if not marks:
@@ -207,10 +214,6 @@ def marked_earlier(response: str, mode: str) -> list[tuple[int, str]]:
     return candidates
 
 
-def negated(number: Fraction | None) -> Fraction | None:
-    return None if number is None else -number
-
-
 def behind_equals(line: str) -> str:
     """The right side of the last equation of a line, as 18 of `9*2 = 18`. The line itself if no number is there.
 
@@ -221,12 +224,13 @@ def behind_equals(line: str) -> str:
 
 
 def right_side(box: str) -> str:
-    """The right side of the last equation in a box. Without a number there, a first side that is one: `18 = x`."""
+    """The right side of the last equation in a box. Without a number there, another side that is one: `18 = x`."""
     place = last_equals(box)
-    first, right = box[: max(place, 0)].split("=")[0], box[place + 1 :]
+    left, right = box[: max(place, 0)], box[place + 1 :]
     if _NUMBER.search(_clean(right)):
         return right
-    return first if parse_gold(first) is not None or _COUNTED.fullmatch(_clean(first)) else right
+    numbers = [side for side in left.split("=") if parse_gold(side) is not None or _COUNTED.fullmatch(_clean(side))]
+    return numbers[-1] if numbers else right
 
 
 def last_equals(line: str) -> int:
@@ -283,8 +287,9 @@ def _clean(text: str) -> str:
 def _without_minuses(two: re.Match) -> str:
     """Two signs are none. But the first one may be the bullet of a list with the item `- -1/2`, or an operator."""
     is_bullet = two[1] and _begins_item(two.string, two.start())
-    # In -3 - -1/2 and n - -1/2 it is an operator.
-    is_operator = re.search(r"(?:[0-9)}%]|(?<![^\W\d_])[^\W\d_])[ \t]*$", two.string[: two.start()])
+    # In 3 - -1/2 and n - -1/2 it is an operator. In 3 --1/2, too, because 3 1/2 is another number.
+    operand = _OPERAND if two[1] else _NUMBER_BEFORE
+    is_operator = operand.search(two.string[max(0, two.start() - 40) : two.start()])
     return two[0] if is_bullet or is_operator else ""
 
 
@@ -332,9 +337,9 @@ def _begins_item(text: str, minus: int) -> bool:
     in_formula = (
         before.count("$$") % 2 == 1
         or before.rfind(r"\[") > before.rfind(r"\]")
-        or before.rfind(r"\begin{") > before.rfind(r"\end{")
+        or bool(_MATH_BEGINS.search(before, before.rfind(r"\end{") + 1))
     )
-    return not in_formula and not before.rstrip("$\\ \t\r\n").endswith("=")
+    return not in_formula and not before.rstrip("\\ \t\r\n").endswith("=")
 
 
 def _value(match: re.Match, negative: bool) -> Fraction | None:

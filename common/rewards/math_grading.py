@@ -60,10 +60,10 @@ SPACED_THOUSANDS = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:(?:\\[ ;:]|~|[^\S\
 _SIGNS = "le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant|approx|equiv|times|cdot|div|pm|mp|to|lfloor|lceil|lvert"
 _BEHIND_SIGN = "|".join(rf"(?<=\\{sign})" for sign in _SIGNS.split("|"))  # a lookbehind has one length
 # In a list such as 1,000, 2,000, math-verify would read 1, 0, 2, 0. But in 1/2,100 and x_{1,200} two things are listed,
-# and in 2,100,x three: neither a space, a word nor a currency stands behind its commas.
+# and in 2,100,x three: no space, no currency and no word before another such number stands behind its commas.
 COMMA_THOUSANDS = re.compile(
     rf"(?:(?<![\w.,/^])(?<!_\{{)|{_BEHIND_SIGN})[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+"
-    r"(?![0-9]|,(?!~|\\(?:[ ,;:$]|q?quad|text|mathrm))\S)"
+    r"(?![0-9]|,(?!~|\\(?:[ ,;:$]|q?quad|(?:text|mathrm)\s*\{[^{}]*\}\s*(?:[0-9]{1,3},|[0-9])[0-9]{3}))\S)"
 )
 LAST_UNIT = re.compile(rf"(?<=[0-9])\s+{UNIT}$", re.IGNORECASE)
 _NUMBER = r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
@@ -73,17 +73,18 @@ FORMULA = re.compile(
     r"(?!.*\([^()]*=)(?:\\(?:[a-zA-Z]+(?![a-zA-Z])|[{},;:! ])|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])"
     r"|[-\u22120-9\s+*/^_=<>(){}\[\],.:|!])+"
 )
-# The (C) of (C) 12 names an option, but that of (C) (D) may be a factor.
+# The (C) of (C) 12 names an option.
 OPTION = re.compile(r"(?:\([A-Z]\)|[A-Z][).:])\s+(?=[-0-9a-zA-Z(\\])")
 _UNIT_LETTERS = r"(?:[ACFHJKLNTVW]|[gm](?=[/^]))(?:/[ghmsK])?(?:\^\{?[23]\}?)?"  # math-verify knows m and s
-_REMARK = (
-    r"(?:\((?:[^()a-zA-Z\\]|\\(?:times|cdot|div|approx|[dt]?frac)(?![a-zA-Z]))*\)"  # 18 (9*2), but not 2 (x+1)
+_BRACKET = (
+    r"(?:(?P<value>\((?:[^()a-zA-Z\\]|\\(?:times|cdot|div|approx|[dt]?frac)(?![a-zA-Z]))*\))"  # 18 (9*2)
     r"|\([a-zA-Z](?:/[a-z])?(?:\^\{?[23]\}?)?\)"  # 12 (C), 60 (m/s)
     r"|\[[^\[\]a-zA-Z\\]*\])"  # 12 [1]
 )
 # A number, and what may stand behind it without a change of its value: 18 = x, 12 L, 12L, 60 m/s, 18 (9*2).
 REMARKED = re.compile(
-    rf"({_NUMBER}(?:(?:\s+[0-9]+)?/[0-9]+)?!?)(?:\s*=\s*[a-zA-Z]|(?:\s+{_UNIT_LETTERS}|[LVW])?(?:\s+{_REMARK})?)"
+    rf"(?P<number>{_NUMBER}(?:(?:\s+[0-9]+)?/[0-9]+)?!?)"
+    rf"(?:\s*=\s*[a-zA-Z]|(?:\s+{_UNIT_LETTERS}|[LVW])?(?:\s+{_BRACKET})?)"
 )
 LABEL = re.compile(r"\(?[0-9a-zA-Z]{1,2}\)|[A-Z]")  # of a heading: #### (a), #### 1), #### B
 
@@ -99,7 +100,7 @@ def grade_math(response: str, answer: str, mode: str = "boxed") -> Result:
         return result
     for text in readings(last_answer(response)):
         result = grade_by_algebra(text, answer)
-        if result.acc != 0:  # right, or the reference answer can't be read
+        if result.acc != 0 or "timeout" in result.info:  # right, or the reference answer can't be read
             break
     return result
 
@@ -137,15 +138,20 @@ def last_answer(response: str) -> str:
 
 
 def readings(text: str) -> list[str]:
-    """What a last_answer() may mean: (C) 12 (9+3) is a product, or 12 with an option's name and a remark.
-
-    The reference answer may be a product as well, or 12 N. So the text as it stands comes first.
+    """What a last_answer() may mean: "12 N" is 12 newton or 12 times N, and "(A) x" is option A or A times x. The
+    reference answer tells which. Each form has other letters, so no answer is paid for two numbers.
     """
     if not (text.startswith("$") and text.endswith("$")):
         return [text]
     formula = text[1:-1]
     bare = without_option(formula)
-    forms = [formula, bare, without_remark(bare)]
+    forms = [without_remark(bare), bare, formula]
+    found = REMARKED.fullmatch(bare)
+    if found and found["value"]:
+        # 18 (9*2) is 18, because the bracket says the same. 10 (2^3) is 80. Nobody can tell for a bracket that takes
+        # too long, and a product with it would take as long again.
+        same = grade_by_algebra(f"${found['value'][1:-1]}$", found["number"])
+        forms = [found["number"] if same.acc == 1 or "timeout" in same.info else bare]
     return [f"${form}$" for form in dict.fromkeys(forms)]
 
 
@@ -154,8 +160,8 @@ def without_option(formula: str) -> str:
 
 
 def without_remark(formula: str) -> str:
-    number = REMARKED.fullmatch(formula)
-    return number[1] if number else formula
+    found = REMARKED.fullmatch(formula)
+    return found["number"] if found else formula
 
 
 def answer_box(response: str) -> str | None:

@@ -233,6 +233,8 @@ def test_a_sender_over_nccl_is_made_anew(world, fake, monkeypatch):
     senders = []
 
     class Sender:
+        model_update_group = None
+
         def __init__(self, source, control):
             senders.append(self)
             self.over = False

@@ -543,8 +543,14 @@ def test_two_threads_that_end_a_broadcast_end_its_group_once(over_nccl, monkeypa
     """As both do if the request and the broadcast fail at the same time."""
     control, _ = over_nccl
     ended = []
-    # vLLM waits up to 5 seconds for NCCL before it notes that the group is gone.
-    monkeypatch.setattr(Group, "destroy", lambda self: (time.sleep(0.2), ended.append(self)))
+
+    def destroy(self) -> None:
+        if not self.aborted.is_set():
+            ended.append(self)
+            time.sleep(0.2)  # vLLM waits up to 5 seconds for NCCL
+            self.aborted.set()
+
+    monkeypatch.setattr(Group, "destroy", destroy)
     control.sender = vllm_api.nccl_sender(Source(), control)
     threads = [threading.Thread(target=control.abort_broadcast) for _ in range(2)]
     for thread in threads:

@@ -64,8 +64,10 @@ def test_a_report_has_the_command_without_the_folder_of_python(launcher, ranks, 
 
 
 def test_a_command_has_no_folder_of_its_user():
-    run = {"launcher": ["python"], "argv": ["/home/jane/lm/mine.py", "--model", "/data/secret/Qwen3"]}
-    assert "<pre>python mine.py --model Qwen3</pre>" in report.command(run)
+    argv = ["/home/jane/lm/mine.py", "--model=/data/secret/Qwen3", "--output", "/home/jane/my runs/x"]
+    said = report.command({"launcher": ["python"], "argv": argv, "hardware": "H100"})
+    assert "<pre>python mine.py --model=Qwen3 --output x</pre>" in said
+    assert "/no_think in km/h" in report.command({"argv": ["algos/grpo.py", "--system-prompt", "/no_think in km/h"]})
 
 
 class Page(HTMLParser):

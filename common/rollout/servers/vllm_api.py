@@ -268,9 +268,9 @@ class Control(client.Control):
 
     def abort_broadcast(self) -> None:
         """End the NCCL group at once, for both ends. No update can follow. Any thread may call it, more than once."""
-        with self.ending:  # NCCL must not end a group twice
-            if self.sender is not None:
-                self.sender.shutdown()
+        with self.ending:  # vLLM notes only afterwards that a group is ended, and NCCL must not end it twice
+            if self.sender is not None and self.sender.model_update_group is not None:
+                self.sender.model_update_group.destroy()
 
     def finish_weight_update(self) -> None:
         self.request("POST", FINISH_UPDATE, {"weight_version": self.version})
@@ -283,7 +283,8 @@ class Control(client.Control):
         self.request("POST", "/abort_requests", {})
 
     def drop(self) -> None:
-        self.abort_broadcast()
+        if self.sender is not None:
+            self.sender.shutdown()
 
     def leave(self) -> None:
         """End the NCCL group with the servers, whose memory both ends hold. The next run makes another one."""
