@@ -182,10 +182,12 @@ def answer_mark(text: str) -> re.Match | None:
     """
     body = text.rstrip(" \t\r\n*#")
     closing = _MARK.search(text, len(body))
-    if closing:
+    if closing:  # the text ends with ####
         mark = answer_mark(body)
-        if not mark or "\n" not in text[mark.end() : closing.start()]:
+        on_one_line = mark and "\n" not in text[mark.end() : closing.start()]
+        if not mark or on_one_line:  # #### 18 ####
             return mark
+        # It stands in a line of its own, below the answer.
         line, _, rest = body[mark.end() :].partition("\n")
         answer = next(iter(find_numbers(behind_equals(line))), None)
         # Another number takes the answer back: #### 12, "Wait, it is 13", ####. It may be repeated without its sign.
@@ -194,6 +196,7 @@ def answer_mark(text: str) -> re.Match | None:
     marks = list(_MARK.finditer(text))
     if not marks:
         return None
+    # The last one closes the line of the one before if nothing follows: #### 18 #### and more lines.
     *earlier, last = marks
     line = text[earlier[-1].end() : last.start()] if earlier else ""
     after = text[last.end() :].split("\n", 1)[0]
