@@ -87,6 +87,8 @@ class Run(offline.Run):
         self.prefetcher: sampling.Prefetcher | None = None  # made in steps(); samples the batches
         self.weight_version = 0  # pushes before this step's update; set in steps()
         if settings.held_out and not settings.resume:
+            # Of a real model on a CPU this takes minutes.
+            errors.say(f"evaluation of {len(settings.held_out)} held-out prompts before the first step")
             self.tracker.mean("eval/accuracy", self.accuracy(0))
             self.tracker.write(0)  # before the first step
 

@@ -29,7 +29,7 @@ from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
 from common.rollout.servers.engine import CallGate, ServerEngine
-from common.run import checkpoint, guards, job, tracking
+from common.run import checkpoint, diagnosis, evaluation, guards, job, tracking
 from common.run.sampling import Batch
 from common.run.tracking import Tracker
 
@@ -375,6 +375,25 @@ def test_a_run_whose_first_push_fails_can_be_started_again(world, tmp_path, monk
     with pytest.raises(RunFailed, match="another model"):
         job.Run(settings, world, Engine(), {"policy": (None, None)})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_user_hears_why_nothing_happens_before_the_first_step(world, tmp_path, monkeypatch, capsys):
+    """With a real model on a CPU the evaluation takes minutes."""
+    heard = []
+
+    def greedy_accuracy(prompts, metrics, file) -> float:
+        heard.append(capsys.readouterr().out)
+        return 0.5
+
+    saver = SimpleNamespace(load=lambda resume: 0, policy=None, signals=SimpleNamespace())
+    monkeypatch.setattr(checkpoint, "Saver", lambda *given: saver)
+    monkeypatch.setattr(diagnosis, "GapProbe", lambda *given: None)
+    monkeypatch.setattr(evaluation, "Evaluator", lambda *given: SimpleNamespace(greedy_accuracy=greedy_accuracy))
+    args = grpo.Args(run_dir=str(tmp_path / "run"), layout=LAYOUTS["here"])
+    settings = SimpleNamespace(args=args, recorded=args, name="grpo", prompts=[], held_out=["a", "b", "c"])
+    settings.tokenizer = settings.reward = settings.dtype = settings.resume = settings.compute = None
+    job.Run(settings, world, Engine(), {})
+    assert "evaluation of 3 held-out prompts" in heard[0]
 
 
 def test_a_run_that_is_stopped_writes_its_report_before_it_waits_for_batches(run, monkeypatch):
