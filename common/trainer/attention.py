@@ -64,19 +64,27 @@ class Run:
     prompt_length: int = 0  # tokens of the shared prompt; 0 without one
 
 
-@dataclass
 class Spans:
     """The layout of a packed row of S sequences, shared prompts included: which tokens attend to which.
 
-    All layers use it. It is an argument of the model's forward, which transformers hands down to them.
+    All layers use it. It is an argument of the model's forward, which transformers hands down to them. It is no
+    dataclass, because FSDP would copy that, with all runs in it, before each layer.
     """
 
-    runs: list[Run]
-    # The rest is for the variable-length kernel.
-    query_offsets: torch.Tensor | None = None  # (S + 1,) int32: where each sequence's queries begin, and the total
-    key_offsets: torch.Tensor | None = None  # (S + 1,) int32: the same of keys, with the prompt's before each response
-    key_positions: torch.Tensor | None = None  # positions of these keys in the row; None: every token once, in order
-    longest: tuple[int, int] = (0, 0)  # most queries and most keys of one sequence
+    def __init__(
+        self,
+        runs: list[Run],
+        query_offsets: torch.Tensor | None = None,
+        key_offsets: torch.Tensor | None = None,
+        key_positions: torch.Tensor | None = None,
+        longest: tuple[int, int] = (0, 0),
+    ):
+        self.runs = runs
+        # The rest is for the variable-length kernel.
+        self.query_offsets = query_offsets  # (S + 1,) int32: where each sequence's queries begin, and the total
+        self.key_offsets = key_offsets  # (S + 1,) int32: the same of keys, with the prompt's before each response
+        self.key_positions = key_positions  # positions of these keys in the row; None: every token once, in order
+        self.longest = longest  # most queries and most keys of one sequence
 
     def to_owner(self, values: torch.Tensor) -> torch.Tensor:
         """Log-probs (R,) of this rank's response tokens -> (R,) on the rank that computes the loss of the row.

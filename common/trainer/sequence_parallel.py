@@ -11,7 +11,7 @@ Each row has an owner, the rank whose responses it holds. The owner gets their l
 for the other ranks the micro-batch has no rows. The gradient of each token arises on one rank, as without slices.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,18 @@ from torch.distributed._functional_collectives import all_to_all_single  # torch
 from common.trainer.attention import Spans, packed_attention
 
 
-@dataclass
 class SlicedSpans(Spans):
     """Spans of a whole packed row of which this rank holds a slice."""
 
-    group: dist.ProcessGroup | None = None
-    length: int = 0  # L, tokens of the row
-    size: int = 0  # tokens of a slice; the last slice is padded
-    owner: int = 0  # rank in the group whose responses the row holds
-    counts: list[int] = field(default_factory=list)  # response tokens predicted in each rank's slice
+    def __init__(
+        self, whole: Spans, *, group: dist.ProcessGroup | None, length: int, size: int, owner: int, counts: list[int]
+    ):
+        super().__init__(**vars(whole))
+        self.group = group
+        self.length = length  # L, tokens of the row
+        self.size = size  # tokens of a slice; the last slice is padded
+        self.owner = owner  # rank in the group whose responses the row holds
+        self.counts = counts  # response tokens predicted in each rank's slice
 
     def to_owner(self, values: torch.Tensor) -> torch.Tensor:
         """(R_k,) of each slice -> (R,) of all slices on the owner, (0,) on the others. Collective over the group."""
@@ -59,7 +62,7 @@ def cut(micro, owner: int, group: dist.ProcessGroup):
         micro,
         input_ids=slice_of(micro.input_ids),
         position_ids=slice_of(micro.position_ids),
-        spans=SlicedSpans(**vars(micro.spans), group=group, length=length, size=size, owner=owner, counts=counts),
+        spans=SlicedSpans(micro.spans, group=group, length=length, size=size, owner=owner, counts=counts),
         predictors=micro.predictors[holder == rank] - rank * size,
         targets=micro.targets[holder == rank],
         scatter=micro.scatter[order],

@@ -22,6 +22,7 @@ from common.rollout.rollout import collate
 from common.trainer import attention, batching, logits, model, packing_check, sequence_parallel
 from common.trainer.attention import Run
 from common.trainer.batching import Compute
+from common.trainer.parts import layers_of
 from common.trainer.sequence_parallel import SlicedSpans
 
 TEMPERATURE = 0.7
@@ -55,6 +56,17 @@ def by_transformers(folder: str, rollout):
         logprobs[i, : len(response)] = table.gather(-1, torch.tensor(response)[:, None])[:, 0]
         entropies[i, : len(response)] = -(table.exp() * table).sum(-1)
     return logprobs, entropies
+
+
+def test_a_layer_gets_the_rows_layout_itself(models, world):
+    """FSDP goes through the arguments of each layer, and would copy a dataclass: 0.3 ms a layer with 60 responses."""
+    policy, rollout = model.load(models["grouped"], world, torch.float32), groups_of(random_rollout(8), 4, 40)
+    (micro,) = batching.pack(rollout, torch.arange(8), Compute(token_budget=4096), world)
+    seen = []
+    for layer in layers_of(policy):
+        layer.register_forward_pre_hook(lambda _, args, named: seen.append(named["spans"]), with_kwargs=True)
+    model.response_logprobs(policy, micro, TEMPERATURE)
+    assert len(seen) == policy.config.num_hidden_layers and all(spans is micro.spans for spans in seen)
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "grouped"])
@@ -445,7 +457,7 @@ def test_slices_of_a_row_attend_as_the_whole_row_does(monkeypatch, layer):
     monkeypatch.setattr(sequence_parallel, "exchange", group.exchange)
     monkeypatch.setattr(sequence_parallel.dist, "get_rank", group.rank)
     size = 7
-    spans = SlicedSpans(**vars(layout), length=length, size=size, counts=[0] * group.ranks)
+    spans = SlicedSpans(layout, group=None, length=length, size=size, owner=0, counts=[0] * group.ranks)
 
     def attend(rank: int) -> torch.Tensor:
         padded = [F.pad(x, (0, 0, 0, group.ranks * size - length)) for x in row]
