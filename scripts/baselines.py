@@ -347,6 +347,7 @@ def page_table(task: str, page: Path) -> str:
 def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
+    A mean over three seeds or more has half of its 95 % interval beside it (mean_of).
     best: the shorter table of the README, with one wording of the initial model, its best, with the runs of FRONT
     alone, and without minutes where runs take few of them.
     """
@@ -367,7 +368,7 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         + timed * " minutes |"
     )
     yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too + plays + graded)
-    samples = lambda found: "".join(f" {found[name]:{form}} |" for name, form in measured.items())
+    samples = lambda *found: "".join(f" {mean_of([f[name] for f in found], form)} |" for name, form in measured.items())
     if sampled_too:
         initial = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in initial.values())
@@ -389,16 +390,27 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
         responses = statistics.mean(sampled(task, run, seed, rows)[-1] for seed, rows in enumerate(seeds))
         if sampled_too:
-            known = [each["evaluation"] for each in described(task, run)]
-            more = samples({key: statistics.mean(each[key] for each in known) for key in measured})
+            more = samples(*(each["evaluation"] for each in described(task, run)))
         if plays:
             turns = [[row["eval/turns"] for row in rows if "eval/turns" in row] or [1.0] for rows in seeds]
             more = f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
-            f"| {', '.join(f'{value:.1%}' for value in after)} | {statistics.mean(after):.1%} |{more} "
+            f"| {', '.join(f'{value:.1%}' for value in after)} | {mean_of(after, '.1%')} |{more} "
             f"{int(seeds[0][-1]['step'])} | {round(responses):,} |" + timed * f" {minutes:.1f} |"
         )
+
+
+def mean_of(values: list[float], form: str) -> str:
+    """A mean over seeds and half of Student's 95 % interval, as in 54.8 ± 6.5%.
+
+    The mean alone with one or two seeds, where an interval says nothing, and for seeds that all reach the same.
+    """
+    mean = f"{statistics.mean(values):{form}}"
+    if len(values) < 3 or min(values) == max(values):
+        return mean
+    half = study.half_width(statistics.stdev(values), len(values))
+    return f"{mean.removesuffix('%')} ± {half:{form}}"
 
 
 @cache

@@ -127,6 +127,21 @@ def test_the_baselines_tables_and_curves_are_what_the_csvs_give(task, monkeypatc
     assert {path.name: path.read_text() for path in (tmp_path / task).glob("*.svg")} == committed
 
 
+@pytest.mark.parametrize(
+    "values, form, shown",
+    [
+        # t of two degrees of freedom at 95 % is 4.303, so the half is 4.303 x 0.03 / sqrt(3) = 0.0745.
+        ([0.50, 0.53, 0.56], ".1%", "53.0 ± 7.5%"),
+        ([0.50, 0.53, 0.56], ".3f", "0.530 ± 0.075"),
+        ([0.50, 0.56], ".1%", "53.0%"),  # t of one degree of freedom is 12.7, which says nothing
+        ([0.5], ".1%", "50.0%"),
+        ([1.0, 1.0, 1.0], ".1%", "100.0%"),  # equal seeds don't make a mean exact
+    ],
+)
+def test_a_mean_over_three_seeds_has_an_interval(values, form, shown):
+    assert load("scripts/baselines.py").mean_of(values, form) == shown
+
+
 @pytest.mark.parametrize("task", sorted(path.parent.name for path in ROOT.glob("baselines/*/curves.svg")))
 def test_a_baseline_is_the_command_that_the_scripts_have(task):
     """quickstart.sh takes its flags from scripts/baselines.py, and a report compares with the committed runs."""
