@@ -42,6 +42,7 @@ FROZEN = ("reference", "teacher")  # models that are loaded from --model and tha
 
 # Bytes of a parameter.
 MASTER_BYTES = 12  # a trained one: float32 weight and Adam's two moments
+MOMENT_BYTES = 8  # the moments among them
 GRADIENT_BYTES = 4
 FROZEN_BYTES = 4  # one that is kept in float32 without moments: a frozen vision tower's, a moving teacher's
 
@@ -80,6 +81,19 @@ def unit_sizes(model_path: str) -> tuple[int, int]:
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
     return max(layers, default=0), rest
+
+
+@lru_cache
+def page_locked(model_path: str, shards: int) -> float:
+    """How many times its size a model takes in page-locked host memory, where FSDP keeps offloaded weights.
+
+    torch rounds each block there up to a power of two, and each shard of a parameter is a block.
+    """
+    blocks = []
+    for parameter in without_weights(model_path).parameters():
+        rows, *others = parameter.shape or (1,)
+        blocks.append(math.ceil(rows / shards) * math.prod(others))  # FSDP cuts the first dimension
+    return sum(2 ** math.ceil(math.log2(size)) for size in blocks) * shards / count_parameters(model_path)
 
 
 @lru_cache

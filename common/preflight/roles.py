@@ -10,7 +10,7 @@ import torch
 
 from common import placement
 from common.errors import BadInput, say
-from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MemoryPlan
+from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MOMENT_BYTES, MemoryPlan, page_locked
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,16 @@ def model_roles(plan: MemoryPlan) -> list[Role]:
         # A teacher from --model follows the policy in float32 (SDPO).
         moves = name in plan.models and name != "reference"
         dtype = f"float32, computes in {computes}" if moves else computes
-        if name in plan.models and name not in FROZEN:
+        trained = name in plan.models and name not in FROZEN
+        if trained:
             # The table shows the peak, so a trained model counts with its gradients.
             size += GRADIENT_BYTES * plan.trainable
             if adapts:
                 dtype = f"{plan.trainable / 1e6:,.2f} M float32, the rest {computes}"
+        if plan.offloaded(name) and plan.gpu:
+            # Weights and gradients are page-locked, the optimizer's moments are not.
+            moments = MOMENT_BYTES * plan.trainable if trained else 0
+            size = moments + (size - moments) * page_locked(plan.others.get(name, plan.model), plan.shards)
         share = size / plan.shards
         if plan.offloaded(name):
             roles.append(Role(name, f"{lives}, in host memory", dtype, host=share))

@@ -16,7 +16,7 @@ from algos import dpo
 from common import errors
 from common.data import arithmetic
 from common.placement import Layout
-from common.preflight import checks, memory, offline
+from common.preflight import checks, memory, offline, roles
 from common.preflight.memory import GIB, MemoryPlan
 from common.rollout import engines
 from common.trainer.batching import Compute
@@ -61,6 +61,20 @@ def test_parameters_and_kv_cache_of_real_models(sizes):
     for name, parameters, kv in (("0.1", 134_515_008, 23_040), ("0.5", 494_032_768, 12_288), ("7", PARAMETERS, 57_344)):
         assert memory.count_parameters(sizes[name]) == parameters
         assert engines.kv_bytes_per_token(memory.text_config(sizes[name]), torch.bfloat16) == kv
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_page_locked_memory_comes_in_powers_of_two(sizes, seven, shards):
+    """torch's host allocator rounds each tensor up. Only Adam's moments are in ordinary memory."""
+    layer = 3 * 2**27 + 2 * 2**24 + 2 * 2**21  # feed-forward 3584 x 18944; queries, outputs; keys, values: 512 x 3584
+    layer += 2 * 2**12 + 2**12 + 2 * 2**9  # two norms; biases of queries; of keys and values
+    locked = 28 * layer + 2 * 2**30 + 2**12  # with embeddings and head, 152064 x 3584, and the last norm
+    plan = replace(seven, size=shards, models=("policy", "reference"), offload="all")
+    policy, reference = roles.model_roles(plan)
+    assert policy.host == pytest.approx((8 * PARAMETERS + (4 + 4) * locked) / shards)
+    assert reference.host == pytest.approx(2 * locked / shards)
+    on_a_cpu, _ = roles.model_roles(replace(plan, gpu=False))
+    assert on_a_cpu.host == pytest.approx(16 * PARAMETERS / shards)
 
 
 @pytest.mark.parametrize("heads, ranks, fits", [((28, 4), 4, 1), ((28, 4), 8, 0), ((32, 4), 8, 1), ((24, 6), 4, 0)])
