@@ -329,6 +329,9 @@ class Control(client.Control):
                 # A server that has refused tells more than the group that has lost it.
                 if not failed(asked):
                     message = f"process group with the workers of {', '.join(self.urls)}: {path}: {error}"
+                    if torch.cuda.is_available():
+                        ours = ".".join(map(str, torch.cuda.nccl.version()))
+                        message += f" (NCCL is {ours} here and must be the same there, see docs/placement.md)"
                     raise RunFailed(message, code="server-gone") from None
             asked.result()
 
