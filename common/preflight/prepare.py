@@ -170,7 +170,7 @@ def check_inputs(args: Flags, inputs: Inputs) -> int:
     all_prompts = inputs.prompts + inputs.held_out
     checks.check_held_out(inputs.held_out, inputs.size)
     if not inputs.held_out and args.source.eval_prompts:
-        say("nothing is evaluated, as --dataset has no test split; --eval-dataset names one, --eval-prompts 0 says no")
+        say("nothing is evaluated: --dataset has no test split; --eval-dataset names one, --eval-prompts 0 hides this")
     if len(inputs.prompts) < args.prompts_per_step:
         drawn, given = f"--prompts-per-step {args.prompts_per_step}", len(inputs.prompts)
         say(f"{drawn}, but --dataset has {given} prompts: a step has the same prompt several times")
@@ -263,7 +263,7 @@ def show(settings: Settings) -> None:
         f"{args.max_response_tokens} tokens; {responses // settings.size} a rank",
         "its updates": f"{args.mini_batches} of {responses // args.mini_batches} responses in each pass over them, "
         f"{settings.compute.token_budget} tokens a forward",
-        "steps": f"{args.steps}: {passes:.2g} passes over the prompts, if no step drops any",
+        "steps": f"{args.steps}: {float(f'{passes:.2g}'):,g} passes over the prompts, if no step drops any",
         "starts": f"from {settings.resume}" if settings.resume else "at step 1",
         "run directory": args.run_dir or "runs/NAME-DATE-TIME",
     }

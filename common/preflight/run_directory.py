@@ -197,8 +197,8 @@ def check_configuration(args, name: str) -> None:
             changed.append(f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}{why}")
     if changed:
         raise BadInput(
-            f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with, or start "
-            "another run: --resume CHECKPOINT with a new --run-dir",
+            f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with, or a "
+            "new --run-dir: alone for a fresh run, with --resume CHECKPOINT to go on from its weights",
             code="run-changed",
         )
 

@@ -39,6 +39,9 @@ def text(run_dir: Path, step: int) -> str:
         tags=tags,
     )
     base = base or "random weights"  # SFT without --model
+    commit = f"`{run['commit'] or 'unknown'}`"
+    if run.get("uncommitted_changes"):
+        commit += ", with uncommitted changes"
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     hardware = f"{run['hardware']['ranks']} rank(s) on {run['hardware']['device']}"
     return f"""---
@@ -47,7 +50,7 @@ def text(run_dir: Path, step: int) -> str:
 # {base}, trained with {algorithm}
 
 - base model: `{base}`
-- algorithm: `{without_path(run.get("file", f"algos/{algorithm}.py"))}` at commit `{run["commit"] or "unknown"}`
+- algorithm: `{without_path(run.get("file", f"algos/{algorithm}.py"))}` at commit {commit}
 - data: {data}
 - steps: {step} of {args["steps"]}, seed {args["seed"]}, {hardware}
 - versions: {versions}
