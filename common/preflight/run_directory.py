@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.json_lines import is_count, is_number, read, read_object
-from common.errors import BadInput, redacted, warn
+from common.errors import BadInput, redacted, say, warn
 from common.preflight import folders
 
 # Flags that may change when a run is resumed. All others must stay, the flags of a fork too.
@@ -71,6 +71,8 @@ def check_directory(run_dir: str, resume: str) -> Path | None:
         )
     checkpoint = find_checkpoint(resume, Path(run_dir))
     if checkpoint is None:
+        if resume == "auto":  # a name with a typo would otherwise begin anew without a word
+            say(f"--resume auto: {run_dir} has no checkpoint, so the run starts at step 1")
         return None
     folders.check(checkpoint)
     if not run_dir:

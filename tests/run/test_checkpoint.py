@@ -544,6 +544,14 @@ def test_a_run_with_checkpoints_on_another_disk_goes_on(tmp_path, linked):
         assert run_directory.check_directory(str(run_dir), str(named)) == named
 
 
+def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(tmp_path, capsys):
+    fake(tmp_path / "run", 2)
+    assert run_directory.check_directory(str(tmp_path / "run"), "auto") and not capsys.readouterr().out
+    mistyped = str(tmp_path / "rnu")
+    assert run_directory.check_directory(mistyped, "auto") is None
+    assert mistyped in capsys.readouterr().out
+
+
 def test_a_copy_of_a_checkpoint_can_be_resumed(tmp_path):
     fake(tmp_path, 2)
     copy = tmp_path / "checkpoints/step_000002-copy"
