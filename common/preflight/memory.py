@@ -93,7 +93,7 @@ def page_locked(model_path: str, shards: int) -> float:
     for parameter in without_weights(model_path).parameters():
         rows, *others = parameter.shape or (1,)
         blocks.append(math.ceil(rows / shards) * math.prod(others))  # FSDP cuts the first dimension
-    return sum(2 ** math.ceil(math.log2(size)) for size in blocks) * shards / count_parameters(model_path)
+    return sum(2 ** (size - 1).bit_length() for size in blocks) * shards / count_parameters(model_path)
 
 
 @lru_cache
