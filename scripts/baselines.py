@@ -67,6 +67,7 @@ HYBRID_START = "baselines/hybrid-start"
 SHUFFLED_TESTS = "runs/functions-shuffled.jsonl"
 OF_135M = "--dtype float32 --prompts-per-step 32 --group-size 8 --mini-batches 2 --steps {} --learning-rate 2e-5 "
 OF_135M += "--warmup-steps 2 --schedule linear --eval-every 5 --max-response-tokens {}"
+DAPO_OF_135M = "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8"
 FUNCTIONS = f"--model {SMOLLM2} --reward code {OF_135M.format(20, 64)} --prompts-per-step 16"  # its responses are long
 RECIPES = {  # task: flags of all its runs
     "arithmetic": "--eval-every 5",
@@ -100,8 +101,8 @@ RUNS = {
     ("sums", "grpo-long"): "--steps 120",
     ("sums", "max_rl-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
-    ("sums", "dapo"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8",
-    ("sums", "dapo-long"): "--prompts-per-step 16 --gen-prompts 32 --overlong-cache 8 --steps 120",
+    ("sums", "dapo"): DAPO_OF_135M,
+    ("sums", "dapo-long"): f"{DAPO_OF_135M} --steps 120",
     ("sums", "reinforce_pp"): "--steps 20",
     ("sums", "opd"): f"--teacher {SUMS_TEACHER} --steps 20",
     ("sums", "ppo"): "--critic-learning-rate 5e-5 --steps 20",
@@ -409,8 +410,8 @@ def mean_of(values: list[float], form: str) -> str:
     mean = f"{statistics.mean(values):{form}}"
     if len(values) < 3 or min(values) == max(values):
         return mean
-    half = study.half_width(statistics.stdev(values), len(values))
-    return f"{mean.removesuffix('%')} ± {half:{form}}"
+    estimate = study.over_seeds(values)
+    return f"{mean.removesuffix('%')} ± {estimate.high - estimate.mean:{form}}"
 
 
 @cache
