@@ -348,7 +348,7 @@ def page_table(task: str, page: Path) -> str:
 def table(task: str, best: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
-    A mean over three seeds or more has half of its 95 % interval beside it (mean_of).
+    A mean over three seeds or more is followed by half of its 95 % interval (mean_of).
     best: the shorter table of the README, with one wording of the initial model, its best, with the runs of FRONT
     alone, and without minutes where runs take few of them.
     """
@@ -369,7 +369,12 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         + timed * " minutes |"
     )
     yield "|---|---|---|---|---|---|---|" + "---|" * timed + "---|---|" * (sampled_too + plays + graded)
-    samples = lambda *found: "".join(f" {mean_of([f[name] for f in found], form)} |" for name, form in measured.items())
+
+    def samples(*evaluations: dict) -> str:
+        """Cells of what was sampled: means over the seeds, which have an evaluation each."""
+        cells = [mean_of([found[name] for found in evaluations], form) for name, form in measured.items()]
+        return "".join(f" {cell} |" for cell in cells)
+
     if sampled_too:
         initial = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in initial.values())

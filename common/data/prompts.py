@@ -204,7 +204,7 @@ def warn_of_lost_characters(spec: str, prompts: list[Prompt], tokenizer: PreTrai
     if count:
         warn(
             f"{spec}: the model's tokenizer has no token for {' '.join(sorted(lost)[:20])}, so {count} of "
-            f"{len(prompts)} prompts lose characters; without --model it is the embedded model, which only adds",
+            f"{len(prompts)} prompts lose characters. If --model is missing, name one: the embedded model only adds",
             "characters-lost",
         )
 

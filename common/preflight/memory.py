@@ -84,7 +84,7 @@ def unit_sizes(model_path: str) -> tuple[int, int]:
 
 
 @lru_cache
-def page_locked(model_path: str, shards: int) -> float:
+def pinned_factor(model_path: str, shards: int) -> float:
     """How many times its size a model takes in page-locked host memory, where FSDP keeps offloaded weights.
 
     torch rounds each block there up to a power of two, and each shard of a parameter is a block.

@@ -254,6 +254,7 @@ def show(settings: Settings) -> None:
     longest = max(len(prompt.ids) for prompt in settings.prompts + settings.held_out)
     responses = args.prompts_per_step * args.group_size
     passes = args.steps * args.prompts_per_step / len(settings.prompts)
+    passes = float(f"{passes:.2g}")  # two digits, which are printed as 120 and not as 1.2e+02
     lines = {
         "model": f"{settings.model}: {settings.plan.parameters / 1e6:,.1f} M parameters, {settings.dtype}",
         "ranks": f"{settings.size} on {device}",
@@ -263,7 +264,7 @@ def show(settings: Settings) -> None:
         f"{args.max_response_tokens} tokens; {responses // settings.size} a rank",
         "its updates": f"{args.mini_batches} of {responses // args.mini_batches} responses in each pass over them, "
         f"{settings.compute.token_budget} tokens a forward",
-        "steps": f"{args.steps}: {float(f'{passes:.2g}'):,g} passes over the prompts, if no step drops any",
+        "steps": f"{args.steps}: {passes:,g} passes over the prompts, if no step drops any",
         "starts": f"from {settings.resume}" if settings.resume else "at step 1",
         "run directory": args.run_dir or "runs/NAME-DATE-TIME",
     }

@@ -10,7 +10,7 @@ import torch
 
 from common import placement
 from common.errors import BadInput, say
-from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MOMENT_BYTES, MemoryPlan, page_locked
+from common.preflight.memory import FROZEN, FROZEN_BYTES, GIB, GRADIENT_BYTES, MOMENT_BYTES, MemoryPlan, pinned_factor
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def model_roles(plan: MemoryPlan) -> list[Role]:
         if plan.offloaded(name) and plan.gpu:
             # Weights and gradients are page-locked, the optimizer's moments are not.
             moments = MOMENT_BYTES * plan.trainable if trained else 0
-            size = moments + (size - moments) * page_locked(plan.others.get(name, plan.model), plan.shards)
+            factor = pinned_factor(plan.others.get(name, plan.model), plan.shards)
+            size = moments + factor * (size - moments)
         share = size / plan.shards
         if plan.offloaded(name):
             roles.append(Role(name, f"{lives}, in host memory", dtype, host=share))

@@ -200,7 +200,7 @@ def check_configuration(args, name: str) -> None:
     if changed:
         raise BadInput(
             f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with, or a "
-            "new --run-dir: alone for a fresh run, with --resume CHECKPOINT to go on from its weights",
+            "new --run-dir. There a run begins anew, or with --resume CHECKPOINT it goes on from that checkpoint",
             code="run-changed",
         )
 

@@ -67,8 +67,9 @@ class Run:
 class Spans:
     """The layout of a packed row of S sequences, shared prompts included: which tokens attend to which.
 
-    All layers use it. It is an argument of the model's forward, which transformers hands down to them. It is no
-    dataclass, because FSDP would copy that, with all runs in it, before each layer.
+    All layers use it. It is an argument of the model's forward, which transformers hands down to them.
+
+    Not a dataclass: FSDP takes those apart to cast the tensors in them, and would copy all runs before each layer.
     """
 
     def __init__(

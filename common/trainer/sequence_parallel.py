@@ -27,7 +27,7 @@ class SlicedSpans(Spans):
     def __init__(
         self, whole: Spans, *, group: dist.ProcessGroup | None, length: int, size: int, owner: int, counts: list[int]
     ):
-        super().__init__(**vars(whole))
+        super().__init__(**vars(whole))  # Spans keeps each argument under its name
         self.group = group
         self.length = length  # L, tokens of the row
         self.size = size  # tokens of a slice; the last slice is padded

@@ -332,6 +332,15 @@ def test_the_embedded_tokenizer_survives_saving(tmp_path):
     assert made.decode(made(text)["input_ids"]) == loaded.decode(made(text)["input_ids"]) == text
 
 
+def test_the_folder_of_a_run_names_its_last_model(tmp_path):
+    for folder in ("step_000009/model", "step_000010/model", "step_000020.unfinished/model"):
+        (tmp_path / "checkpoints" / folder).mkdir(parents=True)
+    last = tmp_path / "checkpoints/step_000010/model"
+    for folder in (tmp_path, last.parent):
+        with pytest.raises(BadInput, match=f"{folder}: the folder has no config.json; its last model is {last}"):
+            load_tokenizer(str(folder))
+
+
 def test_every_end_token_ends_a_response(tmp_path):
     """Tokenizer, config.json and generation_config.json may name different ones."""
     arithmetic.tokenizer().save_pretrained(tmp_path)

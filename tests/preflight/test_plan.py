@@ -63,12 +63,17 @@ def test_parameters_and_kv_cache_of_real_models(sizes):
         assert engines.kv_bytes_per_token(memory.text_config(sizes[name]), torch.bfloat16) == kv
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_page_locked_memory_comes_in_powers_of_two(sizes, seven, shards):
-    """torch's host allocator rounds each tensor up. Only Adam's moments are in ordinary memory."""
-    layer = 3 * 2**27 + 2 * 2**24 + 2 * 2**21  # feed-forward 3584 x 18944; queries, outputs; keys, values: 512 x 3584
-    layer += 2 * 2**12 + 2**12 + 2 * 2**9  # two norms; biases of queries; of keys and values
-    locked = 28 * layer + 2 * 2**30 + 2**12  # with embeddings and head, 152064 x 3584, and the last norm
+    """torch's host allocator rounds each tensor up, after it was cut. Adam's moments alone are in ordinary memory."""
+
+    def locked_size(rows: int, columns: int = 1) -> int:
+        return shards * 2 ** math.ceil(math.log2(math.ceil(rows / shards) * columns))
+
+    layer = 2 * locked_size(18944, 3584) + locked_size(3584, 18944)  # feed-forward
+    layer += 2 * locked_size(3584, 3584) + 2 * locked_size(512, 3584)  # queries, outputs; keys, values
+    layer += 3 * locked_size(3584) + 2 * locked_size(512)  # two norms, bias of queries; biases of keys and values
+    locked = 28 * layer + 2 * locked_size(152064, 3584) + locked_size(3584)  # embeddings, head, last norm
     plan = replace(seven, size=shards, models=("policy", "reference"), offload="all")
     policy, reference = roles.model_roles(plan)
     assert policy.host == pytest.approx((8 * PARAMETERS + (4 + 4) * locked) / shards)

@@ -785,7 +785,8 @@ def test_an_exported_model_carries_a_card(tmp_path):
     assert "/home/me" not in text
     # A hub does not know the folder of somebody's machine.
     args["model"] = str(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "run.json").write_text(json.dumps(run | {"uncommitted_changes": True}))
     _, front, body = model_card.text(tmp_path, 30).split("---\n", 2)
+    assert "commit `abc`, with uncommitted changes" in body and "uncommitted" not in text
     assert "base_model" not in yaml.safe_load(front)
     assert f"base model: `{tmp_path.name}`" in body and str(tmp_path) not in body

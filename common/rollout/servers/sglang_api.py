@@ -330,8 +330,7 @@ class Control(client.Control):
                 if not failed(asked):
                     message = f"process group with the workers of {', '.join(self.urls)}: {path}: {error}"
                     if torch.cuda.is_available():
-                        ours = ".".join(map(str, torch.cuda.nccl.version()))
-                        message += f" (NCCL is {ours} here and must be the same there, see docs/placement.md)"
+                        message += " (in the first push: do both load the same NCCL? See docs/placement.md)"
                     raise RunFailed(message, code="server-gone") from None
             asked.result()
 
