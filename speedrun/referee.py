@@ -191,7 +191,13 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
 
 
 def check_machine(job: Job) -> None:
-    """Raises Refused without the start model, or with fewer cores than the speedrun takes."""
+    """Raises Refused without the start model, with too few cores, or if another clone's code runs."""
+    if Path(errors.__file__).parents[1] != ROOT:
+        # The entry's process would still take this clone's, and the record would name the commit of the other.
+        raise Refused(
+            f"python imports {Path(errors.__file__).parent} and not {ROOT / 'common'}: its environment is another "
+            f"clone's; bash scripts/install.sh makes one here, or set PYTHONPATH={ROOT}"
+        )
     if not job.model.is_dir():
         raise Refused(f"{job.model}: no such folder; python scripts/smollm2_from_pypi.py makes it")
     cores = len(os.sched_getaffinity(0))

@@ -69,8 +69,9 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
             continue
         errors.say(f"seed {seed}")
         outcome = referee.play(job, unfinished / "train.py", flags, seed)
-        if machine(job) != about:
-            raise Refused("the code of the speedrun or the start model was changed while it ran; run it again")
+        now = machine(job)
+        if changed := [name for name in about if now[name] != about[name]]:
+            raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
         write_csv(unfinished / f"seed{seed}.csv", outcome)
         seeds[str(seed)] = outcome.claims
         folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")

@@ -3,7 +3,6 @@ written by workers/record_sglang.py), keeps the weights that it is sent, and bre
 """
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 
 REPLIES = json.loads((ROOT / "tests/rollout/sglang_replies.json").read_text())
 SAMPLING_FIELDS = set(re.findall(r"`(\w+)`", REPLIES["unknown field"]["reply"]["error"])) - {"nonsense"}
-ROWS = 64  # of embeddings: 52 tokens and padding
 
 
 class FakeSGLang:
@@ -35,34 +33,17 @@ class FakeSGLang:
         self.asked: list[tuple[str, dict | None]] = []  # requests, but for /health
         self.answer = "stopped"  # name of the recorded reply to /generate
         self.faults: dict[str, Callable] = {}  # route -> what happens instead of an answer
-        self.skipped = ""  # a tensor that the loader does not know
 
     def load(self, folder: str) -> None:
         for file in Path(folder).glob("*.safetensors"):
             for name, tensor in load_file(file).items():
-                if name != getattr(self, "skipped", ""):
-                    self.tensors[name] = tensor
-
-    def checksums(self) -> dict[str, str]:
-        """Of the parameters that the recorded server had: some hold several tensors, and embeddings are padded."""
-        sums = {}
-        for name in self.replies["/weights_checker"]["reply"]["ranks"][0]["checksums"]:
-            parts = {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}
-            fused = next((part for part in parts if part in name), "")
-            names = [name.replace(fused, part) for part in parts[fused].split()] if fused else [name]
-            whole = torch.cat([self.tensors[each] for each in names])
-            if "embed_tokens" in name or "lm_head" in name:
-                whole = torch.cat([whole, torch.zeros(ROWS - len(whole), whole.shape[1])])
-            sums[name] = hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
-        return sums
+                self.tensors[name] = tensor
 
     def respond(self, path: str, body: dict | None) -> tuple[int, object]:
         """Status and content of the answer to a request."""
         recorded = copy.deepcopy(self.replies.get(path, {"status": 200, "reply": {}}))
         if path == "/model_info":
             recorded["reply"]["weight_version"] = self.version
-        elif path == "/weights_checker":
-            recorded["reply"]["ranks"][0]["checksums"] = self.checksums()
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/pause_generation":

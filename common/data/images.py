@@ -27,7 +27,7 @@ from common.data.conversations import last_response
 from common.data.rows import CONVERSATIONS, first_line, lookup
 from common.data.templates import prompt_column, solution_column
 from common.data.tokenizer import image_tokens
-from common.errors import BadInput, RunFailed
+from common.errors import BadInput
 
 MARK = "<image>"
 # A processor makes these of the text.
@@ -86,15 +86,6 @@ class ImageIds(list):
 
     def pictures(self) -> list[Image.Image]:
         return [picture(image) for image in self.images]
-
-    def check(self, engine_ids: list[int]) -> None:
-        """Raise RunFailed unless the engine has made the same ids of the compact ones."""
-        if list(engine_ids) != list(self):
-            raise RunFailed(
-                f"a prompt with {len(self.images)} images has {len(engine_ids)} tokens in vLLM and {len(self)} here: "
-                "their processors of images differ",
-                code="image-tokens",
-            )
 
 
 def picture(file: bytes) -> Image.Image:

@@ -35,7 +35,8 @@ def load_pairs(
     encoder = Responses(tokenizer)
 
     def make(where: str, prompt: Prompt) -> list[list[int]]:
-        return pair(where, prompt, sources.columns(prompt.dataset, source.columns), encoder)
+        columns = sources.columns(prompt.dataset, source.columns)
+        return [encoder.ids(where, prompt, turn) for turn in turns(where, prompt, columns)]  # chosen, rejected
 
     responses = collect([(prompt.id, prompt) for prompt in prompts], make)
     # Two equal responses have a gradient of 0. A response that is cut would teach where not to stop.
@@ -52,11 +53,6 @@ def load_pairs(
     if len(usable) < len(prompts):
         say(f"left out {len(prompts) - len(usable)} of {len(prompts)} pairs with two {reason}")
     return usable, pairs
-
-
-def pair(where: str, prompt: Prompt, columns: dict[str, str], encoder: Responses) -> list[list[int]]:
-    """Token ids of the chosen and the rejected response of a row. Raises BadInput."""
-    return [encoder.ids(where, prompt, turn) for turn in turns(where, prompt, columns)]
 
 
 def turns(where: str, prompt: Prompt, columns: dict[str, str]) -> list[str | Message]:

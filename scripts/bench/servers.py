@@ -5,7 +5,7 @@
     python scripts/bench/servers.py --sglang .sglang --model models/SmolLM2-135M-Instruct --dataset sums --prompts 8
 
 Both are asked as a run asks them: for all groups of a step at once, with log-probs. A push is the whole model, through
-shared memory; SGLang's includes the comparison of checksums. Two cores: the servers have the last one.
+shared memory. Two cores: the servers have the last one.
 """
 
 import dataclasses

@@ -143,7 +143,6 @@ def test_a_push_pauses_the_server_and_compares_what_arrived(connect, server, upd
         "/pause_generation",
         "/update_weights_from_disk",
         "/model_info",
-        "/weights_checker",
         "/continue_generation",
     ]
     assert server.version == "1" and not server.is_paused
@@ -291,61 +290,6 @@ def test_a_server_that_keeps_its_version_has_not_taken_the_weights(connect, serv
     with pytest.raises(RunFailed, match=f"{server.url} has weights of version 0 after a push of 1") as failed:
         engine.load_weights(Weights())
     assert failed.value.code == "weight-version"
-
-
-@pytest.mark.parametrize(
-    "skipped, parameter",
-    [
-        ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"),
-        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-    ],
-)
-def test_a_tensor_that_is_passed_over_is_noticed(connect, server, capfd, skipped, parameter):
-    """SGLang answers that all went well, under the new version's name. The first push can only warn: its parameters
-    might be stored in another form.
-    """
-    engine = connect(server)
-    engine.load_weights(Weights())
-    assert "warning" not in capfd.readouterr().err, "all parameters are known"
-    server.skipped = skipped
-    with pytest.raises(RunFailed, match=f"{server.url} has other weights in {parameter} than it was sent"):
-        engine.load_weights(Weights(2.0))
-
-    another = connect(server)
-    another.load_weights(Weights(3.0))
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "warning[checksums]" in line]
-    assert parameter in said and "1 of 24 parameters" in said
-
-
-def test_one_of_two_servers_with_other_weights_is_named(connect, server):
-    with FakeSGLang(MODEL) as second:
-        engine = connect(server, second)
-        engine.load_weights(Weights())
-        second.skipped = "model.norm.weight"
-        with pytest.raises(RunFailed, match=f"{second.url} has other weights in model.norm.weight"):
-            engine.load_weights(Weights(2.0))
-
-
-@pytest.mark.parametrize("info", [{"tp_size": 2}, {"device": "cuda"}])
-def test_a_server_whose_checksums_nobody_knows_is_believed(connect, server, info):
-    """Those of two workers are of slices, and a GPU has another function. The other server is checked all the same."""
-    with FakeSGLang(MODEL) as second:
-        server.replies["/server_info"]["reply"] |= info
-        engine = connect(server, second)
-        engine.load_weights(Weights())
-        server.skipped = "model.norm.weight"
-        engine.load_weights(Weights(2.0))
-        assert server.version == "2"
-        second.skipped = "model.norm.weight"
-        with pytest.raises(RunFailed, match=f"{second.url} has other weights in model.norm.weight"):
-            engine.load_weights(Weights(3.0))
-
-
-def test_a_server_that_loads_nothing_ends_the_run(connect, server):
-    engine = connect(server)
-    server.load = lambda folder: None
-    with pytest.raises(RunFailed, match=f"{server.url}: no parameter has what was sent"):
-        engine.load_weights(Weights(2.0))
 
 
 # Broadcasts, to servers that are not on this machine.

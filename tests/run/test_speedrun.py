@@ -347,6 +347,21 @@ def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, 
         run.main(words, JOB)
 
 
+def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
+    commits = iter("ab")
+    monkeypatch.setattr(run, "machine", lambda job: {"commit": next(commits), "cores": 2})
+    monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
+    with pytest.raises(Refused, match="changed while it ran: commit;"):
+        run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
+
+
+def test_the_code_of_another_clone_is_refused(monkeypatch, tmp_path):
+    """Its virtual environment, used in this clone, would take common/ from there, and so would the record's commit."""
+    monkeypatch.setattr(referee, "ROOT", tmp_path)
+    with pytest.raises(Refused, match=f"{ROOT / 'common'} and not {tmp_path / 'common'}"):
+        run.machine(JOB)
+
+
 def test_a_trial_trains_and_is_evaluated_on_training_problems_alone():
     training, held_out = referee.SPEEDRUN.problems()
     left, kept_out = referee.SPEEDRUN.trial().problems()

@@ -75,7 +75,7 @@ def main(url: str) -> None:
         found = Recorder(url, folder)
         found.call("reset version", "/update_weight_version", {"new_version": "0"})
         found.update("update", "1")
-        for path in ("/model_info", "/server_info", "/weights_checker", "/health"):
+        for path in ("/model_info", "/server_info", "/health"):
             found.call(path, path, method="GET")
         found.generate("two", n=2)
         found.generate("one")

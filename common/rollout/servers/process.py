@@ -8,7 +8,7 @@ and then it kills its own process group, engine included.
 
 import atexit
 import contextlib
-import ctypes
+import functools
 import gc
 import json
 import multiprocessing
@@ -30,11 +30,11 @@ import torch
 
 from common.errors import RunFailed, say
 from common.placement import TORCHRUN_VARIABLES
+from common.processes import sandbox
 from common.rollout.vllm_engine import MEMORY_CURE, EngineConfig, engine_settings
 
 START_SECONDS = 600.0  # a large model may come from a slow disk
 STOP_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1  # option of prctl(2)
 ANSWER_SECONDS = 10.0  # for requests that a living server answers at once
 
 
@@ -203,16 +203,10 @@ def fork_engine() -> None:
         return vllm_context()  # in the engine, for its workers
 
     # The engine collects garbage five times while it starts. It would touch, and so copy, every page of this process.
-    os.register_at_fork(before=gc.freeze, after_in_child=die_with_parent)
+    # A forked engine inherits the server's listening socket. If it outlived the server, that would seem to be alive.
+    os.register_at_fork(before=gc.freeze, after_in_child=functools.partial(sandbox.set_death_signal, None))
     # vLLM's other modules import this function later.
     system_utils.get_mp_context = get_mp_context
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies. A forked engine inherits the server's listening socket. If
-    it outlived the server, the server would seem to be alive.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ later requests.
 """
 
 import contextlib
-import hashlib
 import socket
 import time
 import uuid
@@ -18,19 +17,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import httpx
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter
-from safetensors import safe_open
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoConfig
 
-from common.errors import BadInput, RunFailed, say, warn
+from common.errors import BadInput, RunFailed, say
 from common.rollout.servers import client, weights
 from common.rollout.servers.client import VersionSpan
 from common.rollout.servers.process import is_local
@@ -43,11 +40,6 @@ HEALTH_SECONDS = 25.0
 ANSWER_SECONDS = 30.0  # for what a server says about itself
 JOIN_SECONDS = 30.0  # for servers to join the trainer's group
 BROADCAST_SECONDS = 60.0  # for a part of the weights
-# How SGLang stores tensors of the model's files, for checksums_of(). These layers hold several, joined along dim 0.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# These have a row for each token of the vocabulary. Rows of zeros pad it to a multiple of this.
-EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
-VOCABULARY_UNIT = 64
 # Keys that may differ between two config.json of the same model.
 IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"}
 
@@ -76,19 +68,10 @@ class ModelInfo(BaseModel):
 
 class ServerInfo(BaseModel):
     dtype: str
-    device: str
     tp_size: PositiveInt
     pp_size: PositiveInt
     dp_size: PositiveInt
     max_req_input_len: PositiveInt  # a prompt has fewer tokens
-
-
-class Rank(BaseModel):
-    checksums: dict[str, str]  # parameter -> hexadecimal digits
-
-
-class Checksums(BaseModel):
-    ranks: list[Rank]
 
 
 GENERATED = TypeAdapter(list[Sampled] | Sampled)
@@ -195,10 +178,8 @@ class Control(client.Control):
     name = NAME
     health = "/model_info"  # a paused server has no token for /health
     health_seconds = HEALTH_SECONDS
-    checked: list[bool] = field(default_factory=list)  # whether the trainer can compute checksums of each server
     group: dist.ProcessGroup | None = None  # with the servers' workers, for broadcasts
     group_name: str = field(default_factory=lambda: f"trainer-{uuid.uuid4().hex}")  # its own: servers may hold others
-    comparable: set[str] | None = None  # parameters whose checksums the trainer can compute, found at the first push
 
     def check(self, used: bool = True) -> None:
         # An earlier run may have left the server amid a push: paused, with unfinished responses, in a session for
@@ -206,10 +187,7 @@ class Control(client.Control):
         self.request("POST", "/update_weight_version", {"new_version": "0"})
         self.tell_each("/end_weight_update")
         self.request("POST", "/continue_generation", {})
-        servers = self.read("/server_info", ServerInfo)
-        self.workers = [server.tp_size for server in servers]
-        # With several workers each holds slices of the tensors. On a GPU checksums are another function of the values.
-        self.checked = [server.tp_size == 1 and server.device == "cpu" for server in servers]
+        self.workers = [server.tp_size for server in self.read("/server_info", ServerInfo)]
 
     def send(self, source: SingleIteration, version: int, device: torch.device) -> None:
         if device.type == "cpu" and all(map(is_local, self.urls)):
@@ -226,7 +204,7 @@ class Control(client.Control):
         return self.paused("/pause_generation", "/continue_generation", {"mode": "retract"})
 
     def send_folder(self, source: SingleIteration, version: int) -> None:
-        """Send the weights as files in shared memory, and compare checksums."""
+        """Send the weights as files in shared memory."""
         with weights.shared_folder() as folder:
             for number, tensors in enumerate(weights.cut(source, weights.FILE_BYTES)):
                 weights.write(tensors, f"{folder}/model-{number:05d}.safetensors")
@@ -234,48 +212,18 @@ class Control(client.Control):
                 update = {"model_path": folder, "weight_version": str(version)}
                 self.request("POST", "/update_weights_from_disk", update)
                 self.compare_versions(version)
-                self.compare_checksums(folder)
 
     def compare_versions(self, version: int) -> None:
-        """Raises RunFailed if a server names another version than the one that it was sent."""
+        """Raises RunFailed if a server names another version than the one that it was sent.
+
+        A server that skips tensors, because it doesn't know their names, names the new version all the same. Then the
+        gap between its log-probs and the trainer's grows (mismatch/, and --max-logprob-gap ends the run).
+        """
         for url, model in zip(self.urls, self.read("/model_info", ModelInfo)):
             if model.weight_version != str(version):
                 found = model.weight_version
                 message = f"rollout server {url} has weights of version {found} after a push of {version}"
                 raise RunFailed(message, code="weight-version")
-
-    def compare_checksums(self, folder: str) -> None:
-        """Raises RunFailed if a server's weights differ from those in the folder.
-
-        SGLang skips tensors whose names it does not know, and still reports success. The first push finds out which
-        parameters have the checksum that we compute, and warns of the others, which are not compared. At later pushes
-        those found must match.
-        """
-        if not any(self.checked):
-            return
-        whole = {}  # URL -> checksums of its parameters
-        for url, is_checked, server in zip(self.urls, self.checked, self.read("/weights_checker", Checksums)):
-            if is_checked:
-                whole[url] = server.ranks[0].checksums
-        parameters = set().union(*whole.values())
-        ours = checksums_of(folder, parameters)
-        if self.comparable is None:
-            self.comparable = {name for name in ours if all(has.get(name) == ours[name] for has in whole.values())}
-            if not self.comparable:
-                raise RunFailed(f"{', '.join(whole)}: no parameter has what was sent", code="weight-version")
-            unknown = sorted(parameters - self.comparable)
-            if unknown:
-                warn(
-                    f"{len(unknown)} of {len(unknown) + len(self.comparable)} parameters of the SGLang servers do not "
-                    f"have the checksum of what was sent, such as {unknown[0]}: they are stored in another form, or "
-                    "were not loaded. mismatch/ tells which",
-                    code="checksums",
-                )
-        for url, theirs in whole.items():
-            for name in sorted(self.comparable):
-                if theirs.get(name) != ours.get(name):
-                    message = f"rollout server {url} has other weights in {name} than it was sent"
-                    raise RunFailed(message, code="weight-version")
 
     def send_broadcasts(self, source: SingleIteration, version: int, device: torch.device) -> None:
         """Send the weights in flat parts to all workers at once."""
@@ -388,34 +336,3 @@ def address_for(urls: list[str]) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
-
-
-def checksums_of(folder: str, parameters: set[str]) -> dict[str, str]:
-    """SGLang's checksum of each parameter that can be put together from tensors in the folder. Others are left out."""
-    files = {}  # name of a tensor -> its file
-    with contextlib.ExitStack() as opened:
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            file = opened.enter_context(safe_open(path, "pt"))
-            files |= dict.fromkeys(file.keys(), file)
-        sums = {}
-        for parameter in parameters:
-            names = [parameter]
-            for fused, parts in FUSED.items():
-                if f".{fused}." in parameter:
-                    names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
-            if not all(name in files for name in names):
-                continue
-            tensors = [files[name].get_tensor(name) for name in names]
-            if parameter.endswith(EMBEDDINGS):
-                missing = -len(tensors[0]) % VOCABULARY_UNIT
-                tensors.append(torch.zeros(missing, *tensors[0].shape[1:], dtype=tensors[0].dtype))
-            sums[parameter] = checksum(tensors)
-    return sums
-
-
-def checksum(tensors: list[torch.Tensor]) -> str:
-    """SGLang's checksum of a parameter that joins these tensors: the first eight bytes of a SHA-256 of its values."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.digest()[:8].hex()
