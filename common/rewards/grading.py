@@ -78,7 +78,7 @@ _BEHIND = re.compile(
         (?: \s* {UNIT} )? [\s$).]*""",
     re.VERBOSE | re.IGNORECASE,
 )
-_MARK = re.compile("####+")
+_MARK = re.compile(r"####+(?P<line>[^\n]*?)(?=####|\n|\Z)")
 # A number of things, such as 18 red apples. It is neither a formula in words nor a multiple.
 _COUNTED = re.compile(
     r"[\s$£€]*[+-]?[0-9][0-9,.]*(?:\s+(?!(?:plus|minus|times|over|divided|and|or|pi|half|dozen|hundred|thousand"
@@ -164,44 +164,15 @@ def extract(response: str, mode: str = "flexible") -> Fraction | None:
 def marked(text: str, mode: str) -> list[tuple[int, str]]:
     """(start, text) of the places that are marked as the answer."""
     candidates = []
-    mark = answer_mark(text)
-    if mark:
-        line = re.split("\n|####", text[mark.end() :], maxsplit=1)[0]
-        candidates.append((mark.start(), behind_equals(line)))
+    # A mark with nothing behind it is none: it closes a line, as in #### 18 ####, or the text.
+    lines = [mark for mark in _MARK.finditer(text) if mark["line"].strip(" \t\r*#")]
+    if lines:
+        candidates.append((lines[-1].start(), behind_equals(lines[-1]["line"])))
     box = final_box(text) if mode == "flexible" else None
     if box:
         start, content = box
         candidates.append((start, right_side(content)))  # the 7 of x = 7
     return candidates
-
-
-def answer_mark(text: str) -> re.Match | None:
-    """The last `####`, unless it only closes a line or the text: `#### 18 ####`, `#### 18` and at the end `####`.
-
-    Any other mark with nothing behind it is an answer that was left open. What stands before it is no answer any more.
-    """
-    body = text.rstrip(" \t\r\n*#")
-    closing = _MARK.search(text, len(body))
-    if closing:  # the text ends with ####
-        mark = answer_mark(body)
-        on_one_line = mark and "\n" not in text[mark.end() : closing.start()]
-        if not mark or on_one_line:  # #### 18 ####
-            return mark
-        # It stands in a line of its own, below the answer.
-        line, _, rest = body[mark.end() :].partition("\n")
-        answer = next(iter(find_numbers(behind_equals(line))), None)
-        # Another number takes the answer back: #### 12, "Wait, it is 13", ####. It may be repeated without its sign.
-        is_last = all(answer is not None and number in (answer, abs(answer)) for number in find_numbers(rest))
-        return mark if is_last else None
-    marks = list(_MARK.finditer(text))
-    if not marks:
-        return None
-    # The last one closes the line of the one before if nothing follows: #### 18 #### and more lines.
-    *earlier, last = marks
-    line = text[earlier[-1].end() : last.start()] if earlier else ""
-    after = text[last.end() :].split("\n", 1)[0]
-    closes_line = line.strip(" \t*") and "\n" not in line and not after.strip(" \t\r*")
-    return earlier[-1] if closes_line else last
 
 
 def marked_earlier(response: str, mode: str) -> list[tuple[int, str]]:
