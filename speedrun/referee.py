@@ -261,11 +261,14 @@ def forced_flags(job: Job, seed: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process that start() makes: those of this one, without what would change the numbers."""
+    """The variables of a process that start() makes: those of this one, without what would change the numbers.
+
+    OMP_WAIT_POLICY changes only how threads wait.
+    """
     variables = {
         name: value
         for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(NOT_PASSED_ON)
+        if name not in TORCHRUN_VARIABLES and (name == "OMP_WAIT_POLICY" or not name.startswith(NOT_PASSED_ON))
     }
     # torch.compile would hide products from the clock. Nothing is to come from the network.
     variables |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
