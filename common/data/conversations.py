@@ -81,11 +81,12 @@ def read_message(where: str, entry: Any) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadInput(f'{where} ({role}): expected a text in "content", got {shown(content)}')
-    # In a table each message has all keys that any message has. A template would take a null "tool_calls" for a call.
-    message = {key: value for key, value in entry.items() if value is not None} | {"content": content}
-    calls = message.pop("tool_calls", None)
-    if calls:
-        message["tool_calls"] = [read_call(where, call) for call in calls]
+    message = {**entry, "content": content}
+    if "tool_calls" in message:
+        # A table gives every message the key. A template would take a null for a call.
+        calls = message.pop("tool_calls")
+        if calls:
+            message["tool_calls"] = [read_call(where, call) for call in calls]
     return message
 
 

@@ -80,7 +80,7 @@ def read_values(path: Path) -> list | None:
         # Imported here because it takes 0.3 s, and only this format needs it.
         from pyarrow import parquet
 
-        return parquet.ParquetFile(path).read().to_pylist()
+        return [without_nulls(row) for row in parquet.ParquetFile(path).read().to_pylist()]
     if path.suffix in (".csv", ".tsv"):
         return read_table(path)
     # Many files of JSON lines end in .json, and some arrays in .jsonl, so the first character decides.
@@ -134,3 +134,23 @@ def table_rows(table: csv.DictReader) -> list[dict]:
 def is_quoted(text: str) -> bool:
     """Whether a field looks as if a writer that quotes had put it between quotes."""
     return len(text) > 1 and text.startswith('"') and text.endswith('"')
+
+
+def without_nulls(row: dict) -> dict:
+    """The row without null keys of its messages.
+
+    In a table each message has all the keys that any message has. A chat template would take a null "tool_calls" for
+    a call.
+    """
+    row = dict(row)
+    for name, value in row.items():
+        if isinstance(value, list):
+            row[name] = [message_without_nulls(entry) for entry in value]
+    return row
+
+
+def message_without_nulls(entry: Any) -> Any:
+    """A chat message without null keys. Any other entry of a list stays as it is."""
+    if isinstance(entry, dict) and "role" in entry:
+        return {key: value for key, value in entry.items() if value is not None}
+    return entry

@@ -207,7 +207,7 @@ def read_hub(spec: str, split: str, flag: str) -> Iterator[Row]:
     for batch in table.iter(1000):
         for values in zip(*batch.values()):
             number += 1
-            yield f"{place}:row {number}", dict(zip(batch, values))
+            yield f"{place}:row {number}", formats.without_nulls(dict(zip(batch, values)))
 
 
 def keep_files(feature: Any) -> None:

@@ -37,7 +37,7 @@ def load_tokenizer(model_path: str, flag: str = "--model", date: str = "") -> tu
         raise BadInput(f"{flag} {model_path}: holds LoRA adapters; scripts/merge_lora.py makes a model of them")
     if folder.is_dir() and not (folder / "config.json").is_file():
         # The folder of a run, or of one of its checkpoints.
-        models = sorted([*folder.glob("checkpoints/step_??????/model"), *folder.glob("model")])
+        models = sorted([*folder.glob("checkpoints/step_*[0-9]/model"), *folder.glob("model")])
         hint = f"; its last model is {models[-1]}" if models else ""
         raise BadInput(f"{flag} {model_path}: the folder has no config.json{hint}")
     if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path):

@@ -50,6 +50,7 @@ CONVERSATIONS = [  # row -> text of the prompt, solution
     ({"conversations": [HUMAN, {"from": "gpt", "value": "2"}]}, "1+1=\n", "2"),
     ({"conversations": [{"from": "system", "value": "Add."}, HUMAN]}, "Add.\n1+1=\n", None),
     ({"conversations": [USER, GPT]}, "1+1=\n", "2"),
+    ({"conversations": [HUMAN, GPT]}, "1+1=\n", "2"),  # in a table both messages have all four keys
 ]
 
 
