@@ -50,6 +50,6 @@ def executable(path: Path, text: str) -> Path:
 
 def checkpoint_state(step: int, accuracy: float | None = None) -> str:
     """The text of a state.json."""
-    facts = {"step": step, "position": 0, "data": "", "models": ["policy"], "fresh": [], "lora": None, "trained": 1}
-    facts |= {"ranks": 1, "device": "cpu", "weight_version": 0, "reward": {"weights": {}}, "files": {}}
+    facts = {"step": step, "position": 0, "data": "", "fresh": [], "lora": None, "trained": 1, "ranks": 1}
+    facts |= {"device": "cpu", "weight_version": 0, "reward": {"weights": {}}, "files": {}}
     return json.dumps(facts | {"eval/accuracy": accuracy})

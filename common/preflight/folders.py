@@ -57,7 +57,7 @@ class SavedState(BaseModel):
     position: Count  # place in the data where the next step's prompts begin
     in_flight: Count = 0  # prompts from there on that were being sampled, or waited to be trained on
     data: str  # fingerprint of the prompts
-    models: list[str]  # whose weights are in it
+    models: list[str] = []  # whose weights are in it; checkpoints from before this field have an empty list
     fresh: list[str]  # models whose optimizer had not stepped yet
     lora: AdapterInfo | None
     trained: Count  # number of the policy's parameters that are not frozen

@@ -156,7 +156,7 @@ class Saver:
                     f"{problem}; restore it, or start another run with --resume {folder}", code="data-changed"
                 )
             warn(f"{problem}; the run goes on at the same place of the changed data", "data-changed")
-        missing = [name for name in self.trained if name not in saved.models]
+        missing = [name for name in self.trained if saved.models and name not in saved.models]
         if missing:
             raise BadInput(
                 f"--resume {folder}: was saved with {', '.join(saved.models)}, and this run also has "
