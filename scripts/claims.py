@@ -458,12 +458,13 @@ def summary(folder: Path) -> str:
     refuted = [f"[{name}](#{name})" for name in study.holm(short_of_margin, level=0.025)]
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
     return (
-        f"**So far** {len(verdicts)} of {len(CLAIMS)} rows have a verdict: {counts}.\n"
+        f"{len(verdicts)} of {len(CLAIMS)} rows have a verdict: {counts}.\n"
         f"Taken one by one, {len(excluding)} of these {len(verdicts)} intervals exclude 0.\n"
         f"Tested together, with Holm's correction at 5 %, {len(remaining)} of these differences remain: "
         f"{', '.join(remaining) or 'none'}.\n"
         f"Tested together against their margins (Holm, one-sided, 2.5 %), {len(refuted)} of the "
-        f"{len(short_of_margin)} rows that expect more or less fall short of it: {', '.join(refuted) or 'none'}."
+        f"{len(short_of_margin)} rows that expect an increase or a decrease fall short of it: "
+        f"{', '.join(refuted) or 'none'}."
     )
 
 
