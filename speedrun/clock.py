@@ -54,6 +54,7 @@ FREE = {
 MAY_MULTIPLY = re.compile(
     r"(mm|gemm|mv|dot|matmul|linear|attention|moe)($|_)|conv(?!ert)|rnn|lstm|gru|fft|linalg|einsum|kron|embedding_bag"
     r"|[cp]dist|euclidean_dist|transformer|experts|gated_delta|mamba|selective_scan|matrix_exp"
+    r"|grid_sampler|affine_grid"  # the gradient of a grid adds up products over the channels
     r"|(^|_)solve|cholesky|ormqr|orgqr|geqrf"  # solving [[1, -A], [0, 1]] X = [[0], [B]] gives A B
 )
 NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp")

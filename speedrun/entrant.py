@@ -3,13 +3,13 @@
     entrant.py ADDRESS FILE FLAG ...            referee.py starts it, and listens at ADDRESS
 
 Each call of the engine's generate() is reported: prompts and responses as tokens, and what the clock shows. The reward
-is the referee's answer. Messages are lines of JSON. A run that prepares itself with other data than the flags name is
-stopped. The clock counts in all threads.
+is the referee's answer. Messages are lines of JSON. A run that prepares itself with other data than the flags name, or
+loads another model, is stopped. The clock counts in all threads, and nothing runs after its last reading.
 """
 
-import functools
 import itertools
 import json
+import os
 import runpy
 import socket
 import sys
@@ -19,10 +19,12 @@ from clock import Clock
 
 from common import rewards
 from common.data.tokenizer import resolve_model
+from common.placement import Layout
 from common.preflight import prepare as preflight
 from common.rewards import Result
-from common.rollout.hf_engine import HFEngine
+from common.rollout import engines
 from common.rollout.vllm_engine import VLLMEngine
+from common.trainer import model
 
 
 class Wire:
@@ -74,8 +76,9 @@ def with_the_flags_data(prepare, flags: list[str]):
         "dataset": (words["--dataset"],),
         "reward": (words["--reward"],),
         "environment": "",
+        "seed": int(words["--seed"]),
     }
-    model = resolve_model(right["model"])
+    start_model = resolve_model(right["model"])
 
     def prepare_with_the_flags_data(args, *given, **named):
         for name, value in right.items():
@@ -86,8 +89,10 @@ def with_the_flags_data(prepare, flags: list[str]):
             raise RuntimeError(f"prepare(): eval_dataset is {args.source.eval_dataset!r}; the speedrun has none")
         settings = prepare(args, *given, **named)
         # What counts is what prepare() has read.
-        if settings.reward_names != right["reward"] or settings.model != model:
+        if settings.reward_names != right["reward"] or settings.model != start_model:
             raise RuntimeError(f"prepare(): --reward is {settings.reward_names}, and --model {settings.model!r}")
+        if settings.resume is not None or settings.others:
+            raise RuntimeError(f"prepare(): it resumes {settings.resume}, or reads other models: {settings.others}")
         if any(prompt.answer is not None for prompt in settings.prompts + settings.held_out):
             raise RuntimeError("prepare(): its prompts have answers")
         return settings
@@ -95,10 +100,32 @@ def with_the_flags_data(prepare, flags: list[str]):
     return prepare_with_the_flags_data
 
 
+def only_the_start_model(load, start_model: str):
+    """model.load(), which refuses other weights: they would be what an earlier run has learned."""
+
+    def load_the_start_model(model_path, *given, **named):
+        if model_path != start_model:
+            raise RuntimeError(f"model.load(): {model_path!r} is not the start model {start_model!r}")
+        return load(model_path, *given, **named)
+
+    return load_the_start_model
+
+
+def only_in_this_process(start, start_model: str):
+    """engines.start(), which refuses servers, whose samples no clock would count, and another engine or model."""
+
+    def start_in_this_process(backend, model_path, *given, layout=Layout(), **named):
+        # A subclass could have a `split` of its own.
+        if (backend, model_path) != ("vllm", start_model) or type(layout) is not Layout or layout.split:
+            raise RuntimeError("engines.start(): the speedrun has one engine, vLLM in this process, of the start model")
+        return start(backend, model_path, *given, layout=layout, **named)
+
+    return start_in_this_process
+
+
 def clocked(run, clock: Clock):
     """Thread.run(), with the clock: without it, torch computes in a new thread unseen."""
 
-    @functools.wraps(run)
     def run_with_the_clock(thread):
         with clock:
             run(thread)
@@ -109,9 +136,12 @@ def clocked(run, clock: Clock):
 def main(address: str, file: str, flags: list[str]) -> None:
     wire = Wire(address)
     clock = Clock()
-    for engine in (VLLMEngine, HFEngine):
-        engine.generate = reported(engine.generate, wire, clock)
+    VLLMEngine.generate = reported(VLLMEngine.generate, wire, clock)
     preflight.prepare = with_the_flags_data(preflight.prepare, flags)
+    words = dict(itertools.pairwise(flags))
+    start_model = resolve_model(words["--model"])
+    model.load = only_the_start_model(model.load, start_model)
+    engines.start = only_in_this_process(engines.start, start_model)
 
     def referee(items, lengths, truncated) -> list[Result]:
         """The reward of each response. The referee grades tokens that it knows were sampled, and not the text."""
@@ -124,6 +154,10 @@ def main(address: str, file: str, flags: list[str]) -> None:
     with clock:
         runpy.run_path(file, run_name="__main__")
     wire.tell(done=True, flops=clock.flops)
+    # A generator's `finally`, or what was registered for the end of the process, would compute after the clock.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ class Job:
     max_response_tokens: int  # of the evaluation
     cores: int = 2
     seeds: tuple[int, ...] = (0, 1)
-    engine: str = "vllm"
     tuning: int = 0  # of the training problems: a trial keeps them out, to be evaluated on them
 
     def problems(self) -> tuple[list[dict], list[dict]]:
@@ -250,14 +249,14 @@ def totals(rows: list[dict]) -> dict:
 
 def flags_of(job: Job) -> list[str]:
     """Defaults that an entry may change."""
-    return f"--max-response-tokens {job.max_response_tokens} --token-budget 2048".split()
+    return ["--max-response-tokens", str(job.max_response_tokens), "--token-budget", "2048"]
 
 
 def forced_flags(job: Job, seed: int) -> list[str]:
     """What an entry may not change. These flags come last, and the last one counts."""
-    words = f"--model {job.model} --dataset questions.jsonl --reward referee --eval-prompts 0 --dtype float32 "
-    words += f"--rollout-backend {job.engine} --seed {seed} --run-dir run --save-every 0 --track none"
-    return words.split()
+    words = "--dataset questions.jsonl --reward referee --eval-prompts 0 --dtype float32 "
+    words += f"--rollout-backend vllm --seed {seed} --run-dir run --save-every 0 --track none"
+    return ["--model", str(job.model), *words.split()]  # the path may have spaces
 
 
 def environment() -> dict[str, str]:
@@ -273,6 +272,7 @@ def environment() -> dict[str, str]:
     # torch.compile would hide products from the clock. Nothing is to come from the network.
     variables |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     variables["CUDA_VISIBLE_DEVICES"] = ""
+    variables["PYTHONHASHSEED"] = "0"  # otherwise the order of a set of strings differs in a replay
     return variables
 
 
@@ -322,6 +322,8 @@ def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
                 if not line.endswith("\n"):
                     break  # the process was killed amid a message
                 message = json.loads(line)
+                if flops is not None:
+                    raise Refused("the run went on after its end, when the clock had been read")
                 if "grade" in message:
                     # A response that was not sampled gets nothing: the reward is no way to ask for an answer.
                     scores = [trace.scores.get((prompt, tuple(ids)), 0.0) for prompt, ids in message["grade"]]
@@ -362,10 +364,11 @@ def evaluate(job: Job, model: Path, held_out: list[dict], folder: Path) -> list[
     """1 or 0 for each of these problems: whether the model's greedy response is right. The clock is off."""
     examination = folder / "held-out.jsonl"
     write_rows(examination, held_out)
-    words = f"--model {model} --dataset {examination} --dtype float32 --rollout-backend {job.engine} "
-    words += f"--max-response-tokens {job.max_response_tokens} --output evaluation.json"
+    words = f"--dtype float32 --rollout-backend vllm --max-response-tokens {job.max_response_tokens} "
+    words += "--output evaluation.json"
+    words = ["--model", model, "--dataset", examination, *words.split()]
     log = folder / "evaluation.log"
-    if start([ROOT / "scripts/evaluate.py", *words.split()], folder, log, job.cores).wait():
+    if start([ROOT / "scripts/evaluate.py", *words], folder, log, job.cores).wait():
         raise Refused(f"the trained model could not be evaluated:\n{log.read_text()[-3000:]}")
     (result,) = json.loads((folder / "evaluation.json").read_text())["results"]
     return [int(right) for right in result["problems"]["greedy"]]

@@ -18,10 +18,12 @@ import torch
 import tyro
 
 from common.preflight.flags import Flags
+from common.run import directory
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 64 * 1024  # bytes of the file: no room for a table of answers, or for weights
-# Functions of torch whose names begin like this: products that compute before the clock is called, and files.
+LONGEST_LINE = 200  # characters: verify.py cuts the lines of a diff, and a person could not read the rest
+# Functions of torch with names like these: products that the clock does not see, and files.
 UNSEEN = ("fbgemm", "from_file")
 # Module that an entry may import -> what it may name there, besides modules of this table. Whatever else a module
 # shows is refused: most have imported others, and with them files, processes, numpy or the answers.
@@ -90,7 +92,6 @@ MODULES = {
     "common.run.sampling": {"Batch", "PromptSampler"},
     "common.trainer": set(),
     "common.trainer.batching": ALL,
-    "common.trainer.distillation": ALL,
     "common.trainer.model": ALL,
     "common.weight_sync": ALL,
 }
@@ -110,6 +111,8 @@ LEADS_OUT = {
     # the answers; asdict and astuple have them with the other fields of a prompt
     *("answer", "solution", "meta", "data", "tasks", "arithmetic", "sources", "rewards", "evaluation"),
     *("asdict", "astuple"),
+    # it can return arrays of numpy, whose products the clock does not see
+    "tokenizer",
     # code that is a string, is compiled, or runs where the clock does not count
     *("ForwardRef", "get_type_hints", "compile", "jit", "library", "overrides", "ops", "fx", "cpp_extension"),
     # processes that torch starts
@@ -182,6 +185,9 @@ def check_source(file: Path) -> None:
         for child in ast.iter_child_nodes(node):
             if problem := problem_of_child(child, node, modules):
                 raise Refused(f"{file.name}:{child.lineno}: {problem}")
+    lines = source.decode(encoding).splitlines()
+    if too_long := [number for number, line in enumerate(lines, 1) if len(line) > LONGEST_LINE]:
+        raise Refused(f"{file.name}:{too_long[0]}: more than {LONGEST_LINE} characters, which a diff would not show")
 
 
 def docstrings(tree: ast.AST) -> set[ast.AST]:
@@ -400,14 +406,22 @@ def check_flags(flags: list[str]) -> None:
             raise Refused(f"--{name}: the speedrun sets it, or has no use for it")
 
 
-def nearest_diff(file: Path) -> str:
-    """The diff of a file to the algorithm that it is nearest to, which a person reads."""
+def nearest_diff(file: Path, commit: str) -> str:
+    """The diff of a record's file to what it is nearest to, which a person reads: an algorithm, as it was in the commit
+    that the record names, or another record's file.
+    """
     lines = file.read_text().splitlines()
-    siblings = {path: path.read_text().splitlines() for path in sorted((ROOT / "algos").glob("[!_]*.py"))}
+    known = directory.git("ls-tree", "--name-only", commit, "algos/").split()
+    siblings = {name: directory.git("show", f"{commit}:{name}") for name in known if name.endswith(".py")}
+    if not siblings:  # no full git clone
+        siblings = {f"algos/{path.name}": path.read_text() for path in sorted((ROOT / "algos").glob("[!_]*.py"))}
+    records = [path for path in sorted(ROOT.glob("speedrun/records/*/train.py")) if path != file.resolve()]
+    siblings |= {str(path.relative_to(ROOT)): path.read_text() for path in records}
+    siblings = {name: text.splitlines() for name, text in siblings.items()}
 
-    def similarity(path: Path) -> float:
-        return difflib.SequenceMatcher(None, siblings[path], lines, autojunk=False).ratio()
+    def similarity(name: str) -> float:
+        return difflib.SequenceMatcher(None, siblings[name], lines, autojunk=False).ratio()
 
     nearest = max(siblings, key=similarity)
-    diff = difflib.unified_diff(siblings[nearest], lines, f"algos/{nearest.name}", file.name, lineterm="", n=1)
-    return "\n".join(diff) or f"{file.name} is algos/{nearest.name}"
+    diff = difflib.unified_diff(siblings[nearest], lines, nearest, file.name, lineterm="", n=1)
+    return "\n".join(diff) or f"{file.name} is {nearest}"

@@ -1,7 +1,7 @@
 """Verify records of the speedrun. Anyone can: it needs the record's folder and a machine of its kind.
 
     python speedrun/verify.py speedrun/records/0001-merged            checks, shows the file's diff, then replays it
-    python speedrun/verify.py speedrun/records/0001-merged --check    without a replay, in seconds
+    python speedrun/verify.py speedrun/records/0001-merged --check    shows the diff, without a replay, in seconds
     python speedrun/verify.py                                         --check for all records, and is the table right?
     python speedrun/verify.py speedrun/records/0001-merged --seeds 7  trains with a seed of yours: how far does it get?
     python speedrun/verify.py --table                                 writes the table into speedrun/README.md
@@ -54,9 +54,12 @@ def read(folder: Path) -> dict:
     if not all(isinstance(word, str) for word in record["flags"]):
         raise Refused("record.json: a flag is not a text")
     for seed, claims in record["seeds"].items():
-        for name in ("flops", "right", "low", "high", "accuracy", "responses", "seconds"):
-            if not isinstance(claims, dict) or not isinstance(claims.get(name), int | float):
-                raise Refused(f'record.json: "{name}" of seed {seed} is not a number')
+        if not isinstance(claims, dict):
+            raise Refused(f"record.json: what it says of seed {seed} is no object")
+        whole = dict.fromkeys(("flops", "right", "responses"), int)
+        for name, kind in (whole | dict.fromkeys(("low", "high", "accuracy", "seconds"), int | float)).items():
+            if not isinstance(claims.get(name), kind):
+                raise Refused(f'record.json: "{name}" of seed {seed} is not a number of the right kind')
     return record
 
 
@@ -100,6 +103,8 @@ def check(job: Job, folder: Path) -> dict:
                 raise Refused(f"seed {seed}: record.json says {name} {claims[name]}, its files give {value}")
         if claims["flops"] < rows[-1]["flops"]:
             raise Refused(f"seed {seed}: record.json has fewer FLOPs than the last row of seed{seed}.csv")
+    if len({claims["digest"] for claims in record["seeds"].values()}) < len(job.seeds):
+        raise Refused("record.json: two seeds have the same digest, so the file does not heed --seed")
     if record["flops"] != max(claims["flops"] for claims in record["seeds"].values()):
         raise Refused("record.json: flops are not the most of its seeds")
     if not record["commit"] or record["uncommitted_changes"]:
@@ -140,6 +145,8 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
         except Refused as refused:
             raise Refused(f"seed {seed}: {refused}") from None
         run.say_result(seed, claims)
+        if not recorded and claims["digest"] in [other["digest"] for other in record["seeds"].values()]:
+            raise Refused(f"seed {seed}: it repeats another seed, so the file does not heed --seed")
         for name, now in claims.items():
             if recorded and name != referee.NOT_REPEATED and recorded[name] != now:
                 raise Refused(f"seed {seed}: {name} {recorded[name]} (replay: {now})")
@@ -170,6 +177,8 @@ def table(job: Job, folder: Path = run.RECORDS) -> str:
 
 
 def main(args: Args, job: Job = SPEEDRUN) -> None:
+    if args.seeds and not args.records:
+        raise errors.BadInput("--seeds needs the folder of a record, which it trains with these seeds")
     if args.table:
         before, rest = PAGE.read_text().split(BEGIN)
         PAGE.write_text(before + table(job) + rest.split(END)[1])
@@ -194,13 +203,16 @@ def verified(job: Job, folder: Path, args: Args) -> str:
     """Check a record and, if that was asked for, replay it. Returns what is now known. Raises Refused, KeyError."""
     record = check(job, folder)
     verdict = "it counts" if counts(job, record) else "it misses the target"
+    if args.records:
+        errors.say(rules.nearest_diff(folder / "train.py", record["commit"]))
     if not args.records or args.check:
         return f"its files agree, and nothing was replayed; {verdict}"
-    errors.say(rules.nearest_diff(folder / "train.py"))
     replay(job, folder, record, args.seeds)
-    not_replayed = {str(seed) for seed in job.seeds} - {str(seed) for seed in args.seeds or job.seeds}
+    not_replayed = set(job.seeds) - set(args.seeds or job.seeds)
+    if not_replayed == set(job.seeds):
+        return f"its files agree, and none of its own seeds was replayed; {verdict}"
     if not_replayed:
-        return f"verified, except for seed {', '.join(sorted(not_replayed))}, which was not replayed; {verdict}"
+        return f"verified, except for seed {', '.join(map(str, sorted(not_replayed)))}, not replayed; {verdict}"
     return f"verified; {verdict}"
 
 

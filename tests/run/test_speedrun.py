@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
@@ -27,6 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from common.data import arithmetic
 from common.data.prompts import Prompt
+from common.errors import BadInput
+from common.placement import Layout
 from common.run import directory
 
 clock, verify = load("speedrun/clock.py"), load("speedrun/verify.py")
@@ -35,6 +39,8 @@ referee, rules, run, Refused = verify.referee, verify.rules, verify.run, verify.
 JOB = referee.Job(arithmetic.WARM_START, "arithmetic", 0.2, 300, 48, cores=1, seeds=(0,))
 FLAGS = ["--steps", "2", "--prompts-per-step", "8", "--mini-batches", "2", "--learning-rate", "2e-3"]
 GRPO = ROOT / "algos/grpo.py"
+# Of an honest entry's arguments, what the speedrun looks at.
+ARGS = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": "", "seed": 0}
 
 
 class Forked:
@@ -192,7 +198,8 @@ def edit(folder: Path, old: str, new: str) -> None:
         (lambda folder: claim(folder, flops=1), "fewer FLOPs"),
         (lambda folder: change(folder, flops=1), "not the most"),
         (lambda folder: change(folder, seeds={}), "the seeds are"),
-        (lambda folder: change(folder, seeds={"0": "all right"}), "of seed 0 is not a number"),
+        (lambda folder: change(folder, seeds={"0": "all right"}), "of seed 0 is no object"),
+        (lambda folder: claim(folder, right=150.5), '"right" of seed 0 is not a number'),
         (lambda folder: change(folder, seeds=["0"]), '"seeds" is missing'),
         (lambda folder: change(folder, flags=[3]), "a flag is not a text"),
         (lambda folder: claim(folder, right=999, **referee.interval(999, JOB.held_out)), "right 999, of 300"),
@@ -238,13 +245,47 @@ def test_a_record_that_cannot_be_read_is_refused_and_not_a_traceback(honest, mon
     "args, says",
     [
         ({"check": True}, "nothing was replayed"),
-        ({"seeds": (7,)}, "except for seed 0"),
+        ({"seeds": (7,)}, "none of its own seeds was replayed"),
+        ({"seeds": (0, 7)}, "verified; it"),
         ({"seeds": (0,)}, "verified; it"),
     ],
 )
 def test_only_what_was_replayed_is_called_verified(honest, monkeypatch, args, says):
     monkeypatch.setattr(verify, "replay", lambda *given: None)
     assert says in verify.verified(JOB, honest, verify.Args(records=(honest,), **args))
+
+
+def test_a_person_reads_the_diff_also_without_a_replay(honest, capsys):
+    """To what the file is nearest to, in the commit that the record names."""
+    verify.verified(JOB, honest, verify.Args(records=(honest,), check=True))
+    assert "train.py is algos/grpo.py" in capsys.readouterr().out
+
+
+def test_the_diff_is_to_the_nearest_file(tmp_path):
+    merged = (ROOT / "speedrun/records/0001-merged/train.py").read_text()
+    (tmp_path / "train.py").write_text(merged.replace("betas=(0.9, 0.95)", "betas=(0.9, 0.99)"))
+    commit = directory.git("rev-parse", "HEAD")
+    for known in (commit, "0" * 40):  # the second is in no clone
+        diff = rules.nearest_diff(tmp_path / "train.py", known)
+        assert diff.startswith("--- speedrun/records/0001-merged/train.py"), diff[:200]
+        assert [line for line in diff.splitlines() if line.startswith("+ ")] == ["+        betas=(0.9, 0.99),"]
+
+
+def test_a_file_that_heeds_no_seed_is_refused(honest, record, monkeypatch):
+    """Its seeds would be one run, and a seed of the reader's own would repeat it."""
+    shutil.copy(record / "seed0.csv", record / "seed1.csv")
+    change(record, seeds={seed: verify.read(record)["seeds"]["0"] for seed in ("0", "1")})
+    with pytest.raises(Refused, match="two seeds have the same digest"):
+        verify.check(dataclasses.replace(JOB, seeds=(0, 1)), record)
+    same = referee.Outcome([], verify.read(honest)["seeds"]["0"])
+    monkeypatch.setattr(referee, "play", lambda *given: same)
+    with pytest.raises(Refused, match="seed 7: it repeats another seed"):
+        verify.replay(JOB, honest, verify.read(honest), (7,))
+
+
+def test_seeds_need_a_record():
+    with pytest.raises(BadInput, match="--seeds needs the folder"):
+        verify.main(verify.Args(seeds=(7,)), JOB)
 
 
 # Entering
@@ -442,13 +483,13 @@ def test_an_environment_is_refused():
         ({"dataset": ("sums",)}, "dataset is"),
         ({"reward": ("gsm8k",)}, "reward is"),
         ({"environment": "calculator"}, "environment is"),
+        ({"seed": 3}, "seed is 3"),
         ({"source": SimpleNamespace(eval_dataset=("sums",))}, "eval_dataset is"),
     ],
 )
 def test_a_run_is_prepared_with_the_data_of_the_flags(changed, says):
     forced = referee.forced_flags(JOB, 0)
-    right = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": ""}
-    args = SimpleNamespace(**{**right, "source": SimpleNamespace(eval_dataset=()), **changed})
+    args = SimpleNamespace(**{**ARGS, "source": SimpleNamespace(eval_dataset=()), **changed})
     settings = prepared()
     prepare = entrant.with_the_flags_data(lambda args, models: settings, ["--dataset", "sums", *forced])
     if not says:
@@ -462,7 +503,7 @@ def prepared(**changed) -> SimpleNamespace:
     """What prepare() returns to an honest entry, as far as it is looked at."""
     prompts = [Prompt("q:1", "2+3=", [5], None)]
     right = {"model": str(JOB.model), "reward_names": ("referee",), "prompts": prompts, "held_out": []}
-    return SimpleNamespace(**{**right, **changed})
+    return SimpleNamespace(**{**right, "resume": None, "others": {}, **changed})
 
 
 @pytest.mark.parametrize(
@@ -472,13 +513,14 @@ def prepared(**changed) -> SimpleNamespace:
         ({"model": "other"}, "--model 'other'"),
         ({"prompts": [Prompt("q:1", "2+3=", [5], "5")]}, "have answers"),
         ({"held_out": [Prompt("q:1", "2+3=", [5], "5")]}, "have answers"),
+        ({"resume": Path("earlier/step_40")}, "resumes earlier/step_40"),
+        ({"others": {"--teacher": "earlier"}}, "reads other models"),
     ],
 )
 def test_arguments_that_change_between_two_looks_are_found_in_what_was_prepared(changed, says):
     """A property can show the right data set once, and another one when it is read."""
     forced = referee.forced_flags(JOB, 0)
-    words = {"model": str(JOB.model), "dataset": ("questions.jsonl",), "reward": ("referee",), "environment": ""}
-    args = SimpleNamespace(**words, source=SimpleNamespace(eval_dataset=()))
+    args = SimpleNamespace(**ARGS, source=SimpleNamespace(eval_dataset=()))
     prepare = entrant.with_the_flags_data(lambda args: prepared(**changed), ["--dataset", "sums", *forced])
     with pytest.raises(RuntimeError, match=says):
         prepare(args)
@@ -490,12 +532,53 @@ def test_the_data_of_a_run_is_no_property():
     class Args(SimpleNamespace):
         dataset = property(lambda self: ("questions.jsonl",))
 
-    words = {"model": str(JOB.model), "reward": ("referee",), "environment": ""}
+    words = {name: value for name, value in ARGS.items() if name != "dataset"}
     args = Args(**words, source=SimpleNamespace(eval_dataset=()))
     prepare = entrant.with_the_flags_data(lambda args: prepared(), referee.forced_flags(JOB, 0))
     with pytest.raises(RuntimeError, match="dataset is None"):
         prepare(args)
     assert not hasattr(prepare, "__wrapped__"), "with it an entry would have the function that looks at nothing"
+
+
+def test_no_weights_are_loaded_but_the_start_models():
+    load = entrant.only_the_start_model(lambda path, *given: path, "start")
+    assert load("start", "world") == "start"
+    with pytest.raises(RuntimeError, match="'learned_before' is not the start model"):
+        load("learned_before", "world")
+
+
+@pytest.mark.parametrize(
+    "backend, path, layout",
+    [
+        ("hf", "start", Layout()),
+        ("vllm", "learned_before", Layout()),
+        ("vllm", "start", Layout(rollout_placement="split", rollout_devices=(1,))),
+        ("vllm", "start", SimpleNamespace(split=False)),
+    ],
+)
+def test_the_only_engine_is_the_one_that_is_reported(backend, path, layout):
+    """Servers would sample in processes of their own, where no clock counts."""
+    start = entrant.only_in_this_process(lambda backend, path, layout: "engine", "start")
+    assert start("vllm", "start") == start("vllm", "start", layout=Layout()) == "engine"
+    with pytest.raises(RuntimeError, match="the speedrun has one engine"):
+        start(backend, path, layout=layout)
+
+
+def test_nothing_runs_after_the_last_reading_of_the_clock(tmp_path):
+    """The `finally` of a generator that hangs on the file's names would run when Python ends."""
+    lines = ["def late():", "    try:", "        yield", "    finally:", "        open('late', 'w')"]
+    (tmp_path / "train.py").write_text("\n".join([*lines, "waiting = late()", "next(waiting)", "own = [waiting]", ""]))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "referee"))
+        listener.listen()
+        words = ["--model", str(JOB.model), "--dataset", "q", "--reward", "referee", "--seed", "0"]
+        # A process of its own: those of launch() never come to Python's end.
+        words = [sys.executable, ROOT / "speedrun/entrant.py", tmp_path / "referee", "train.py", *words]
+        subprocess.run(words, cwd=tmp_path, env=referee.environment(), check=True)
+        connection, _ = listener.accept()
+        with connection, connection.makefile() as stream:
+            assert json.loads(stream.readline()) == {"done": True, "flops": 0}
+    assert not (tmp_path / "late").exists()
 
 
 def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
@@ -681,6 +764,12 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
     rules.check_file(ROOT / f"algos/{name}.py")
 
 
+@pytest.mark.parametrize("name", ["opd", "sdpo", "sft", "dpo"])
+def test_what_learns_from_a_teacher_or_from_answers_may_not(name):
+    with pytest.raises(Refused, match="imports"):
+        rules.check_file(ROOT / f"algos/{name}.py")
+
+
 @pytest.mark.parametrize(
     "line, says",
     [
@@ -776,6 +865,9 @@ def test_every_algorithm_that_learns_from_rewards_may_enter(name):
         ("run.tracker.run_dir", "no use for .run_dir"),
         ("run.prefetcher", "no use for .prefetcher"),
         ("job.outcomes", "no use for .outcomes"),
+        ("numbers = settings.tokenizer('1 2', return_tensors='np')", "no use for .tokenizer"),
+        ("from common.trainer import distillation", "imports common.trainer.distillation"),
+        (f"x = 1;{' ' * 200}y = 2", "mine.py:1: more than 200 characters"),
         ("gradient.from_local(a)", "no use for .from_local"),
         ("(x for x in ()).gi_frame.f_builtins", "no use for .f_builtins"),
         # tyro and pydantic run the strings in annotations.
@@ -999,7 +1091,7 @@ def test_no_mode_of_gradients_changes_what_the_embedded_model_costs():
         *("conv_tbc", "slow_conv_transpose2d", "slow_conv_dilated2d", "conv_depthwise3d", "_pdist_forward", "cdist"),
         *("_euclidean_dist", "geqrf", "orgqr", "linalg_matrix_exp", "matrix_exp_backward"),
         *("_transformer_encoder_layer_fwd", "_foreach_addmm", "fused_experts_cpu", "chunk_gated_delta_rule_cpu"),
-        *("mamba_chunk_scan", "selective_scan_fwd"),
+        *("mamba_chunk_scan", "selective_scan_fwd", "grid_sampler_2d_backward", "affine_grid_generator"),
     ],
 )
 def test_an_operation_with_a_product_in_its_name_has_no_free_run(name):
