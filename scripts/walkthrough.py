@@ -300,10 +300,10 @@ def walk() -> dict[str, str]:
         "walk-sample": fenced(
             f"rows           {len(batch['response_ids'])} = {len(batch['prompts'])} prompts x 8 responses",
             f"response_mask  {tuple(mask.shape)}, {int(mask.sum())} of {mask.numel()} are True",
-            f"row 1          {batch['responses'][1]!r}",
             f"row 0          {batch['responses'][0]!r}",
             f"its ids        {batch['response_ids'][0]}",
             f"its mask       {''.join('1' if value else '0' for value in mask[0].tolist())}",
+            f"row 1          {batch['responses'][1]!r}",
         ),
         "walk-grade": fenced(
             f"scores of rows 0 to 7        {numbers(groups[0], 0)}",
@@ -494,6 +494,7 @@ def measure(name: str) -> list[dict] | dict:
 
 def measure_all(names: tuple[str, ...], folder: Path) -> None:
     """Measure, and write the results into measured.json, next to those of other names."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / MEASURED
     for name in names or (*CASES, *OTHERS):
         results = json.loads(file.read_text()) if file.is_file() else {}
@@ -537,8 +538,11 @@ def learn(cell: Cell, folder: Path) -> str:
 
 def learn_all(names: tuple[str, ...], seeds: tuple[int, ...], folder: Path) -> None:
     """A seed of all ablations comes before the next, so half a study says something."""
-    cells = [Cell(name, seed) for seed in seeds for name in names or LEARNED]
-    cells = [cell for cell in cells if not cell.file(folder).exists()]
+    asked = [Cell(name, seed) for seed in seeds for name in names or LEARNED]
+    cells = [cell for cell in asked if not cell.file(folder).exists()]
+    if len(cells) < len(asked):
+        known = len(asked) - len(cells)
+        print(f"{known} of {len(asked)} runs are in {folder} already; another --folder runs them anew")
     if failed := study.run_all(cells, lambda cell: learn(cell, folder), jobs=1):
         sys.exit(f"error: {failed} of {len(cells)} runs failed; the same command repeats them")
 
