@@ -2,8 +2,8 @@
 
     r_t   = beta (log phi(y_t) - log ref(y_t))           process reward of a token, from outcome labels alone
     L_phi = BCE(sigmoid(sum_t r_t), correct)             mean over sequences; phi learns from a batch, then rewards it
-    p_t   = r_t - mean over the G - 1 others of their mean r;   o = correct - mean of the others' correct
-    A_t   = c_process sum_{s>=t} p_s + c_outcome o,      whitened over all response tokens of the step
+    p_t   = r_t - mean over the G - 1 others of their mean r;   u = correct - mean of the others' correct
+    A_t   = c_process sum_{s>=t} p_s + c_outcome u,      whitened over all response tokens of the step
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it
 
