@@ -1,0 +1,117 @@
+"""speedrun/tries/: files that the page describes and that are no record. What they compute is what they say."""
+
+import random
+
+import pytest
+import torch
+from conftest import ROOT, relative_difference
+from helpers import load
+
+from common.rollout.rollout import collate
+from common.run.sampling import Batch
+from common.trainer import batching, model
+from common.trainer.batching import Compute
+
+rules = load("speedrun/rules.py")
+settled = load("speedrun/tries/settled.py")
+grpo = load("algos/grpo.py")
+TRIES = sorted((ROOT / "speedrun/tries").glob("*.py"))
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.2}
+
+
+@pytest.mark.parametrize("file", TRIES, ids=lambda file: file.name)
+def test_a_try_may_enter(file):
+    rules.check_file(file)
+
+
+def test_a_prompt_is_settled_if_all_its_first_responses_are_right():
+    correct = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 0])
+    assert settled.unsettled(correct, first=3, multiple=1) == [1, 2, 4]
+    assert settled.unsettled(correct, first=3, multiple=2) == [0, 1, 2, 4], "filled up with a settled one"
+    assert settled.unsettled(torch.ones(12), first=3, multiple=2) == [0, 1], "a step needs a batch"
+
+
+def batch_of(numbers: list[int], n: int, call: int) -> Batch:
+    """n responses to each of these prompts. The first token of each response tells where it comes from."""
+    draw = random.Random(call)
+    prompts = [[100 + number, number] for number in numbers for _ in range(n)]
+    responses = [[1000 * call + 10 * number + i] for number in numbers for i in range(n)]
+    responses = [ids + [7] * draw.randint(0, 4) for ids in responses]
+    logprobs = [[-0.1 * ids[0]] * len(ids) for ids in responses]
+    rollout = collate(prompts, responses, logprobs, [False] * len(responses), call, torch.device("cpu"))
+    return Batch.of(rollout, numbers, [str(ids[0]) for ids in responses], [ids[0] for ids in responses])
+
+
+def test_groups_have_the_first_responses_and_then_the_later_ones():
+    first, again = batch_of(list(range(6)), 3, call=1), [1, 2, 4, 5]
+    second = batch_of(again, 5, call=2)
+    batch = settled.join(first, second, again)
+    assert batch.prompts == again and len(batch) == 4 * 8
+    for row in range(len(batch)):
+        prompt, place = again[row // 8], row % 8
+        name = 1000 + 10 * prompt + place if place < 3 else 2000 + 10 * prompt + place - 3
+        length = len(batch.response_ids[row])
+        assert batch.prompt_ids[row] == [100 + prompt, prompt]
+        assert batch.response_ids[row][0] == name == batch.results[row] == int(batch.responses[row])
+        assert batch.response_mask[row].tolist() == [True] * length + [False] * (batch.response_mask.shape[1] - length)
+        assert torch.allclose(batch.rollout_logprobs[row, :length], torch.tensor(-0.1 * name))
+        assert batch.weight_versions[row, 0] == (1 if place < 3 else 2)
+
+
+def gradients(policy) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("beginning", [0, 3])
+@pytest.mark.parametrize("budget", [4096, 60])  # tokens; with 60, groups are cut
+def test_the_gradient_is_that_of_grpo(models, world, beginning, budget):
+    """Also where tokens are clipped: some of the old log-probs are far from the policy's."""
+    policy = model.load(models["grouped"], world, torch.float32)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 50) for _ in range(40)] for _ in range(4)]
+    alike = [[draw.randrange(3, 50) for _ in range(beginning)] for _ in prompts]
+    # Of two tokens, so that many are equal, to the end or in part.
+    ends = [[draw.choice((5, 9)) for _ in range(draw.randint(1, 3))] for _ in range(32)]
+    responses = [alike[row // 8] + end for row, end in enumerate(ends)]
+    rows = [prompt for prompt in prompts for _ in range(8)]
+    rollout = collate(rows, responses, None, [False] * 32, 0, torch.device("cpu"))
+    batch = Batch.of(rollout, prompts, [], [])
+    rewards = torch.tensor([float(sum(ids) % 3 == 0) for ids in responses])  # equal responses have equal rewards
+    advantages = grpo.compute_advantages(rewards, 8)
+    assert torch.equal(settled.compute_advantages(rewards, 8), advantages) and (advantages != 0).sum() > 8
+
+    compute = Compute(token_budget=budget)
+    everything = batching.pack(rollout, torch.arange(32), compute, world)
+    frozen = model.frozen_logprobs(policy, rollout, everything, 1.0)
+    # The old log-prob of a token depends on the tokens before it alone, as that of an engine does.
+    shift = {}
+    old = frozen.clone()
+    for row, ids in enumerate(responses):
+        for t in range(len(ids)):
+            old[row, t] += shift.setdefault((row // 8, tuple(ids[: t + 1])), draw.choice((-0.5, 0.0, 0.5)))
+
+    for micro in everything:
+        logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+        given = (logprobs, old[micro.rows], None, advantages[micro.rows], micro.response_mask)
+        grpo.policy_loss(*given, **BOUNDS, kl_coef=0.0, denominator=32).backward()
+    plain = gradients(policy)
+
+    positive, negative = settled.merge_beginnings(advantages, responses, batch.response_mask, 8)
+    is_merged = (positive != 0) | (negative != 0)
+    trained = is_merged.any(1)
+    beginnings = settled.common_beginnings(responses, trained.tolist(), 8)
+    assert min(beginnings) >= beginning
+    (mini_batch,) = batching.split(settled.lay_behind_prompts(batch, beginnings), 1, trained, compute, world)
+    tokens = 0
+    for shortened in mini_batch.micro_batches:
+        micro = settled.predict_merged(shortened, responses, is_merged, beginnings)
+        tokens += micro.input_ids.numel()
+        logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+        given = (logprobs, old[micro.rows], positive[micro.rows], negative[micro.rows], micro.response_mask)
+        settled.policy_loss(*given, **BOUNDS, denominator=32).backward()
+    assert relative_difference(gradients(policy), plain) < 1e-5
+    if budget == 4096:
+        (whole,) = batching.pack(rollout, trained.nonzero().flatten(), compute, world)
+        assert tokens <= whole.input_ids.numel() - beginning, "of these rows"
