@@ -95,7 +95,7 @@ def test_the_page_shows_no_number_of_a_row_until_all_its_seeds_have_run(tmp_path
     assert (found["arm"], found["control"], found["difference"]) == ("90.0", "80.0", "10.0 [10.0, 10.0]")
     on_page = claims.table(tmp_path, ("std",), unfinished=False)
     assert "4 of 5 seeds" in on_page and "90.0" not in on_page and "10.0" not in on_page
-    assert "[std]" not in claims.measures_table(tmp_path) and claims.summary(tmp_path).startswith("**So far** 0 of 27")
+    assert "[std]" not in claims.measures_table(tmp_path) and claims.summary(tmp_path).startswith("0 of 27")
 
 
 def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path):
@@ -117,7 +117,7 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     said = claims.summary(tmp_path)
     assert "3 of 27 rows have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
     assert "2 of these 3 intervals exclude 0" in said and "1 of these differences remain: [std](#std).\n" in said
-    assert said.endswith("1 of the 3 rows that expect more or less fall short of it: [delight](#delight).")
+    assert "1 of the 3 rows" in said and said.endswith("fall short of it: [delight](#delight).")
 
 
 @pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
