@@ -49,6 +49,7 @@ else
 fi
 
 if [ ! -e "$stamp" ]; then
+  rm -f .venv/.installed-*  # what they name is about to be replaced
   echo "$tool is installing the $machine requirements into .venv ($("$python" --version)); a few minutes, $needs"
   [ -x .venv/bin/python ] || make_venv
   if [ "$machine" = cpu ]; then
