@@ -68,9 +68,14 @@ def reported(generate, wire: Wire, clock: Clock):
     return generate_and_tell
 
 
+def values_of(flags: list[str]) -> dict[str, str]:
+    """Each flag and what follows it. Of equal flags the last one counts."""
+    return dict(itertools.pairwise(flags))
+
+
 def with_the_flags_data(prepare, flags: list[str]):
     """prepare(), which refuses arguments that the file has changed to get answers, or another start model."""
-    words = dict(itertools.pairwise(flags))  # each flag and what follows it; of equal flags the last one counts
+    words = values_of(flags)
     right = {
         "model": words["--model"],
         "dataset": (words["--dataset"],),
@@ -138,8 +143,7 @@ def main(address: str, file: str, flags: list[str]) -> None:
     clock = Clock()
     VLLMEngine.generate = reported(VLLMEngine.generate, wire, clock)
     preflight.prepare = with_the_flags_data(preflight.prepare, flags)
-    words = dict(itertools.pairwise(flags))
-    start_model = resolve_model(words["--model"])
+    start_model = resolve_model(values_of(flags)["--model"])
     model.load = only_the_start_model(model.load, start_model)
     engines.start = only_in_this_process(engines.start, start_model)
 

@@ -61,6 +61,18 @@ def test_links_exist():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_first_page_tells_how_long_the_code_is():
+    """The lines of a file of algos/, and of all of common/ to a thousand."""
+
+    def lines(path) -> int:
+        return path.read_text().count("\n")
+
+    sizes = sorted(map(lines, ROOT.glob("algos/[!_]*.py")))
+    thousands = round(sum(map(lines, (ROOT / "common").rglob("*.py"))) / 1000)
+    first_page = (ROOT / "README.md").read_text()
+    assert f" {sizes[0]} to {sizes[-1]} lines" in first_page and f" {thousands},000 lines" in first_page
+
+
 def test_a_file_names_the_result_of_its_baseline():
     """The mean over the seeds, before and after. A file without a baseline claims no mean."""
     baselines = load("scripts/baselines.py")
