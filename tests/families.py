@@ -101,7 +101,8 @@ FAMILIES = {
         },
     ),
     "gemma4_text": Family(
-        "windows and other heads in every second layer, embeddings of each layer's own, shared keys and values, a cap",
+        "windows in 5 of 6 layers, wider heads in the others, embeddings of each layer's own, shared keys and values, "
+        "a cap",
         {
             "sliding_window": WINDOW,
             "global_head_dim": 64,
@@ -353,7 +354,7 @@ def difference(policy, path: str, rollout: Rollout, compute: Compute, world) -> 
 
 def table() -> str:
     """The rows of docs/models.md."""
-    rows = ["| family | in addition to Llama's layers | rows | sampled by |", "|---|---|---|---|"]
+    rows = ["| family | in addition to Llama's layers | rows | sampled by, on a CPU |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         engines = f"`hf` only: {family.refused}" if family.refused else "`vllm`, `hf`"
         layout = "one sequence each" if family.unpacked else "packed"
