@@ -1,13 +1,15 @@
-"""GRPO with fewer FLOPs -- an entry of the speedrun. It differs from grpo.py in four ways:
+"""GRPO that asks prompts it can already solve three times only -- an entry of the speedrun. It differs from grpo.py:
 
 - Settled prompts. A prompt is first asked --first times. If all of these responses are right, it is settled: it is not
-  asked again, and not trained on. The others are asked until they have --group-size responses. So a group with k right
-  ones of G is trained on with probability 1 - C(k, first) / C(G, first). What is nearly always solved weighs less.
+  asked again, and not trained on. The others are asked until they have --group-size responses. A prompt whose G
+  responses would have k right ones is so trained on with probability 1 - C(k, first) / C(G, first). With 3 of 8 that is
+  0.38 for k = 7, 0.64 for 6, 0.82 for 5 and 0.93 for 4. In expectation the gradient, before it is clipped, is that of
+  GRPO with these weights. (A few settled prompts are asked again all the same: see asked_again().)
 - Beginnings. Where responses to a prompt begin with the same tokens, these have the same log-probs. Each is computed
   once, with the advantages of all responses that have it. What all responses of a group have in common is laid behind
   the prompt, whose forward they share anyway. Responses that are equal to the end have no forward of their own.
 - The engine's log-probs are the old ones, which saves the trainer's own forward for them.
-- There are no weights of --tis-cap and no KL term.
+- There are no weights of --tis-cap, no KL term and no environments. Rows are packed.
 
     A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
     ratio = exp(logprobs - old_logprobs)
@@ -16,7 +18,7 @@
 L is minimised. R is `batch.scores`, and std the sample standard deviation (G - 1). S is one constant: the responses of
 a mini-batch, if no prompt were settled. Settled prompts count as responses whose loss is 0.
 
-A rank asks B prompts. U of them are unsettled and give N = U G rows; row i answers unsettled prompt i // G. T is the
+A rank asks B prompts, and U of them again. These give N = U G rows; row i answers the prompt i // G of them. T is the
 longest response in tokens, n the number of rows in a micro-batch.
 
 Run:    python speedrun/run.py NAME THIS_FILE --steps 160 --prompts-per-step 32 --group-size 8 --mini-batches 2
@@ -71,7 +73,7 @@ def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6
 
     Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, making |A| 0.06.
     """
-    groups = rewards.view(-1, group_size)  # (B, G)
+    groups = rewards.view(-1, group_size)  # (U, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
     constant = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
     advantages = centred / (groups.std(dim=1, keepdim=True) + eps)  # sample std (G - 1), the same as in verl and TRL
@@ -83,9 +85,9 @@ def merge_beginnings(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(N,) and (N, T) mask -> two of (N, T): sums of the positive and of the negative A_i / |o_i| of each token.
 
-    A token that follows the same beginning in several responses to a prompt is one token, and stands in the first of
-    them. The others have 0 there. The two sums are kept apart, because the clip cuts positive and negative advantages
-    at different ratios.
+    Equal tokens after equal beginnings of responses to one prompt are one token, which stands in the first of these
+    rows. The others have 0 there. At one ratio the loss is linear in advantages of one sign, so one sum for each sign
+    is enough: the clip cuts positive and negative ones at different ratios.
     """
     advantages = advantages / response_mask.sum(1).clamp(min=1)
     positive = torch.zeros(response_mask.shape, device=advantages.device)
@@ -100,7 +102,10 @@ def merge_beginnings(
 
 
 def common_beginnings(response_ids: list[list[int]], trained: list[bool], group_size: int) -> list[int]:
-    """N rows -> N: how many tokens all trained responses of the row's group begin with. Each keeps one of its own."""
+    """N rows -> N: how many tokens all trained responses of the row's group begin with.
+
+    Each response keeps at least one token of its own, because a prompt can't be laid out without any.
+    """
     lengths = []
     for first in range(0, len(response_ids), group_size):
         rows = range(first, first + group_size)
@@ -114,7 +119,11 @@ def common_beginnings(response_ids: list[list[int]], trained: list[bool], group_
 
 
 def lay_behind_prompts(batch: Batch, beginnings: list[int]) -> Batch:
-    """The batch with the beginning of each response moved to the end of its prompt. Its tensors stay as they are."""
+    """The batch with the beginning of each response moved to the end of its prompt. Its tensors stay as they are.
+
+    So it is fit for batching.split() alone, whose micro-batches predict_merged() puts right. Rows that aren't trained
+    may have a prompt that isn't their group's, and take no part.
+    """
     rows = list(zip(batch.prompt_ids, batch.response_ids, beginnings))
     return dataclasses.replace(
         batch,
@@ -126,9 +135,10 @@ def lay_behind_prompts(batch: Batch, beginnings: list[int]) -> Batch:
 def predict_merged(
     micro: batching.MicroBatch, response_ids: list[list[int]], is_merged: torch.Tensor, beginnings: list[int]
 ) -> batching.MicroBatch:
-    """The micro-batch of lay_behind_prompts(), which predicts the tokens of is_merged (N, T), and no others.
+    """A micro-batch of lay_behind_prompts(), made to predict the tokens of is_merged (N, T) and no others.
 
-    Of these some are behind a prompt. `scatter` gives all their places in the responses as they were sampled.
+    response_ids: as they were sampled. Some of the predicted tokens are behind a prompt now, where lay_out() of
+    batching.py predicts nothing. `scatter` has their places in (n, T), also as they were sampled.
     """
     predictors, targets, scatter = [], [], []
     width = is_merged.shape[1]  # T
@@ -136,19 +146,24 @@ def predict_merged(
     start = 0  # of the prompt, in the packed row
     for prompt, rests in micro.group_lengths:  # the prompt's length includes the beginning
         rest_start = start + prompt
-        for rest, (number, row) in zip(rests, rows):
+        for rest, (number, row) in zip(rests, rows):  # rests first: zip then stops before the next group's row
             beginning = beginnings[row]
             for t in is_merged[row].nonzero().flatten().tolist():
-                # The token before it predicts it. The first one of the rest is predicted by the last before the rests.
-                before = start + prompt - beginning + t if t <= beginning else rest_start + t - beginning
-                predictors.append(before - 1)
+                # The token before it predicts it. For all up to the first one of the rest, that is in the prompt.
+                if t <= beginning:
+                    predictor = start + prompt - beginning + t - 1
+                else:
+                    predictor = rest_start + t - beginning - 1
+                predictors.append(predictor)
                 targets.append(response_ids[row][t])
                 scatter.append(number * width + t)
             rest_start += rest
         start = rest_start
     places = {"predictors": predictors, "targets": targets, "scatter": scatter}
-    places = {key: torch.tensor(value, device=micro.rows.device) for key, value in places.items()}
-    return dataclasses.replace(micro, **places, response_mask=is_merged[micro.rows])
+    # Without a dtype, an empty list gives floats, which are no indices. A dummy of batching.pack() may be one.
+    places = {key: torch.tensor(value, dtype=torch.long, device=micro.rows.device) for key, value in places.items()}
+    # The mask of a dummy is False, and stays so.
+    return dataclasses.replace(micro, **places, response_mask=is_merged[micro.rows] & micro.response_mask)
 
 
 def policy_loss(
@@ -162,10 +177,10 @@ def policy_loss(
     clip_high: float,
     denominator: float,
 ) -> torch.Tensor:
-    """Scalar: the sum of the given rows' token losses, each divided by its row's length, divided by `denominator`.
+    """Scalar: the losses of the given rows' merged tokens, summed and divided by `denominator`.
 
     Tensors are (n, T). Log-probs outside the mask, NaN included, change nothing.
-    positive, negative: from merge_beginnings(). For c > 0 the loss of c A is c times that of A, so sums can be taken.
+    positive, negative: from merge_beginnings(), which has divided them by |o_i|.
     denominator: responses of the whole mini-batch on all ranks, if no prompt were settled.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
@@ -186,10 +201,12 @@ def clipped_tokens(logprobs, old_logprobs, positive, negative, response_mask, *,
     return ((too_high | too_low) & response_mask).sum()
 
 
-def unsettled(correct: torch.Tensor, first: int, multiple: int) -> list[int]:
-    """The prompts of which one of the `first` responses is wrong, and as many others as make their number a multiple.
+def asked_again(correct: torch.Tensor, first: int, multiple: int) -> list[int]:
+    """Indices of the prompts with a wrong response among their first ones, and of settled ones that fill them up.
 
-    correct: (B first,) 1 for a right response. Every mini-batch then has as many whole groups.
+    correct: (B x first,), 1 for a right response. Settled prompts are added until the number is a multiple of
+    `multiple`. With that of --mini-batches, each mini-batch has as many groups as the others. At least `multiple` are
+    returned, even if all are settled: a step needs a batch.
     """
     settled = correct.view(-1, first).all(1)  # (B,)
     chosen = (~settled).nonzero().flatten().tolist()
@@ -203,12 +220,12 @@ def join(first: Batch, second: Batch, prompts: list[int]) -> Batch:
 
     prompts: indices into the prompts of the first call.
     """
-    few = len(first) // len(first.prompts)
-    more = len(second) // len(second.prompts)
-    order = []  # rows of the two batches, one after the other
+    n_first = len(first) // len(first.prompts)
+    n_second = len(second) // len(second.prompts)
+    order = []  # rows of the groups; those of `second` are numbered after those of `first`
     for place, prompt in enumerate(prompts):
-        order += range(prompt * few, (prompt + 1) * few)
-        order += range(len(first) + place * more, len(first) + (place + 1) * more)
+        order += range(prompt * n_first, (prompt + 1) * n_first)
+        order += range(len(first) + place * n_second, len(first) + (place + 1) * n_second)
     width = max(first.response_mask.shape[1], second.response_mask.shape[1])
 
     def listed(one: list, other: list) -> list:
@@ -216,7 +233,7 @@ def join(first: Batch, second: Batch, prompts: list[int]) -> Batch:
         return [both[row] for row in order]
 
     def padded(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """(N, T) of both, with zeros on the right."""
+        """(N, T) of both, with zeros on the right, in the order of the groups."""
         return torch.cat([functional.pad(values, (0, width - values.shape[1])) for values in (one, other)])[order]
 
     return Batch(
@@ -234,10 +251,14 @@ def join(first: Batch, second: Batch, prompts: list[int]) -> Batch:
 
 def check_args(args: Args) -> None:
     """Refuse flags that the formulas above cannot work with. Raises BadInput."""
+    if args.group_size < 2:
+        raise errors.BadInput(f"--group-size {args.group_size}: a group of one always equals its own mean; use >= 2")
     if not args.first < args.group_size:
         raise errors.BadInput(f"--first {args.first}: it must be smaller than --group-size {args.group_size}")
     if args.layout.max_inflight_batches > 1:
         raise errors.BadInput("--max-inflight-batches > 1: the engine's log-probs would be those of older weights")
+    if args.environment:
+        raise errors.BadInput("--environment: prompts are asked in two calls here, and neither has turns")
 
 
 def main(args: Args) -> None:
@@ -246,6 +267,8 @@ def main(args: Args) -> None:
     settings = prepare(args, ["policy"])
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
+    if settings.compute.packing == "off" or settings.compute.sequence_parallel > 1:
+        raise errors.BadInput("--packing off, --sequence-parallel: predict_merged() needs whole rows that are packed")
 
     # `world` has this rank's number and sums numbers over all ranks. torchrun starts the ranks; plain python has one.
     world = placement.init(args.seed, args.rollout_tp, settings.layout, sharding=settings.compute)
@@ -290,19 +313,25 @@ def main(args: Args) -> None:
 
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         first = ask(prompts, args.first, call=0, with_metrics=True)
-        again = unsettled(first.correct, args.first, args.mini_batches)
-        # Without metrics: of these prompts the reward would be that of the harder ones.
-        more = args.group_size - args.first
-        second = ask([prompts[index] for index in again], more, call=1, with_metrics=False)
+        again = asked_again(first.correct, args.first, args.mini_batches)
+        # Without metrics, because these prompts are the harder ones. So reward/*, group/* and response/* are of the
+        # first call alone, and a group there has --first responses.
+        n_second = args.group_size - args.first
+        second = ask([prompts[index] for index in again], n_second, call=1, with_metrics=False)
         engine.sleep()  # frees memory until the push of new weights, if engine and trainer share a GPU
         return join(first, second, again)
 
     for step, batch in run.steps(sample):
         advantages = compute_advantages(rewards=batch.scores, group_size=args.group_size)  # (N,)
+        # If the responses of one of the two calls could not be graded, the others are no whole group.
+        graded = batch.response_mask.any(1).view(-1, args.group_size).all(1)  # (U,)
+        advantages = torch.where(graded.repeat_interleave(args.group_size), advantages, 0.0)
+        # (N, T) each
         positive, negative = merge_beginnings(advantages, batch.response_ids, batch.response_mask, args.group_size)
 
         # Only tokens with a gradient are predicted, and only their rows need a forward. A token that all responses of a
-        # group have in common is among them: its advantages sum to 0, but the clip may cut the positive ones alone.
+        # group have in common is among them. Its A_i / |o_i| sum to 0 only if all |o_i| are equal, and even then the
+        # clip may cut the positive ones alone.
         is_merged = (positive != 0) | (negative != 0)  # (N, T)
         has_gradient = is_merged.any(1)  # (N,)
         beginnings = common_beginnings(batch.response_ids, has_gradient.tolist(), args.group_size)
@@ -310,21 +339,24 @@ def main(args: Args) -> None:
         mini_batches = batching.split(shortened, args.mini_batches, has_gradient, settings.compute, world)
 
         # The engine has sampled with the weights behind the "old" log-probs, so its own are the same up to rounding.
-        # The gap that is reported is therefore 0. In the baselines of grpo.py on this task it is 2.5e-4 at most.
+        # Until the first optimizer step the trainer has these weights, too. So the largest gap (mismatch/) is that of
+        # the first mini-batch; the mean counts all others as 0.
         old_logprobs = batch.rollout_logprobs  # (N, T)
+        trainer_logprobs = old_logprobs.clone()  # those of the trainer where it had a forward with the same weights
+
+        # One number for all micro-batches and steps, however many prompts are settled.
+        denominator = args.prompts_per_step * args.group_size / args.mini_batches
 
         with tracker.time("update"):
             decay = 1 - (step - 1) / args.steps if args.schedule == "linear" else 1.0
             for param_group in optimizer.param_groups:
                 param_group["lr"] = args.learning_rate * min(decay, step / max(1, args.warmup_steps))
 
-            for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
+            # One optimizer step each; the list repeats for each epoch.
+            for number, mini_batch in enumerate(mini_batches * args.epochs):
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
                 if not mini_batch.micro_batches:
                     continue
-
-                # One number for all micro-batches and steps, however many prompts are settled.
-                denominator = args.prompts_per_step * args.group_size / args.mini_batches
 
                 for shortened_micro in mini_batch.micro_batches:
                     micro = predict_merged(shortened_micro, batch.response_ids, is_merged, beginnings)
@@ -343,6 +375,9 @@ def main(args: Args) -> None:
                     # Gradients add up over the micro-batches. After the mini-batch's last backward they are also summed
                     # over the ranks; FSDP would average, but model.load turns that off.
                     loss.backward()
+                    if number == 0:
+                        given = trainer_logprobs[micro.rows]
+                        trainer_logprobs[micro.rows] = torch.where(micro.response_mask, logprobs.detach(), given)
 
                     clipped = clipped_tokens(
                         logprobs=logprobs,
@@ -353,7 +388,8 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
+                    # train/entropy and train/clip_frac are means over the merged tokens, so equal ones count once. The
+                    # entropy is higher than that of grpo.py, which has the mean over all tokens.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)
@@ -368,7 +404,7 @@ def main(args: Args) -> None:
 
         with tracker.time("sync"):
             weight_sync.push(policy, engine)  # the engine wakes with the new weights
-        run.end_step(step, batch, advantages=advantages, old_logprobs=old_logprobs, rows=has_gradient)
+        run.end_step(step, batch, advantages=advantages, old_logprobs=trainer_logprobs, rows=has_gradient)
     run.close()
 
 

@@ -1,5 +1,7 @@
 """speedrun/tries/: files that the page describes and that are no record. What they compute is what they say."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -26,9 +28,9 @@ def test_a_try_may_enter(file):
 
 def test_a_prompt_is_settled_if_all_its_first_responses_are_right():
     correct = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 0])
-    assert settled.unsettled(correct, first=3, multiple=1) == [1, 2, 4]
-    assert settled.unsettled(correct, first=3, multiple=2) == [0, 1, 2, 4], "filled up with a settled one"
-    assert settled.unsettled(torch.ones(12), first=3, multiple=2) == [0, 1], "a step needs a batch"
+    assert settled.asked_again(correct, first=3, multiple=1) == [1, 2, 4]
+    assert settled.asked_again(correct, first=3, multiple=2) == [0, 1, 2, 4], "filled up with a settled one"
+    assert settled.asked_again(torch.ones(12), first=3, multiple=2) == [0, 1], "a step needs a batch"
 
 
 def batch_of(numbers: list[int], n: int, call: int) -> Batch:
@@ -56,6 +58,14 @@ def test_groups_have_the_first_responses_and_then_the_later_ones():
         assert batch.response_mask[row].tolist() == [True] * length + [False] * (batch.response_mask.shape[1] - length)
         assert torch.allclose(batch.rollout_logprobs[row, :length], torch.tensor(-0.1 * name))
         assert batch.weight_versions[row, 0] == (1 if place < 3 else 2)
+
+
+def test_a_beginning_is_as_long_as_it_can_be():
+    """Of the responses that are trained on. The shortest keeps one token."""
+    responses = [[1, 2, 3], [1, 2, 4], [1, 2], [9], [5, 6], [5, 6], [5, 7], [5]]
+    assert settled.common_beginnings(responses, [True] * 3 + [False] + [True] * 4, 4) == [1] * 4 + [0] * 4
+    assert settled.common_beginnings(responses, [True] * 2 + [False] * 2 + [True] * 3 + [False], 4) == [2] * 4 + [1] * 4
+    assert settled.common_beginnings(responses, [False] * 8, 4) == [0] * 8
 
 
 def gradients(policy) -> dict[str, torch.Tensor]:
@@ -104,14 +114,44 @@ def test_the_gradient_is_that_of_grpo(models, world, beginning, budget):
     beginnings = settled.common_beginnings(responses, trained.tolist(), 8)
     assert min(beginnings) >= beginning
     (mini_batch,) = batching.split(settled.lay_behind_prompts(batch, beginnings), 1, trained, compute, world)
-    tokens = 0
+    tokens = clipped = 0
     for shortened in mini_batch.micro_batches:
         micro = settled.predict_merged(shortened, responses, is_merged, beginnings)
         tokens += micro.input_ids.numel()
         logprobs, _ = model.response_logprobs(policy, micro, 1.0)
         given = (logprobs, old[micro.rows], positive[micro.rows], negative[micro.rows], micro.response_mask)
         settled.policy_loss(*given, **BOUNDS, denominator=32).backward()
+        clipped += int(settled.clipped_tokens(*given, **BOUNDS))
+    assert clipped > 0
     assert relative_difference(gradients(policy), plain) < 1e-5
     if budget == 4096:
         (whole,) = batching.pack(rollout, trained.nonzero().flatten(), compute, world)
-        assert tokens <= whole.input_ids.numel() - beginning, "of these rows"
+        rows = trained.view(-1, 8).sum(1)  # of each group
+        saved = (rows - 1).clamp(min=0) * torch.tensor(beginnings).view(-1, 8)[:, 0]
+        assert tokens == whole.input_ids.numel() - saved.sum(), "a beginning is there once for each group"
+
+
+def test_a_dummy_teaches_nothing(models, world):
+    """A rank without rows of its own takes a row of the rollout, with a mask of False: all ranks have a forward."""
+    policy = model.load(models["grouped"], world, torch.float32)
+    responses = [[5, 9], [5, 7]]
+    rollout = collate([[3] * 40] * 2, responses, None, [False] * 2, 0, torch.device("cpu"))
+    (dummy,) = batching.pack(rollout, torch.arange(2), Compute(token_budget=4096), world)
+    dummy.response_mask.zero_()
+    for merged in (torch.tensor([[True, True], [False, True]]), torch.zeros(2, 2, dtype=torch.bool)):
+        micro = settled.predict_merged(dummy, responses, merged, [0, 0])
+        assert not micro.response_mask.any()
+        logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+        ones = torch.ones(2, 2)
+        settled.policy_loss(logprobs, ones, ones, -ones, micro.response_mask, **BOUNDS, denominator=2).backward()
+        assert all(not gradient.any() for gradient in gradients(policy).values())
+
+
+@pytest.mark.parametrize("right", range(9))
+def test_a_prompt_is_trained_on_as_often_as_the_file_says(right):
+    """Of all orders of `right` right responses among 8, the share in which one of the first 3 is wrong."""
+    orders = [[float(i in chosen) for i in range(8)] for chosen in itertools.combinations(range(8), right)]
+    # Beside a prompt that isn't settled: if all are, one of them is asked again.
+    again = [settled.asked_again(torch.tensor([0.0, 0, 0, *order[:3]]), first=3, multiple=1) for order in orders]
+    share = sum(1 in chosen for chosen in again) / len(orders)
+    assert share == pytest.approx(1 - math.comb(right, 3) / math.comb(8, 3))
