@@ -61,7 +61,12 @@ def visible(text: str) -> str:
         # First redact, then cut at LONGEST: the cut might fall into a password and hide it from redacted().
         line = redacted(line[: 2 * LONGEST])
         lines.append(line if len(line) <= LONGEST else line[: LONGEST - 3] + "...")
-    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], "\n".join(lines))
+    return escaped("\n".join(lines))
+
+
+def escaped(text: str) -> str:
+    """The text with control characters, and others that a terminal doesn't show, as escapes."""
+    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class OneLine(Exception):

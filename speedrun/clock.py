@@ -6,8 +6,10 @@
 
 torch hands every operation to the clock before it runs, so nobody has to report anything. There is one formula: a
 product with m x n results that adds up k terms for each costs 2 m n k. Attention of q queries over k keys is two
-products per head, its backward five; a causal mask saves nothing. Nothing else costs anything. What is computed twice
-(a recomputed activation, padding) counts twice, and what is shared (a prompt in the prefix cache) counts once.
+products per head. Its backward is four if it is written out, as in our trainer up to 512 keys, and five in torch's
+fused kernel, which computes the scores again. A causal mask saves nothing. Nothing else costs anything. What is
+computed counts: a recomputed activation once more, and padding like any token. What is shared (a prompt in the prefix
+cache) counts once.
 
 The clock stops the run at a product for which it has no formula, or of other numbers than float32. It would otherwise
 be a way around the clock. It raises before the product is computed: an entry that catches the error has nothing.
@@ -136,14 +138,14 @@ def cost_of(namespace: str, name: str):
         return 0, paged_attention
     if name in FREE or (namespace in NAMESPACES and not MAY_MULTIPLY.search(name.partition("::")[2])):
         return None
-    raise NoFormula(f"the clock has no formula for {name}; use another operation, or add one to speedrun/clock.py")
+    raise NoFormula(f"the clock has no formula for {name}; use other operations, or propose a formula for clock.py")
 
 
 def check_arguments(args, kwargs, factor: int) -> None:
     """Refuse arguments whose cost would not be what it seems. Raises NoFormula. factor: the place of one of them."""
     # A wider number can hold two float32, so one product would do the work of two.
     if args[factor].dtype != torch.float32:
-        raise NoFormula(f"a product in {args[factor].dtype}: the speedrun computes in float32")
+        raise NoFormula(f"a product in {args[factor].dtype}: the speedrun computes in float32; call .float() on both")
     # torch gives `out` the shape of the result, and the factor's own shape would be lost.
     out = kwargs.get("out")
     if out is not None and any(out is argument for argument in args):

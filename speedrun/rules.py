@@ -1,7 +1,7 @@
 """What an entry's file and flags may contain, as far as a program can tell. Nothing is run here.
 
-A file of Python can hide anything from a program. These checks stop accidents and make a trick look like one; a person
-reads the file's diff to its nearest algorithm, which verify.py prints.
+A file of Python can hide anything from a program. These checks stop accidents. Whoever wants to get past them has to
+write code that looks like a trick to the person who reads the diff that verify.py prints.
 """
 
 import ast
@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from common.run import directory
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 64 * 1024  # bytes of the file: no room for a table of answers, or for weights
-LONGEST_LINE = 200  # characters: verify.py cuts the lines of a diff, and a person could not read the rest
+LONGEST_LINE = 200  # characters: a person would not read the rest of a longer line
+CURES = "what to write instead: speedrun/README.md, What is refused in a file"
 # Functions of torch with names like these: products that the clock does not see, and files.
 UNSEEN = ("fbgemm", "from_file")
 # Module that an entry may import -> what it may name there, besides modules of this table. Whatever else a module
@@ -44,10 +46,7 @@ MODULES = {
         *("isclose", "isfinite", "isinf", "isnan", "isqrt", "lcm", "lgamma", "log", "log10", "log1p", "log2", "nan"),
         *("perm", "pi", "pow", "prod", "sin", "sqrt", "tan", "tanh", "trunc"),
     },
-    "random": {
-        *("Random", "choice", "choices", "gauss", "normalvariate", "randint", "random", "randrange", "sample", "seed"),
-        *("shuffle", "uniform"),
-    },
+    "random": {"Random"},  # without its functions, whose numbers don't depend on --seed
     "re": {"compile", "findall", "finditer", "fullmatch", "match", "search", "split", "sub", "IGNORECASE", "MULTILINE"},
     "statistics": {"fmean", "mean", "median", "pstdev", "pvariance", "quantiles", "stdev", "variance"},
     "typing": {
@@ -142,7 +141,7 @@ MAY_SET = {"response_mask", "baseline"}
 
 
 class Refused(Exception):
-    """An entry or a record that does not count. The message says why, in one line."""
+    """An entry or a record that does not count. The message says why."""
 
 
 def check_file(file: Path) -> None:
@@ -169,7 +168,7 @@ def check_source(file: Path) -> None:
         raise Refused(f"{file.name}: {size} bytes, and the most is {LONGEST}")
     harmless = docstrings(tree)
     modules = modules_of(tree, file)
-    own, firsts = own_selves(tree)
+    own, self_parameters = own_selves(tree)
     things = [node for node in ast.walk(tree) if not isinstance(node, ast.ClassDef | ast.alias)]
     variables = {name for node in things for name in bound(node)}
     for node in ast.walk(tree):
@@ -178,16 +177,16 @@ def check_source(file: Path) -> None:
         problem = problem_of_import(node) or problem_of_name(node, modules) or problem_of_change(node, own)
         problem = problem or problem_of_annotation(node, modules, variables)
         reserved = SAME if isinstance(node, ast.alias) else {*SAME, *modules}
-        if not problem and node not in firsts and (taken := reserved & bound(node)):
+        if not problem and node not in self_parameters and (taken := reserved & bound(node)):
             problem = f"gives {min(taken)} another meaning; name your own things otherwise"
         if problem:
-            raise Refused(f"{file.name}:{node.lineno}: {problem}")
+            raise Refused(f"{file.name}:{node.lineno}: {problem} ({CURES})")
         for child in ast.iter_child_nodes(node):
             if problem := problem_of_child(child, node, modules):
-                raise Refused(f"{file.name}:{child.lineno}: {problem}")
+                raise Refused(f"{file.name}:{child.lineno}: {problem} ({CURES})")
     lines = source.decode(encoding).splitlines()
     if too_long := [number for number, line in enumerate(lines, 1) if len(line) > LONGEST_LINE]:
-        raise Refused(f"{file.name}:{too_long[0]}: more than {LONGEST_LINE} characters, which a diff would not show")
+        raise Refused(f"{file.name}:{too_long[0]}: more than {LONGEST_LINE} characters; break the line")
 
 
 def docstrings(tree: ast.AST) -> set[ast.AST]:
@@ -252,21 +251,23 @@ def bound(node: ast.AST) -> set[str]:
 
 
 def own_selves(tree: ast.AST) -> tuple[set[ast.AST], set[ast.AST]]:
-    """(Uses of `self` that are new objects of the file's own, its places as the first parameter of a method).
+    """Two sets of nodes.
 
-    They are new in FRESH alone. Any other method can be called with an object of others, as in Mine.method(engine).
+    First: uses of `self` in __init__ and __post_init__, where it is a new object, whose attributes the file may set.
+    Second: parameters named `self` that come first in a method, the only places where the file may give this name a
+    meaning. In other methods `self` may be anybody's object, as in Mine.method(engine).
     """
-    own, firsts = set(), set()
+    own, parameters = set(), set()
     for owner in ast.walk(tree):
         for method in owner.body if isinstance(owner, ast.ClassDef) else ():
             if not isinstance(method, ast.FunctionDef):
                 continue
             first = [*method.args.posonlyargs, *method.args.args][:1]
             if [each.arg for each in first] == ["self"]:
-                firsts |= set(first)
+                parameters |= set(first)
                 if method.name in FRESH and not method.decorator_list:
                     own |= {node for node in ast.walk(method) if isinstance(node, ast.Name) and node.id == "self"}
-    return own, firsts
+    return own, parameters
 
 
 def imports_of(node: ast.AST) -> list[str]:
@@ -403,20 +404,22 @@ def check_flags(flags: list[str]) -> None:
     for word in flags:
         name = word.lstrip("-").partition("=")[0].replace("_", "-")
         if word.startswith("-") and name in refused_flags():
-            raise Refused(f"--{name}: the speedrun sets it, or has no use for it")
+            raise Refused(f"--{name}: leave it out; the speedrun sets it, or has no use for it")
 
 
 def nearest_diff(file: Path, commit: str) -> str:
-    """The diff of a record's file to what it is nearest to, which a person reads: an algorithm, as it was in the commit
-    that the record names, or another record's file.
+    """The diff of a record's file to what it is nearest to, which a person reads: an algorithm or a record's file.
+
+    Both are those of the commit that the record names. Otherwise two new records could hide behind each other: each
+    diff would show only how they differ.
     """
     lines = file.read_text().splitlines()
-    known = directory.git("ls-tree", "--name-only", commit, "algos/").split()
-    siblings = {name: directory.git("show", f"{commit}:{name}") for name in known if name.endswith(".py")}
+    known = directory.git("ls-tree", "-r", "--name-only", commit, "algos/", "speedrun/records/").split()
+    known = [name for name in known if re.fullmatch(r"algos/[^/]+\.py|speedrun/records/[^/]+/train\.py", name)]
+    siblings = {name: directory.git("show", f"{commit}:{name}") for name in known}
     if not siblings:  # no full git clone
-        siblings = {f"algos/{path.name}": path.read_text() for path in sorted((ROOT / "algos").glob("[!_]*.py"))}
-    records = [path for path in sorted(ROOT.glob("speedrun/records/*/train.py")) if path != file.resolve()]
-    siblings |= {str(path.relative_to(ROOT)): path.read_text() for path in records}
+        paths = sorted([*ROOT.glob("algos/[!_]*.py"), *ROOT.glob("speedrun/records/*/train.py")])
+        siblings = {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != file.resolve()}
     siblings = {name: text.splitlines() for name, text in siblings.items()}
 
     def similarity(name: str) -> float:

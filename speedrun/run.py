@@ -1,18 +1,21 @@
 """Enter a record: run a file for each seed of the speedrun, and write speedrun/records/NAME.
 
     python speedrun/run.py --try algos/mine.py --steps 2 --warmup-steps 1       a trial in minutes; it writes nothing
-    python speedrun/run.py 0002-mine algos/mine.py --steps 60 --learning-rate 3e-5
+    python speedrun/run.py 0002-mine algos/mine.py --steps 160 --learning-rate 2e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
 seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with the seeds that are
-missing. It is written also for a run that misses the target: verify.py says whether it counts. A trial is one seed. It
+missing. A run that misses the target gets a record, too: verify.py says whether it counts. A trial is one seed. It
 keeps 512 training problems out of training, and is evaluated on them, so the held-out problems judge records alone.
 """
 
+import contextlib
 import csv
+import fcntl
 import hashlib
+import io
 import json
-import shutil
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +48,12 @@ def check_committed(about: dict) -> None:
     if not about["commit"]:
         raise Refused("this is no git checkout, and a record names the commit that it ran; clone the repository")
     if about["uncommitted_changes"]:
-        raise Refused("common/, scripts/ or speedrun/ has changes that are not committed; only your file may be new")
+        raise Refused(
+            "git status shows changes in common/, scripts/ or speedrun/*.py; stash them, or commit and publish them. "
+            "Your own file belongs into algos/"
+        )
+    if directory.git("remote") and not directory.git("branch", "-r", "--contains", about["commit"]):
+        errors.say(f"no branch of a remote has commit {about['commit']}; push it, or nobody can check the record")
 
 
 def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
@@ -60,54 +68,70 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
         raise Refused(f"{file}: {error.strerror}") from None
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     begun = {"train.py": hashlib.sha256(source).hexdigest(), "flags": flags, **about}
-    seeds = seeds_so_far(unfinished, begun)
-    # A copy: the file may be edited while it runs, and all seeds must run the same.
-    (unfinished / "train.py").write_bytes(source)
-    for seed in job.seeds:
-        if str(seed) in seeds:
-            errors.say(f"seed {seed} is done already; {unfinished} has it")
-            continue
-        errors.say(f"seed {seed}")
-        outcome = referee.play(job, unfinished / "train.py", flags, seed)
-        now = machine(job)
-        if changed := [name for name in about if now[name] != about[name]]:
-            raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
-        write_csv(unfinished / f"seed{seed}.csv", outcome)
-        seeds[str(seed)] = outcome.claims
-        folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")
-    flops = max(claims["flops"] for claims in seeds.values())
-    record = begun | {"flops": flops, "seeds": seeds}
-    folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
-    unfinished.rename(folder)
+    with alone_in(unfinished):
+        seeds = seeds_so_far(unfinished, begun)
+        # A copy: the file may be edited while it runs, and all seeds must run the same.
+        (unfinished / "train.py").write_bytes(source)
+        for seed in job.seeds:
+            if str(seed) in seeds:
+                errors.say(f"seed {seed} is done already; {unfinished} has it")
+                continue
+            errors.say(f"seed {seed}")
+            outcome = referee.play(job, unfinished / "train.py", flags, seed)
+            now = machine(job)
+            if changed := [name for name in about if now[name] != about[name]]:
+                raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
+            write_csv(unfinished / f"seed{seed}.csv", outcome)
+            seeds[str(seed)] = outcome.claims
+            folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")
+        flops = max(claims["flops"] for claims in seeds.values())
+        record = begun | {"flops": flops, "seeds": seeds}
+        folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
+        unfinished.rename(folder)
     (folder / SO_FAR).unlink()
     return record
 
 
+@contextlib.contextmanager
+def alone_in(unfinished: Path):
+    """Make the folder if there is none, and keep other calls of run.py out of it. Raises Refused."""
+    unfinished.mkdir(parents=True, exist_ok=True)
+    handle = os.open(unfinished, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Refused(f"another run.py is writing {unfinished}; wait for it, or take another name") from None
+    finally:
+        os.close(handle)
+
+
 def seeds_so_far(unfinished: Path, begun: dict) -> dict[str, dict]:
-    """The seeds that an earlier call has played; makes the folder if there is none.
+    """The seeds that an earlier call has played.
 
     begun: file, flags, code and machine. Those of the folder must be the same: all seeds of a record run alike. Raises
     Refused.
     """
     if not (unfinished / SO_FAR).is_file():  # also if the earlier call has not finished its first seed
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
         return {}
     so_far = json.loads((unfinished / SO_FAR).read_text())
     seeds = so_far.pop("seeds")
     differs = [name for name in begun if so_far.get(name) != begun[name]]
     if differs:
-        other = f"another {' and '.join(differs)}"
-        raise Refused(f"{unfinished} has seed {', '.join(seeds)} of {other}; delete the folder to begin anew")
+        raise Refused(
+            f"{unfinished} has seed {', '.join(seeds)} of another {' and '.join(differs)}. To go on with it, restore "
+            f"what {SO_FAR} names (git checkout {so_far.get('commit')}, file, flags). To start again, delete the folder"
+        )
     return seeds
 
 
 def write_csv(file: Path, outcome: Outcome) -> None:
-    """A row for each call of the engine."""
-    with open(file, "w", newline="") as out:
-        writer = csv.DictWriter(out, referee.COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(outcome.rows)
+    """A row for each call of the engine. It is on the disk when this returns, because so_far.json vouches for it."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, referee.COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(outcome.rows)
+    folders.write(file, text.getvalue())
 
 
 def say_result(seed: int | str, claims: dict) -> None:
@@ -143,8 +167,9 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
         sys.exit(f"refused: {refused}")
     for seed, claims in record["seeds"].items():
         say_result(seed, claims)
-    errors.say(f"written to {folder}; the next step is speedrun/verify.py on it, first with --check")
+    errors.say(f"written to {folder}; next: python speedrun/verify.py {folder} --check")
 
 
 if __name__ == "__main__":
+    referee.leave_when_asked()
     main(sys.argv[1:])

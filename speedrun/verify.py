@@ -42,12 +42,13 @@ class Args:
 
 
 def read(folder: Path) -> dict:
-    """record.json. Raises Refused for a file that no run.py has written."""
+    """record.json. Raises Refused if it lacks something that run.py writes."""
     try:
         record = json.loads((folder / "record.json").read_text())
     except (OSError, ValueError) as error:
         raise Refused(f"record.json: {error}") from None
     kinds = {"train.py": str, "flags": list, "flops": int, "seeds": dict, "hardware": dict, "start_model": str}
+    kinds |= {"versions": dict, "uncommitted_changes": bool}
     for name, kind in kinds.items():
         if not isinstance(record, dict) or not isinstance(record.get(name), kind):
             raise Refused(f'record.json: "{name}" is missing, or of another kind than {kind.__name__}')
@@ -56,10 +57,12 @@ def read(folder: Path) -> dict:
     for seed, claims in record["seeds"].items():
         if not isinstance(claims, dict):
             raise Refused(f"record.json: what it says of seed {seed} is no object")
-        whole = dict.fromkeys(("flops", "right", "responses"), int)
-        for name, kind in (whole | dict.fromkeys(("low", "high", "accuracy", "seconds"), int | float)).items():
+        kinds = dict.fromkeys(("flops", "right", "rollouts", "responses", "tokens"), int)
+        kinds |= dict.fromkeys(("low", "high", "accuracy", "seconds"), int | float)
+        kinds |= dict.fromkeys(("digest", "weights", "solved"), str)
+        for name, kind in kinds.items():
             if not isinstance(claims.get(name), kind):
-                raise Refused(f'record.json: "{name}" of seed {seed} is not a number of the right kind')
+                raise Refused(f'record.json: "{name}" of seed {seed} is missing, or of another kind than {kind}')
     return record
 
 
@@ -69,9 +72,11 @@ def read_csv(file: Path) -> list[dict]:
         with open(file, newline="") as lines:
             rows = [dict(row) for row in csv.DictReader(lines)]
         for row in rows:
+            if set(row) != set(referee.COLUMNS):
+                raise ValueError(f"its columns are not {', '.join(referee.COLUMNS)}")
             row |= {name: int(row[name]) for name in ("rollout", "prompts", "responses", "tokens", "flops")}
             row |= {name: float(row[name]) for name in ("reward", "seconds")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise Refused(f"{file.name}: {error}") from None
     if not rows:
         raise Refused(f"{file.name}: has no rows")
@@ -85,7 +90,7 @@ def counts(job: Job, record: dict) -> bool:
 
 
 def check(job: Job, folder: Path) -> dict:
-    """Everything that takes no training. Returns record.json. Raises Refused, or KeyError if a key is missing."""
+    """Everything that takes no training. Returns record.json. Raises Refused."""
     record = read(folder)
     rules.check_file(folder / "train.py")
     rules.check_flags(record["flags"])
@@ -107,7 +112,7 @@ def check(job: Job, folder: Path) -> dict:
         raise Refused("record.json: two seeds have the same digest, so the file does not heed --seed")
     if record["flops"] != max(claims["flops"] for claims in record["seeds"].values()):
         raise Refused("record.json: flops are not the most of its seeds")
-    if not record["commit"] or record["uncommitted_changes"]:
+    if not record.get("commit") or record["uncommitted_changes"]:
         raise Refused("record.json: the run's code is no commit")
     check_commit(record["commit"])
     return record
@@ -133,9 +138,9 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
     here = run.machine(job)
     if here["start_model"] != record["start_model"]:
         raise Refused(f"the start model is {here['start_model']}, the record's {record['start_model']}")
-    changed = [name for name in ("commit", "versions", "hardware") if here[name] != record[name]]
-    if changed:
-        errors.say(f"other {' and '.join(changed)} here than in the record, {record['hardware']}: a replay may differ")
+    for name in ("commit", "versions", "hardware"):
+        if here[name] != record[name]:
+            errors.say(f"{name}: {here[name]} here, {record[name]} in the record; so the replay may differ")
     for seed in seeds or job.seeds:
         # A seed of the reader's own has nothing to be compared with.
         recorded = record["seeds"].get(str(seed))
@@ -155,10 +160,15 @@ def replay(job: Job, folder: Path, record: dict, seeds: tuple[int, ...]) -> None
 def table(job: Job, folder: Path = run.RECORDS) -> str:
     """A line for each record, the fewest FLOPs first. Those that miss the target stand at the end."""
     lines = [
-        "| record | PFLOPs | accuracy, each seed (95 % interval) | responses | minutes | counts |",
+        "| record | PFLOPs | accuracy, each seed (95 % interval) | responses | minutes a seed | counts |",
         "|---|" + "---|" * 5,
     ]
-    records = [(path.parent, read(path.parent)) for path in sorted(folder.glob("*/record.json"))]
+    records = []
+    for path in sorted(folder.glob("*/record.json")):
+        try:
+            records.append((path.parent, read(path.parent)))
+        except Refused as refused:
+            raise Refused(f"{path.parent.name}: {refused}") from None
     # False comes before True.
     records.sort(key=lambda each: (not counts(job, each[1]), each[1]["flops"]))
     for path, record in records:
@@ -179,18 +189,19 @@ def table(job: Job, folder: Path = run.RECORDS) -> str:
 def main(args: Args, job: Job = SPEEDRUN) -> None:
     if args.seeds and not args.records:
         raise errors.BadInput("--seeds needs the folder of a record, which it trains with these seeds")
+    failed = False
     if args.table:
         before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(before + table(job) + rest.split(END)[1])
-    failed = False
+        try:
+            PAGE.write_text(before + table(job) + rest.split(END)[1])
+        except Refused as refused:
+            errors.say(f"the table was not written: {refused}")
+            failed = True
     for folder in args.records or sorted(path.parent for path in run.RECORDS.glob("*/record.json")):
         try:
             errors.say(f"{folder.name}: {verified(job, folder, args)}")
         except Refused as refused:
             errors.say(f"{folder.name}: refused: {refused}")
-            failed = True
-        except KeyError as missing:
-            errors.say(f"{folder.name}: refused: record.json has no {missing}")
             failed = True
     # The table has a line for each record, so it can be compared only if all of them can be read.
     if not args.records and not failed and table(job) not in PAGE.read_text():
@@ -200,11 +211,12 @@ def main(args: Args, job: Job = SPEEDRUN) -> None:
 
 
 def verified(job: Job, folder: Path, args: Args) -> str:
-    """Check a record and, if that was asked for, replay it. Returns what is now known. Raises Refused, KeyError."""
+    """Check a record and, if that was asked for, replay it. Returns what is now known. Raises Refused."""
     record = check(job, folder)
     verdict = "it counts" if counts(job, record) else "it misses the target"
     if args.records:
-        errors.say(rules.nearest_diff(folder / "train.py", record["commit"]))
+        # Not say(): it would shorten what looks like a URL's password, and so could hide code.
+        print(errors.escaped(rules.nearest_diff(folder / "train.py", record["commit"])), flush=True)
     if not args.records or args.check:
         return f"its files agree, and nothing was replayed; {verdict}"
     replay(job, folder, record, args.seeds)
@@ -217,4 +229,5 @@ def verified(job: Job, folder: Path, args: Args) -> str:
 
 
 if __name__ == "__main__":
+    referee.leave_when_asked()
     errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -7,10 +7,12 @@ import dataclasses
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -107,6 +109,11 @@ def rewrite(folder: Path, number: int, **changes) -> None:
     run.write_csv(folder / "seed0.csv", referee.Outcome(rows, {}))
 
 
+def edit_csv(folder: Path, old: str, new: str) -> None:
+    file = folder / "seed0.csv"
+    file.write_text(file.read_text().replace(old, new, 1))
+
+
 # Records
 
 
@@ -199,7 +206,10 @@ def edit(folder: Path, old: str, new: str) -> None:
         (lambda folder: change(folder, flops=1), "not the most"),
         (lambda folder: change(folder, seeds={}), "the seeds are"),
         (lambda folder: change(folder, seeds={"0": "all right"}), "of seed 0 is no object"),
-        (lambda folder: claim(folder, right=150.5), '"right" of seed 0 is not a number'),
+        (lambda folder: claim(folder, right=150.5), '"right" of seed 0 is missing, or of another kind'),
+        (lambda folder: claim(folder, digest=None), '"digest" of seed 0 is missing'),
+        (lambda folder: change(folder, versions=None), '"versions" is missing'),
+        (lambda folder: edit_csv(folder, "digest", "digets"), "its columns are not"),
         (lambda folder: change(folder, seeds=["0"]), '"seeds" is missing'),
         (lambda folder: change(folder, flags=[3]), "a flag is not a text"),
         (lambda folder: claim(folder, right=999, **referee.interval(999, JOB.held_out)), "right 999, of 300"),
@@ -269,6 +279,22 @@ def test_the_diff_is_to_the_nearest_file(tmp_path):
         diff = rules.nearest_diff(tmp_path / "train.py", known)
         assert diff.startswith("--- speedrun/records/0001-merged/train.py"), diff[:200]
         assert [line for line in diff.splitlines() if line.startswith("+ ")] == ["+        betas=(0.9, 0.99),"]
+
+
+def test_two_new_records_do_not_hide_behind_each_other(monkeypatch):
+    """The commit that they name has neither, so the diff of each shows all that is new in it."""
+    known = {"ls-tree": "algos/grpo.py\nalgos/README.md", "show": GRPO.read_text()}
+    monkeypatch.setattr(directory, "git", lambda *words: known[words[0]])
+    diff = rules.nearest_diff(ROOT / "speedrun/records/0001-merged/train.py", "c")
+    assert diff.startswith("--- algos/grpo.py\n") and "def merge_equal" in diff
+
+
+def test_the_diff_is_printed_as_it_is(honest, monkeypatch, capsys):
+    """A message hides what looks like a URL's password. In a diff that would hide code."""
+    code = 'f"{0://{answers()}@}"'
+    monkeypatch.setattr(rules, "nearest_diff", lambda *given: f"+x = {code}  # \x1b[8m")
+    verify.verified(JOB, honest, verify.Args(records=(honest,), check=True))
+    assert f"+x = {code}  # \\x1b[8m\n" in capsys.readouterr().out
 
 
 def test_a_file_that_heeds_no_seed_is_refused(honest, record, monkeypatch):
@@ -349,9 +375,9 @@ def test_a_record_goes_on_with_the_seeds_that_are_missing(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({"file": ROOT / "algos/rloo.py"}, "of another train.py;"),
-        ({"flags": ["--steps", "4"]}, "of another flags;"),
-        ({"commit": "d"}, "of another commit;"),
+        ({"file": ROOT / "algos/rloo.py"}, "of another train.py. To go on"),
+        ({"flags": ["--steps", "4"]}, "of another flags. To go on"),
+        ({"commit": "d"}, "of another commit. To go on with it, restore what so_far.json names .git checkout c,"),
     ],
 )
 def test_the_seeds_of_a_record_run_alike(monkeypatch, tmp_path, changed, says):
@@ -374,7 +400,7 @@ def test_the_seeds_of_a_record_run_alike(monkeypatch, tmp_path, changed, says):
 @pytest.mark.parametrize(
     "words, git, says",
     [
-        (["0002-mine", "algos/grpo.py"], {"commit": "c", "uncommitted_changes": True}, "not committed"),
+        (["0002-mine", "algos/grpo.py"], {"commit": "c", "uncommitted_changes": True}, "git status shows changes"),
         (["0002-mine", "algos/grpo.py"], {"commit": None, "uncommitted_changes": None}, "no git checkout"),
         (["0002-mine", "algos/mien.py"], {"commit": "c", "uncommitted_changes": False}, "algos/mien.py: No such file"),
         (["../mine", "algos/grpo.py"], {}, "the name of a folder"),
@@ -394,6 +420,38 @@ def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
     with pytest.raises(Refused, match="changed while it ran: commit;"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
+
+
+def test_a_record_has_one_writer(monkeypatch, tmp_path):
+    monkeypatch.setattr(referee, "play", lambda *given: pytest.fail("it has begun"))
+    with run.alone_in(tmp_path / "0002-mine.unfinished"), pytest.raises(Refused, match="another run.py is writing"):
+        run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
+
+
+@pytest.mark.parametrize("branches", ["", "origin/main"])
+def test_a_commit_that_no_remote_has_is_named_before_the_training(monkeypatch, capsys, branches):
+    answers = {"remote": "origin", "branch": branches}
+    monkeypatch.setattr(directory, "git", lambda *words: answers[words[0]])
+    run.check_committed({"commit": "c0ffee", "uncommitted_changes": False})
+    assert ("no branch of a remote has commit c0ffee" in capsys.readouterr().out) == (not branches)
+
+
+def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
+    """run.py that is asked to end leaves no training behind."""
+    (tmp_path / "waits.py").write_text("import os, time\nopen('id', 'w').write(f'{os.getpid()}\\n')\ntime.sleep(300)\n")
+    lines = [
+        "import sys",
+        "from pathlib import Path",
+        f"sys.path.insert(0, {str(ROOT / 'speedrun')!r})",
+        "import referee",
+    ]
+    lines += ["referee.leave_when_asked()", "referee.finish(['waits.py'], Path.cwd(), Path('log'), 1)"]
+    process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, env=referee.environment())
+    while process.poll() is None and not ((tmp_path / "id").exists() and (tmp_path / "id").read_text().endswith("\n")):
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{(tmp_path / 'id').read_text().strip()}").exists()
 
 
 def test_the_code_of_another_clone_is_refused(monkeypatch, tmp_path):
@@ -564,21 +622,36 @@ def test_the_only_engine_is_the_one_that_is_reported(backend, path, layout):
         start(backend, path, layout=layout)
 
 
-def test_nothing_runs_after_the_last_reading_of_the_clock(tmp_path):
-    """The `finally` of a generator that hangs on the file's names would run when Python ends."""
-    lines = ["def late():", "    try:", "        yield", "    finally:", "        open('late', 'w')"]
-    (tmp_path / "train.py").write_text("\n".join([*lines, "waiting = late()", "next(waiting)", "own = [waiting]", ""]))
+def told_by(tmp_path, lines: list[str]) -> tuple[int, str]:
+    """Exit code of an entry's process with a file of these lines, and what it has told the referee.
+
+    A process of its own: those of launch() never come to Python's end.
+    """
+    (tmp_path / "train.py").write_text("\n".join([*lines, ""]))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "referee"))
         listener.listen()
         words = ["--model", str(JOB.model), "--dataset", "q", "--reward", "referee", "--seed", "0"]
-        # A process of its own: those of launch() never come to Python's end.
         words = [sys.executable, ROOT / "speedrun/entrant.py", tmp_path / "referee", "train.py", *words]
-        subprocess.run(words, cwd=tmp_path, env=referee.environment(), check=True)
+        code = subprocess.run(words, cwd=tmp_path, env=referee.environment()).returncode
         connection, _ = listener.accept()
         with connection, connection.makefile() as stream:
-            assert json.loads(stream.readline()) == {"done": True, "flops": 0}
+            return code, stream.read()
+
+
+def test_nothing_runs_after_the_last_reading_of_the_clock(tmp_path):
+    """The `finally` of a generator that hangs on the file's names would run when Python ends."""
+    lines = ["def late():", "    try:", "        yield", "    finally:", "        open('late', 'w')"]
+    code, told = told_by(tmp_path, [*lines, "waiting = late()", "next(waiting)", "own = [waiting]"])
+    assert code == 0 and json.loads(told) == {"done": True, "flops": 0}
     assert not (tmp_path / "late").exists()
+
+
+def test_a_run_that_is_asked_to_stop_has_not_reached_its_end(tmp_path):
+    """Otherwise it would save, and end as if it had trained for all of its steps."""
+    lines = ["import os, signal", "from common.run.stopping import StopSignals", "signals = StopSignals()"]
+    lines += ["signals.trained = True", "signals.install()", "os.kill(os.getpid(), signal.SIGTERM)"]
+    assert told_by(tmp_path, lines) == (-signal.SIGTERM, "")
 
 
 def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
@@ -694,7 +767,7 @@ def test_a_reward_is_no_way_to_ask_for_an_answer(tmp_path):
 @pytest.mark.parametrize("sent", ['{"prompts": [[1, 2', "", '{"grade": [["47+38=", [5]]]}\n'])
 def test_a_process_that_is_killed_amid_a_message_has_not_reached_its_end(tmp_path, sent):
     """In the last case it is gone before its answer comes."""
-    (tmp_path / "log").write_text("out of memory")
+    (tmp_path / "log").write_text("enough")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "referee"))
         listener.listen()
@@ -702,7 +775,10 @@ def test_a_process_that_is_killed_amid_a_message_has_not_reached_its_end(tmp_pat
             connection.connect(str(tmp_path / "referee"))
             connection.sendall(sent.encode())
         process = SimpleNamespace(poll=lambda: None, wait=lambda: -9)
-        with pytest.raises(Refused, match="did not reach its end:\nout of memory"):
+        says = (
+            r"did not reach its end \(killed by signal 9, perhaps because memory is short\). Its last output:\nenough"
+        )
+        with pytest.raises(Refused, match=says):
             referee.converse(listener, process, a_trace(), tmp_path / "log")
 
 
@@ -842,6 +918,7 @@ def test_what_learns_from_a_teacher_or_from_answers_may_not(name):
         ("import copy\ncopy.types.CodeType", "no use for .types of copy"),
         ("import dataclasses as d\nd.make_dataclass('T', [])", "no use for .make_dataclass"),
         ("import math\nmath.sumprod([1], [2])", "no use for .sumprod of math"),
+        ("import random\nrandom.shuffle(order)", "no use for .shuffle of random"),
         ("from common.run import job\njob.torch.load('x')", "no use for .torch of common.run.job"),
         ("from common.run import job\njob.placement", "no use for .placement of common.run.job"),
         ("from common.run import job\njob.sampling.Prefetcher", "no use for"),
@@ -1188,7 +1265,9 @@ def test_the_table_has_the_fewest_flops_first_and_records_that_miss_the_target_l
     good, bad = referee.interval(1400, 2048), referee.interval(1000, 2048)
     for name, flops, after in (("0001-a", 5e15, good), ("0002-b", 1e15, bad), ("0003-c", 4e15, good)):
         claims = {"responses": 100, "seconds": 60, "flops": int(flops), "right": 1, **after}
+        claims |= {"rollouts": 1, "tokens": 1, "digest": "", "weights": "", "solved": ""}
         record = {"train.py": "", "flags": [], "hardware": {}, "start_model": "", "flops": int(flops)}
+        record |= {"versions": {}, "uncommitted_changes": False}
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.json").write_text(json.dumps(record | {"seeds": {"0": claims, "1": claims}}))
     lines = verify.table(referee.SPEEDRUN, tmp_path).splitlines()[3:-1]
