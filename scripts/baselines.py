@@ -5,7 +5,7 @@
     python scripts/baselines.py --run grpo ppo --seeds 0 1 2        trains on the embedded task again, then rebuilds
     python scripts/baselines.py --task sums --run grpo --seeds 0    trains SmolLM2-135M (scripts/smollm2_from_pypi.py)
     python scripts/baselines.py --task sums --run start             evaluates the initial model, in three wordings
-    python scripts/baselines.py --add runs/FOLDER                   takes a finished run as a baseline (--name)
+    python scripts/baselines.py --task sums --add runs/FOLDER       takes a finished run as a baseline (--name)
 
 A baseline is a task's recipe (RECIPES) and what a run changes in it (RUNS), or other commands (CONTROLS). Models that
 it needs and that are too large to commit are made first (MADE). Its CSV has the curve. Its JSON is the run.json,
@@ -147,8 +147,8 @@ STARTS = {"sums": SMOLLM2, "gcd": SMOLLM2, "functions": SMOLLM2, "maze": MAZE_ST
 MADE = {  # models and data that are too large to commit: the command that makes each
     SHUFFLED_TESTS: f"baselines/shuffled_tests.py {SHUFFLED_TESTS}",
     REVERSE_START: f"algos/sft.py --model {SMOLLM2} --dtype float32 --dataset reverse --steps 30 --learning-rate 5e-5 "
-    f"--output {REVERSE_START} --run-dir runs/reverse-sft",
-    SUMS_TEACHER: f"{SFT.format(100)} --output {SUMS_TEACHER} --run-dir runs/sums-sft --dataset sums",  # `sums`' sft
+    f"--output {REVERSE_START}",
+    SUMS_TEACHER: f"{SFT.format(100)} --output {SUMS_TEACHER} --dataset sums",  # the run `sft` of `sums`
 }
 WORDINGS = {  # task: how its problems are asked, and other ways to ask them
     "sums": ("Compute {}. Reply with the number only.", "What is {}?", "{} ="),
@@ -175,7 +175,7 @@ SAMPLES = 8  # responses to each held-out problem of these tasks
 
 @dataclasses.dataclass
 class Args:
-    task: str = "arithmetic"  # Task of --run and --flags: a key of RECIPES.
+    task: str = "arithmetic"  # Task of --run, --flags and --add: a key of RECIPES.
     run: tuple[str, ...] = ()  # Runs to train again: names of algorithms, or of controls (RUNS, CONTROLS, start).
     seeds: tuple[int, ...] = (0, 1, 2)
     add: tuple[str, ...] = ()  # Folders of runs to take as baselines.
@@ -213,18 +213,26 @@ def train(task: str, run: str, seed: int) -> None:
 
 
 def prepare(task: str, run: str) -> None:
-    """Make what a run names of MADE and what is not there."""
+    """Make the models and data of MADE that a run needs and that are missing."""
     named = [flags(task, run), *CONTROLS.get((task, run), [])]
     for folder, words in MADE.items():
         there = any((ROOT / made).is_file() for made in (folder, f"{folder}/model.safetensors"))
         if folder in " ".join(named).split() and not there:
-            subprocess.run([sys.executable, *words.split()], check=True, cwd=ROOT)
+            # A run directory that stayed after an interruption would be refused by each later try.
+            with tempfile.TemporaryDirectory() as run_dir:
+                run_directory = ["--run-dir", run_dir] if words.startswith("algos/") else []
+                subprocess.run([sys.executable, *words.split(), *run_directory], check=True, cwd=ROOT)
 
 
 def add(run_dir: Path, task: str, name: str) -> None:
-    """Keep the curve and run.json of a run, and evaluate its last checkpoint for the tasks of STARTS."""
+    """Keep the curve and run.json of a run, and evaluate its last checkpoint for the tasks of STARTS.
+
+    Raises BadInput for a run with other flags than this baseline's, or one that was stopped early.
+    """
     run = json.loads((run_dir / "run.json").read_text())
-    rows, trained = read_metrics(run_dir), folders.complete(run_dir)[-1] / "model"
+    rows = read_metrics(run_dir)
+    check_ran(run_dir, run, rows, task, name)
+    trained = folders.complete(run_dir)[-1] / "model"
     run["argv"] = command(task, name, run["seed"])
     run.pop("launcher", None)  # names a folder of this machine
     if (task, name) in OFFLINE:
@@ -241,6 +249,20 @@ def add(run_dir: Path, task: str, name: str) -> None:
     run["args"]["model"] = words[words.index("--model") + 1] if "--model" in words else "embedded"
     run["args"]["run_dir"] = ""
     keep(task, name, run, rows)
+
+
+def check_ran(run_dir: Path, run: dict, rows: list[dict], task: str, name: str) -> None:
+    """Raises BadInput if a run had another command than the baseline that it is to become, or did not end."""
+    ran = list(run["argv"])
+    for flag in ("--run-dir", "--output"):
+        if flag in ran:
+            place = ran.index(flag)
+            del ran[place : place + 2]
+    wanted = command(task, name, run["seed"])
+    if Path(ran[0]).name != Path(wanted[0]).name or sorted(ran[1:]) != sorted(wanted[1:]):
+        raise errors.BadInput(f"{run_dir} ran {' '.join(ran)}; the baseline {name} of {task} is {' '.join(wanted)}")
+    if (task, name) not in ENDED_BY_GUARD and rows[-1]["step"] != run["args"]["steps"]:
+        raise errors.BadInput(f"{run_dir} was stopped after step {rows[-1]['step']}; resume it first")
 
 
 def control(task: str, name: str, seed: int, folder: str) -> None:
@@ -282,6 +304,8 @@ def evaluate(task: str, model: Path | str, dataset: str = "", recipe: str = "") 
         [sys.executable, "scripts/evaluate.py", *words.split()], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     result = json.loads(said.stdout.splitlines()[-1])
+    if any(result["ungraded"].values()):
+        raise RuntimeError(f"{model}: responses that could not be graded: {result['ungraded']}")
     return {name: round(value, 4) for name, value in result.items() if isinstance(value, float)}
 
 
@@ -314,7 +338,8 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
 
 def described(task: str, run: str) -> list[dict]:
     """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed."""
-    found = [json.loads(path.read_text()) for path in sorted((BASELINES / task / run).glob("seed*.json"))]
+    files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
+    found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
     args = [{name: comparable(value) for name, value in flat(each["args"]).items()} for each in found]
     shared = set.intersection(*map(set, args)) - {"seed"}
     if any(each[name] != args[0][name] for each in args for name in shared):
@@ -322,12 +347,11 @@ def described(task: str, run: str) -> list[dict]:
     return found
 
 
-def sampled(task: str, run: str, seed: int, rows: list[dict]) -> list[int]:
-    """How many responses had been sampled at each row, those to dropped prompts included.
+def sampled(about: dict, rows: list[dict]) -> list[int]:
+    """How many responses had been sampled at each row of a run, those to dropped prompts included.
 
-    seed: place of the run among the committed ones, from 0.
+    about: its run.json.
     """
-    about = described(task, run)[seed]
     if "responses" in about:
         return [about["responses"] * (row["step"] > 0) for row in rows]
     args = about["args"]
@@ -342,40 +366,43 @@ def pages(task: str) -> list[Path]:
 
 def page_table(task: str, page: Path) -> str:
     """The table of a page. The README's is shorter."""
-    return table(task, best=page == ROOT / "README.md")
+    return table(task, short=page == ROOT / "README.md")
 
 
-def table(task: str, best: bool = False) -> str:
+def table(task: str, short: bool = False) -> str:
     """A line for each run: greedy accuracy before and after, for the tasks of STARTS samples as well, steps, time.
 
     A mean over three seeds or more is followed by half of its 95 % interval (mean_of).
-    best: the shorter table of the README, with one wording of the initial model, its best, and with the runs of FRONT
-    alone.
+    short: the table of the README, with one wording of the initial model, its best, and with the runs of FRONT alone.
     """
-    return "\n".join(table_lines(task, best))
+    return "\n".join(table_lines(task, short))
 
 
-def table_lines(task: str, best: bool) -> Iterator[str]:
+def table_lines(task: str, short: bool) -> Iterator[str]:
     sampled_too, plays = task in STARTS, task in arithmetic.WITH_ENVIRONMENT
-    more = f" mean@{SAMPLES} | pass@{SAMPLES} |" if sampled_too else ""
-    measured = {name: ".1%" for name in ("sampled", f"pass@{SAMPLES}")}
+    columns = ""  # that not every task has
+    forms = {}  # what evaluate() says of samples -> its format
+    if sampled_too:
+        columns += f" mean@{SAMPLES} | pass@{SAMPLES} |"
+        forms |= {"sampled": ".1%", f"pass@{SAMPLES}": ".1%"}
     if graded := "--reward" in RECIPES[task]:  # a score between right and wrong
-        more += " reward, greedy | reward, sampled |"  # of held-out answers
-        measured |= {"greedy_reward": ".3f", "sampled_reward": ".3f"}
-    more = " turns before | after, each seed |" if plays else more
-    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{more} steps | responses | minutes |"
+        columns += " reward, greedy | reward, sampled |"  # of held-out answers
+        forms |= {"greedy_reward": ".3f", "sampled_reward": ".3f"}
+    if plays:
+        columns += " turns before | after, each seed |"
+    yield f"| run | seeds | greedy accuracy before | after, each seed | mean |{columns} steps | responses | minutes |"
     yield "|---|---|---|---|---|---|---|---|" + "---|---|" * (sampled_too + plays + graded)
 
     def samples(*evaluations: dict) -> str:
         """Cells of what was sampled: means over the seeds, which have an evaluation each."""
-        cells = [mean_of([found[name] for found in evaluations], form) for name, form in measured.items()]
+        cells = [mean_of([found[name] for found in evaluations], form) for name, form in forms.items()]
         return "".join(f" {cell} |" for cell in cells)
 
     if sampled_too:
         initial = json.loads((BASELINES / task / "start.json").read_text())
         highest = max(found["greedy"] for found in initial.values())
         for wording, found in initial.items():
-            if best and found["greedy"] < highest:
+            if short and found["greedy"] < highest:
                 continue
             label = "start" if wording == "{}" else f'initial model, "{wording.format("...")}"'
             yield f"| {label} | | {found['greedy']:.1%} | | |{samples(found)} | | |"
@@ -385,20 +412,20 @@ def table_lines(task: str, best: bool) -> Iterator[str]:
         for rule, share in shares_of_rules().items() if task == "gcd" else []:
             yield f"| {rule} | | {share:.1%} | | | {share:.1%} | {share:.1%} | | | |"
     for run, seeds in curves(task).items():
-        if best and run not in FRONT.get(task, (run,)):
+        if short and run not in FRONT.get(task, (run,)):
             continue
         accuracies = [[row["eval/accuracy"] for row in rows if "eval/accuracy" in row] for rows in seeds]
         after = [values[-1] for values in accuracies]
         minutes = statistics.mean(sum(row.get("time/step", 0) for row in rows) for rows in seeds) / 60
-        responses = statistics.mean(sampled(task, run, seed, rows)[-1] for seed, rows in enumerate(seeds))
-        if sampled_too:
-            more = samples(*(each["evaluation"] for each in described(task, run)))
+        abouts = described(task, run)
+        responses = statistics.mean(sampled(about, rows)[-1] for about, rows in zip(abouts, seeds))
+        cells = samples(*(about["evaluation"] for about in abouts)) if sampled_too else ""
         if plays:
             turns = [[row["eval/turns"] for row in rows if "eval/turns" in row] or [1.0] for rows in seeds]
-            more = f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
+            cells += f" {turns[0][0]:.2f} | {', '.join(f'{values[-1]:.2f}' for values in turns)} |"
         yield (
             f"| `{run}` | {len(seeds)} | {statistics.mean(v[0] for v in accuracies):.1%} "
-            f"| {', '.join(f'{value:.1%}' for value in after)} | {mean_of(after, '.1%')} |{more} "
+            f"| {', '.join(f'{value:.1%}' for value in after)} | {mean_of(after, '.1%')} |{cells} "
             f"{int(seeds[0][-1]['step'])} | {round(responses):,} | {minutes:.1f} |"
         )
 
@@ -445,8 +472,8 @@ class Curve:
 def curve(task: str, run: str, seeds: list[list[dict]]) -> Curve:
     column, _ = PICTURED.get(task, ACCURACY)
     known = [
-        [(x, row[column]) for x, row in zip(sampled(task, run, seed, rows), rows) if column in row]
-        for seed, rows in enumerate(seeds)
+        [(x, row[column]) for x, row in zip(sampled(about, rows), rows) if column in row]
+        for about, rows in zip(described(task, run), seeds)
     ]
     evaluations = [list(zip(*points)) for points in zip(*known)]
     return Curve(
@@ -524,6 +551,8 @@ def check_names(args: Args) -> None:
         raise errors.BadInput(
             f"--run start: is for {', '.join(STARTS)}; --task {args.task} starts from a committed model"
         )
+    if "grpo-avx2" in args.run:
+        raise errors.BadInput("--run grpo-avx2: it is grpo on a CPU without AVX-512; baselines/README.md says how")
     special = {name for task, name in (*RUNS, *OFFLINE, *CONTROLS) if task == args.task}
     algorithms = {file.stem for file in (ROOT / "algos").glob("[!_]*.py")}
     committed = {file.parent.name for file in (BASELINES / args.task).glob("*/seed*.csv")}
@@ -537,7 +566,7 @@ def check_names(args: Args) -> None:
 def main(args: Args) -> None:
     check_names(args)
     if args.flags:
-        print(flags(args.task, args.flags))
+        print("\n".join(CONTROLS.get((args.task, args.flags), [flags(args.task, args.flags)])))
         return
     for run in args.run:
         prepare(args.task, run)
@@ -547,8 +576,7 @@ def main(args: Args) -> None:
             train(args.task, run, seed)
     for folder in map(Path.resolve, map(Path, args.add)):  # other scripts run in ROOT
         run = json.loads((folder / "run.json").read_text())
-        name = args.name or run["algorithm"]
-        add(folder, args.task if (args.task, name) in OFFLINE else run["args"]["dataset"][0], name)
+        add(folder, args.task, args.name or run["algorithm"])
     for task in [task for task in RECIPES if (BASELINES / task).is_dir() and curves(task)]:
         print(f"{task}\n{table(task)}")
         if args.run or args.add or args.rebuild:

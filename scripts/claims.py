@@ -16,6 +16,7 @@ last checkpoint does on the held-out problems: greedy, sampled (mean@8) and pass
 import dataclasses
 import itertools
 import json
+import os
 import random
 import shutil
 import statistics
@@ -80,8 +81,8 @@ class Arm:
     """One way to train."""
 
     algorithm: str = "grpo"  # algos/ALGORITHM.py
-    variant: str = ""  # of docs/variants.md; its page names the file that it changes
-    flags: str = ""  # beyond those of TASKS
+    variant: str = ""  # a name in docs/variants.md, which also says what file it changes; "": the file as it is
+    flags: str = ""  # after those of TASKS: of a flag that is given twice, the last one counts
 
     def text(self) -> str:
         """As a table shows it: the file or the variant, and the flags."""
@@ -174,7 +175,7 @@ class Claim:
     arm: str
     control: str  # "" where the measure is itself a difference
     measure: str
-    expected: Literal["more", "less", "equal"]  # the arm's measure, minus the control's, as the paper has it
+    expected: Literal["more", "less", "equal"]  # what the paper expects of the arm, compared with the control
     margin: float  # the smallest difference that would matter, in the measure's own unit
     task: str = "arithmetic"
 
@@ -214,7 +215,7 @@ CLAIMS = {
 
 @dataclasses.dataclass
 class Args:
-    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat; "embedded" and "sums" are all of such tasks.
+    rows: tyro.conf.Positional[tuple[str, ...]] = ()  # Claims to repeat. "sums": all on it. "embedded": all others.
     seeds: tuple[int, ...] = ()  # Default: 0 to 4, and 0 to 2 for sums.
     jobs: int = 1  # Runs at a time, each on a core of its own.
     folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
@@ -331,7 +332,8 @@ def make_reversal() -> None:
     words = f"algos/sft.py --dataset {REVERSAL}/demonstrations.jsonl --steps 60 --output {REVERSAL}/start"
     # A run directory that stayed after an interruption would be refused by each later try.
     with tempfile.TemporaryDirectory() as run_dir:
-        subprocess.run([sys.executable, *words.split(), "--run-dir", run_dir], check=True, cwd=ROOT)
+        words = [sys.executable, *words.split(), "--run-dir", run_dir]
+        subprocess.run(words, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})  # as all runs here
 
 
 def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
@@ -369,7 +371,7 @@ def difference(claim: Claim, arm: dict[int, float], control: dict[int, float]) -
 def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> float:
     """One-sided p-value against a gain of at least the margin: small if the difference falls clearly short of it.
 
-    Student's, for a claim that expects more or less.
+    Student's. The claim expects "more" or "less".
     """
     sign = -1 if claim.expected == "less" else 1
     beyond = difference(claim, {seed: value - sign * claim.margin for seed, value in arm.items()}, control)
@@ -378,8 +380,9 @@ def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) 
 
 
 def verdict(claim: Claim, estimate: study.Estimate | None, seeds: int) -> str:
-    """The rule that was fixed before the runs. It waits for all SEEDS, so nobody can stop when the answer pleases.
+    """The rule that was fixed before the runs. That it waits for all SEEDS was added when only seed 0 had run.
 
+    So nobody can stop when the answer pleases.
     "more": confirmed if the whole interval is above 0, refuted here if it is below the margin, that is, if the gain is
     smaller than what would matter. "less" is the mirror image. "equal": confirmed if the whole interval is within the
     margin on both sides, otherwise refuted here if it excludes 0. All others are unresolved.
@@ -401,7 +404,7 @@ def verdict(claim: Claim, estimate: study.Estimate | None, seeds: int) -> str:
 
 
 def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS), *, unfinished: bool = True) -> str:
-    """unfinished: also the numbers of rows that are missing seeds. On the page they would be read as results."""
+    """unfinished: show the numbers of rows that are missing seeds, too. On the page they would pass for results."""
     return "\n".join(table_lines(folder, names, unfinished))
 
 
@@ -440,8 +443,8 @@ def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Itera
 def summary(folder: Path) -> str:
     """How many verdicts there are of each kind, and which of them remain if all rows are tested together."""
     verdicts: list[str] = []
-    p_values: dict[str, float] = {}  # that the difference is 0
-    short_of_margin: dict[str, float] = {}  # that the difference reaches the margin
+    p_values: dict[str, float] = {}  # of the hypothesis that the difference is 0
+    short_of_margin: dict[str, float] = {}  # of the hypothesis that it reaches the margin
     excluding = []  # rows whose own interval excludes 0
     for name, claim in CLAIMS.items():
         arm, control = compared(folder, claim, MEASURES[claim.measure])
@@ -455,16 +458,16 @@ def summary(folder: Path) -> str:
         if estimate.excludes_zero:
             excluding.append(name)
     remaining = [f"[{name}](#{name})" for name in study.holm(p_values)]
-    refuted = [f"[{name}](#{name})" for name in study.holm(short_of_margin, level=0.025)]
+    falling_short = [f"[{name}](#{name})" for name in study.holm(short_of_margin, level=0.025)]
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
     return (
         f"{len(verdicts)} of {len(CLAIMS)} rows have a verdict: {counts}.\n"
         f"Taken one by one, {len(excluding)} of these {len(verdicts)} intervals exclude 0.\n"
         f"Tested together, with Holm's correction at 5 %, {len(remaining)} of these differences remain: "
         f"{', '.join(remaining) or 'none'}.\n"
-        f"Tested together against their margins (Holm, one-sided, 2.5 %), {len(refuted)} of the "
+        f"Tested together against their margins (Holm, one-sided, 2.5 %), {len(falling_short)} of the "
         f"{len(short_of_margin)} rows that expect an increase or a decrease fall short of it: "
-        f"{', '.join(refuted) or 'none'}."
+        f"{', '.join(falling_short) or 'none'}."
     )
 
 
@@ -524,12 +527,18 @@ def cells(rows: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
 
 def main(args: Args) -> None:
     rows = check_rows(args.rows)
-    study.check_jobs(args.jobs)
+    failed = repeat(rows, args) if rows else 0
     if args.rebuild:
         rebuild()
     if not rows:
         print(table(COMMITTED))
-        return
+    if failed:
+        sys.exit(f"error: {failed} runs failed; the same command repeats them")
+
+
+def repeat(rows: tuple[str, ...], args: Args) -> int:
+    """Run what is missing of some claims, and print their table. Returns how many runs have failed."""
+    study.check_jobs(args.jobs)
     folder = (ROOT / args.folder).resolve()
     missing = [cell for cell in cells(rows, args.seeds) if not cell.file(folder).is_file()]
     if any(cell.arm == "one-problem" for cell in missing):
@@ -538,8 +547,7 @@ def main(args: Args) -> None:
         make_reversal()
     failed = study.run_all(missing, lambda cell: run(cell, folder), args.jobs)
     print(table(folder, rows))
-    if failed:
-        sys.exit(f"error: {failed} of {len(missing)} runs failed; the same command repeats them")
+    return failed
 
 
 if __name__ == "__main__":

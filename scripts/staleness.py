@@ -325,10 +325,27 @@ def draw(folder: Path, task: str) -> None:
     pictures.save(axes[0].figure, folder / task / "accuracy.svg")
 
 
+def remaining(folder: Path, task: str) -> str:
+    """What remains of the table's differences if all of them are tested together."""
+    runs = read_runs(folder, task)
+    differences = {}
+    for (correction, k), seeds in sorted(runs.items()):
+        if k:
+            differences[f"`{correction}` k = {k} minus k = 0"] = minus(seeds, runs.get((correction, 0), {}))
+        if correction != "none":
+            differences[f"`{correction}` minus none at k = {k}"] = minus(seeds, runs.get(("none", k), {}))
+    p_values = {name: difference.p for name, difference in differences.items() if difference is not None}
+    kept = study.holm(p_values)
+    return (
+        f"Tested together, with Holm's correction at 5 %, {len(kept)} of these {len(p_values)} differences remain: "
+        f"{'; '.join(kept) or 'none'}."
+    )
+
+
 def block(folder: Path, task: str) -> str:
-    """The table, and below it the figure."""
+    """The table, what remains of it, and below it the figure."""
     figure = f"![accuracy against staleness, a panel for each correction]({task}/accuracy.svg)"
-    return f"{table(folder, task)}\n\n{figure}"
+    return f"{table(folder, task)}\n\n{remaining(folder, task)}\n\n{figure}"
 
 
 def rebuild(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What studies share: many runs that differ in one thing and in their seeds, and the statistics over the seeds.
 
-scripts/staleness.py and scripts/claims.py are studies. A run has one thread and one core, and repeats bit for bit.
+scripts/staleness.py and scripts/claims.py are studies. A run has one thread and one core, and repeats bit for bit on
+the same kind of processor.
 
 The unit of all intervals is the seed. They are Student's, of the mean over the seeds and of the mean difference of the
 same seeds. The functions of common/run/estimates.py that say how certain an accuracy is have problems as their unit.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import errors
+from common.cores import usable_cores
 from common.preflight.run_directory import read_metrics
 from common.run import estimates
 
@@ -32,7 +34,7 @@ COLLAPSES = ("non-finite", "all-truncated", "no-signal")  # errors that are a re
 
 @dataclasses.dataclass
 class Estimate:
-    """A mean over seeds, its 95 % interval, and how likely chance alone is so far from 0. All NaN with one seed."""
+    """A mean over seeds, its 95 % interval, and the p-value of a mean of 0. Without an interval these are NaN."""
 
     mean: float
     low: float = math.nan
@@ -55,12 +57,11 @@ class Estimate:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Student's interval of the mean."""
+    """Student's interval of the mean. There is none for one seed, nor for equal seeds: they don't make a mean exact."""
     mean = statistics.mean(values)
-    degrees = len(values) - 1
-    if degrees < 1:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    if deviation < 1e-9:  # differences of equal shares may differ by rounding
         return Estimate(mean)
-    deviation = statistics.stdev(values)
     half = half_width(deviation, len(values))
     return Estimate(mean, mean - half, mean + half, p_value(mean, deviation, len(values)))
 
@@ -73,10 +74,9 @@ def half_width(deviation: float, count: int) -> float:
 def p_value(mean: float, deviation: float, count: int) -> float:
     """How likely a mean of `count` values, two or more, is at least so far from 0 by chance: Student's, two-sided.
 
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    deviation: their standard deviation, above 0. Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
+    26.7.4.
     """
-    if deviation == 0:
-        return float(mean == 0)
     degrees = count - 1
     angle = math.atan(abs(mean) / deviation * math.sqrt(count / degrees))  # tan(angle) = t / sqrt(degrees)
     is_odd = degrees % 2
@@ -92,10 +92,14 @@ def p_value(mean: float, deviation: float, count: int) -> float:
 
 
 def holm(p_values: dict[str, float], level: float = 0.05) -> list[str]:
-    """Names of the tests that remain significant when all count together, the surest first (Holm 1979)."""
+    """Names of the tests that remain significant when all count together, the surest first (Holm 1979).
+
+    A p-value of NaN counts as a test that shows nothing.
+    """
+    known = {name: p for name, p in p_values.items() if not math.isnan(p)}
     kept = []
-    for name in sorted(p_values, key=p_values.get):
-        if not p_values[name] <= level / (len(p_values) - len(kept)):  # also if it is NaN
+    for name in sorted(known, key=known.get):
+        if known[name] > level / (len(p_values) - len(kept)):
             break
         kept.append(name)
     return kept
@@ -151,26 +155,32 @@ def result(run_dir: Path, exit_code: int, printed: str) -> tuple[list[dict], dic
     about = json.loads((run_dir / "run.json").read_text())
     if not ended_by and rows[-1]["step"] != about["args"]["steps"]:
         raise RuntimeError(f"it was stopped after step {rows[-1]['step']}")
-    kept = {name: about[name] for name in ("commit", "uncommitted_changes", "versions", "hardware")}
+    # "code" has the checksums of the files that ran: of a variant's copy and of a reward's file, too.
+    kept = {name: about.get(name) for name in ("commit", "uncommitted_changes", "code", "versions", "hardware")}
     return rows, kept | {"ended_by": ended_by}
 
 
 def write_run(file: Path, rows: list[dict], about: dict, columns: Sequence[str]) -> None:
-    """Write the JSON and the CSV of a run. The CSV comes last, whole or not at all: it says that the run is done."""
+    """Write the JSON and the CSV of a run, which may replace an earlier one.
+
+    Both get their names only when both are whole. The CSV comes last: it says that the run is done.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-    unfinished = file.with_suffix(".unfinished")
-    with open(unfinished, "w", newline="") as out:
+    new_about = file.with_suffix(".json.unfinished")
+    new_about.write_text(json.dumps(about, indent=2) + "\n")
+    new_rows = file.with_suffix(".csv.unfinished")
+    with open(new_rows, "w", newline="") as out:
         writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{value:.6g}" for name, value in row.items()})
-    unfinished.replace(file)
+    new_about.replace(file.with_suffix(".json"))
+    new_rows.replace(file)
 
 
 def check_jobs(jobs: int) -> None:
     """Raises BadInput if not every job can have a core of its own."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     if not 0 < jobs <= cores:
         raise errors.BadInput(f"--jobs {jobs}: each has a core of its own; use 1 to {cores}")
 
@@ -182,7 +192,7 @@ def run_all(cells: Sequence[Any], run: Callable[[Any], str], jobs: int) -> int:
     that ends nothing. Returns how many have failed.
     """
     cores: queue.Queue[int] = queue.Queue()
-    for core in sorted(os.sched_getaffinity(0))[:jobs]:
+    for core in usable_cores()[:jobs]:
         cores.put(core)
 
     def failed_run(work: tuple[int, Any]) -> bool:

@@ -164,7 +164,7 @@ def accuracies(rows: Rows, evaluated: dict[int, list[Outcome]]) -> str:
         if changes:
             notes.append(gain(changes))
     elif compared and compared[0]:
-        low, high = estimates.interval(np.array([float(outcome.solved) for outcome in compared[0]]))
+        low, high = estimates.interval(np.array([outcome.acc for outcome in compared[0]]))
         notes.append(f"95% interval {low:.1%} to {high:.1%}, {len(compared[0])} problems")
     return f"<div class='card main'><b>{values}</b>{title}<br><small>{''.join(notes)}</small></div>"
 
@@ -175,8 +175,8 @@ def at_steps(first: int, last: int) -> str:
 
 def gain(changes: list[Change]) -> str:
     """The difference of two evaluations and the accuracy after, with their 95 % confidence intervals."""
-    before = np.array([float(change.before.solved) for change in changes])
-    after = np.array([float(change.after.solved) for change in changes])
+    before = np.array([change.before.acc for change in changes])
+    after = np.array([change.after.acc for change in changes])
     low, high = estimates.difference(after, before)
     change = 100 * (after.mean() - before.mean())
     after_low, after_high = estimates.interval(after)

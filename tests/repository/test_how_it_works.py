@@ -145,9 +145,10 @@ def test_a_run_of_a_seed_is_compared_with_the_control_of_that_seed(tmp_path, mon
     text = walkthrough.learned("noise", tmp_path)
     assert "1 seed:" in text and "is 70.0%. The control has 80.0%." in text
     assert walkthrough.learned_difference("noise", tmp_path) == "-10.0 (1 seed)"
-    write(tmp_path / "learning/noise/seed2.csv", 0.6)
+    write(tmp_path / "learning/noise/seed2.csv", 0.64)
     text = walkthrough.learned("noise", tmp_path)
-    assert "70.0%, 60.0%. The control has 80.0%, 70.0%. The difference is -10.0 [-10.0, -10.0] points." in text
+    # -10 and -6: Student's quantile for two seeds is 12.706, so half of the interval is 12.706 x 2.
+    assert "70.0%, 64.0%. The control has 80.0%, 70.0%. The difference is -8.0 [-33.4, 17.4] points." in text
 
 
 def test_half_an_interval_is_students():
