@@ -66,7 +66,7 @@ EMBEDDED = flags.EMBEDDED | {"steps": 60, "learning_rate": 1.5e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """(N,) -> (N,): rewards minus their group's mean. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is not 0.7.
+    `constant` compares the rewards themselves, because in float32 the mean of sixteen rewards of 0.7 is not 0.7.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -182,7 +182,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):

@@ -8,8 +8,8 @@ L is minimised. R is `batch.scores`. S is the `denominator`: the number of grade
 mini-batch, on all ranks, including those with advantage 0. Micro-batches, packing and the number of ranks therefore do
 not change the gradient. std is the sample standard deviation (G - 1). w_it is 1 unless --tis-cap is set (see below).
 
-A rank has B prompts and N = B G rows, one for each response; row i answers prompt i // G. T is the longest response in
-tokens, n the number of rows in a micro-batch. A token has up to four log-probs:
+A rank has B prompts and N = B G rows, one for each response; row i answers prompt i // G. |o_i| is the length of
+response i in tokens, T that of the longest, n the number of rows in a micro-batch. A token has up to four log-probs:
     rollout_logprobs  from the engine that sampled it
     old_logprobs      from the trainer, with its weights before the updates of this step
     logprobs          from the trainer, with the weights that are being updated
@@ -77,7 +77,8 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, making |A| 0.06.
+    `constant` compares the rewards themselves, because rounding leaves the centred ones off 0: in float32 the mean of
+    sixteen rewards of 0.7 is off by 6e-8, which would make |A| 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -103,7 +104,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: graded responses of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0. Without ref_logprobs there is no KL term.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -195,7 +196,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):

@@ -69,7 +69,8 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, making |A| 0.06.
+    `constant` compares the rewards themselves, because rounding leaves the centred ones off 0: in float32 the mean of
+    sixteen rewards of 0.7 is off by 6e-8, which would make |A| 0.06.
     """
     groups = rewards.view(-1, group_size)  # (B, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -195,7 +196,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):

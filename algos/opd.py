@@ -115,8 +115,8 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 def vocabulary_loss(divergences, response_mask, *, denominator: float) -> torch.Tensor:
     """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`.
 
-    A divergence is exact over the next token, so it needs no ratio. That older weights may have sampled the tokens
-    before it is ignored. denominator: the same as in policy_loss.
+    A divergence sums over all possible next tokens, so no sampled token needs a ratio. Older weights may have sampled
+    the tokens before this one, which the loss ignores. denominator: the same as in policy_loss.
     """
     return torch.where(response_mask.bool(), divergences, 0.0).sum() / denominator
 
@@ -136,7 +136,9 @@ def check_args(args: Args) -> None:
     if not args.teacher:
         raise errors.BadInput("--teacher: name a model to learn from")
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary; it weighs sampled tokens, and this loss has all")
+        raise errors.BadInput(
+            "--tis-cap: leave out --full-vocabulary; the loss over the whole vocabulary has no sampled token to weigh"
+        )
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -184,7 +186,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -240,7 +242,7 @@ def main(args: Args) -> None:
                 for micro in mini_batch.micro_batches:
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
-                        divergences, _, entropy = distillation.divergences(
+                        divergences, entropy = distillation.divergences(
                             policy,
                             teacher,
                             micro,
@@ -252,7 +254,8 @@ def main(args: Args) -> None:
                             denominator=denominator,
                         )
                         clipped = 0
-                        # rollouts/ and the report show minus the KL for A: it is the mean of A over the vocabulary.
+                        # This loss has no A. rollouts/ and the report show -KL for it: the policy's mean of
+                        # log q - log p. It is measured while the weights change, and the last epoch's value stays.
                         advantages[micro.rows] = torch.where(
                             micro.response_mask, -divergences.detach(), advantages[micro.rows]
                         )
@@ -302,7 +305,7 @@ def main(args: Args) -> None:
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does
+            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does that
 
         with tracker.time("sync"):
             weight_sync.push(policy, engine)  # the engine wakes with the new weights

@@ -278,7 +278,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -340,7 +340,7 @@ def main(args: Args) -> None:
             lam=1.0 if warming_up else args.critic_lam,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # If all advantages are 0 the policy keeps its weights. A zero gradient would not do: Adam has momentum.
+        # If all advantages are 0, skip the policy's updates: Adam's momentum would move it even without a gradient.
         learns = world.max(advantages.abs().max()) > 0
         explained = explained_variance(old_values, returns, batch.response_mask, total=world.sum)
         tracker.mean("critic/explained_variance", explained)

@@ -1,27 +1,36 @@
 """PRIME -- Process reinforcement through implicit rewards (arXiv:2502.01456, eq. 3-5; implicit PRM arXiv:2412.01981).
 
     r_t   = beta (log phi(y_t) - log ref(y_t))           process reward of a token, from outcome labels alone
-    L_phi = BCE(sigmoid(sum_t r_t), correct)             mean over sequences; phi learns from a batch, then rewards it
-    p_t   = r_t - mean over the G - 1 others of their mean r;   u = correct - mean of the others' correct
+    L_phi = BCE(sigmoid(sum_t r_t), correct)             mean over responses; phi learns from a batch, then rewards it
+    r'_t  = r_t / (M + 1e-6)                             M: the largest |sum_{s>=t} r_s| of the step, on all ranks
+    p_t   = r'_t - mean over the G - 1 others of their mean r';   u = correct - mean of the others' correct
     A_t   = c_process sum_{s>=t} p_s + c_outcome u,      whitened over all response tokens of the step
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip, 1 + clip)) / sum_it m_it
 
-phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. In the
-line of p_t, r is scaled: divided by the largest |sum_{s>=t} r_s| of the step on all ranks. Otherwise it would be tiny
-beside the outcome. c_outcome is 1, because only the ratio of the two survives the whitening. `correct` is 1 if the
-first --reward calls a response right. Prompts are drawn until --prompts-per-step of them have a share of right
-responses within --accuracy-range.
+phi, the implicit process reward model, is a language model that starts as the policy; ref is the frozen start. Without
+the division by M, r would be tiny beside the outcome. c_outcome is 1, because only the ratio of the two survives the
+whitening. sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Prompts are
+drawn until --prompts-per-step of them have a share of right responses within --accuracy-range.
+
+`correct` is 1 if the first --reward gives a response an acc above 0, or a score above 0 if that reward has no acc. So
+use a reward that knows right and wrong: with a dense score, nearly all responses would be right.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
-Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter.
+Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter; no
+KL term in the reward; one pass over a rollout; one --clip for both sides.
 
-Differs from the authors' code: phi learns from a batch before it rewards it, where their script takes the rewards from
-the forward of that update; the baseline is the paper's, to which their code adds (r_t - its response's mean r) /
-(G - 1); the largest |sum| is that of all ranks, not of one; phi's gradients are clipped to --max-grad-norm, where their
-script has 10; prompts of surplus groups are dropped, where their code samples them again. As in their code, and not in
-the paper's equations: the scale of r, and the whitening.
+Differs from the paper:
+- phi learns from a batch before it rewards it ("double-forward"). By default the paper takes the rewards first.
+- M and the whitening are those of the authors' code. The paper's equations have neither.
+
+Differs from the authors' code:
+- phi's order, as above: their script takes the rewards from the forward of phi's update.
+- p_t is the paper's. Their code adds (r'_t - its response's mean r') / (G - 1) to it.
+- M is that of all ranks, not of one.
+- phi's gradients are clipped to --max-grad-norm. Their script has 10.
+- Prompts of surplus groups are dropped. Their code samples them again.
 
 Run:    python algos/prime.py                                           (embedded arithmetic, 4 minutes on two cores)
         torchrun --nproc-per-node 8 algos/prime.py --model PRIME-RL/Eurus-2-7B-SFT --dataset math --reward math
@@ -63,7 +72,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip: ranges.PositiveFraction = 0.2  # epsilon: the ratio is clipped at 1 - clip and 1 + clip.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     accuracy_range: tuple[ranges.Fraction, ranges.Fraction] = (0.2, 0.8)
-    """Prompts are dropped if their share of right responses is outside this range (bounds included)."""
+    """A prompt stays if its share of right responses is within this range, bounds included."""
     beta: PositiveFloat = 0.05  # Scale of the process reward.
     c_process: NonNegativeFloat = 1.0  # Weight of the process rewards. The weight of the outcome is 1.
     # optimization
@@ -91,12 +100,15 @@ EMBEDDED = flags.EMBEDDED | {
 def implicit_rewards(
     prm_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response_mask: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """(N, T): process rewards beta (log phi - log ref), 0 outside the mask."""
+    """(N, T) or (n, T): process rewards beta (log phi - log ref), 0 outside the mask."""
     return beta * torch.where(response_mask.bool(), prm_logprobs - ref_logprobs, 0.0)
 
 
 def prm_loss(prm_logprobs, ref_logprobs, response_mask, beta: float, correct) -> torch.Tensor:
-    """(n,): cross entropy of sigmoid(sum of process rewards) against correct (n,), 0 or 1; 0 for a dummy."""
+    """(n,): cross entropy of sigmoid(sum of process rewards) against correct (n,), 0 or 1.
+
+    0 for a row without response tokens, as in a dummy micro-batch.
+    """
     scores = implicit_rewards(prm_logprobs, ref_logprobs, response_mask, beta).sum(1)
     loss = F.binary_cross_entropy_with_logits(scores, correct.to(scores.dtype), reduction="none")
     return loss * response_mask.bool().any(1)
@@ -127,13 +139,13 @@ def compute_advantages(
 
     def others(x: torch.Tensor) -> torch.Tensor:
         """(N,) -> (N,): mean over the other G - 1 responses in the group."""
-        groups = x.view(-1, group_size)
+        groups = x.view(-1, group_size)  # (B, G)
         return ((groups.sum(1, keepdim=True) - groups) / (group_size - 1)).view(-1)
 
     process = torch.where(response_mask, process_rewards - others(means)[:, None], 0.0)
     outcome = (correct - others(correct))[:, None]  # (N, 1)
-    advantages = c_process * process.flip(1).cumsum(1).flip(1) + c_outcome * outcome
-    return torch.where(response_mask, advantages, 0.0)
+    process_to_go = process.flip(1).cumsum(1).flip(1)  # (N, T) sum over s >= t
+    return torch.where(response_mask, c_process * process_to_go + c_outcome * outcome, 0.0)
 
 
 def whiten(advantages: torch.Tensor, response_mask: torch.Tensor, total: Callable = float) -> torch.Tensor:
@@ -156,7 +168,7 @@ def keep_groups(correct: torch.Tensor, min_accuracy: float, max_accuracy: float)
     """(B, G) bool -> (B,) bool: groups whose share of right responses is within the bounds, bounds included."""
     right = correct.sum(dim=1)  # (B,)
     group_size = correct.shape[1]
-    # 1e-9: as floats, 0.1 * 10 may be a little more or less than 1, but it has to count as 1.
+    # 1e-9: a product may be off by rounding. 0.28 * 25 is 7.000000000000001, which ceil() would make 8.
     fewest = math.ceil(min_accuracy * group_size - 1e-9)
     most = math.floor(max_accuracy * group_size + 1e-9)
     return (right >= fewest) & (right <= most)
@@ -229,9 +241,9 @@ def check_args(args: Args) -> None:
     low, high = args.accuracy_range
     if low > high:
         raise errors.BadInput(f"--accuracy-range {low} {high}: the first is larger than the second")
-    counts = torch.arange(args.group_size + 1)[:, None]  # 0 ... G right responses
-    possible = torch.arange(args.group_size) < counts  # (G + 1, G) a group for each count
-    if not keep_groups(possible, low, high).any():
+    # One group for each number of right responses: row k has k of them, for k = 0 ... G.
+    groups = torch.arange(args.group_size) < torch.arange(args.group_size + 1)[:, None]  # (G + 1, G) bool
+    if not keep_groups(groups, low, high).any():
         raise errors.BadInput(f"--accuracy-range {low} {high}: no share of {args.group_size} responses is within it")
     if args.layout.max_inflight_batches > 1 and not args.tis_cap:
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
@@ -250,7 +262,10 @@ def main(args: Args) -> None:
     further = list(settings.reward.weights)[1:]
     unused = [name for name in further if settings.reward.weights[name]]
     if unused:
-        raise errors.BadInput(f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong")
+        raise errors.BadInput(
+            f"--reward {' '.join(unused)}: PRIME uses only the first reward, for right or wrong; give the others a "
+            "weight of 0 (NAME=0)"
+        )
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
@@ -297,7 +312,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
 
         def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
@@ -377,6 +392,7 @@ def main(args: Args) -> None:
             response_mask=batch.response_mask,
             beta=args.beta,
         )  # (N, T)
+        # This scales up noise, too: in the first steps phi hardly differs from ref, and prm/pair_accuracy is near 0.5.
         process_rewards = normalize(process_rewards, batch.response_mask, world.max)  # (N, T)
         advantages = compute_advantages(
             process_rewards=process_rewards,
@@ -386,7 +402,7 @@ def main(args: Args) -> None:
             c_process=args.c_process,
         )  # (N, T)
         advantages = whiten(advantages=advantages, response_mask=batch.response_mask, total=world.sum)  # (N, T)
-        # If all advantages are 0 the policy keeps its weights. A zero gradient would not do: Adam has momentum.
+        # If all advantages are 0, skip the policy's updates: Adam's momentum would move it even without a gradient.
         learns = world.max(advantages.abs().max()) > 0
 
         with tracker.time("update"):

@@ -6,13 +6,13 @@ right response of the group, or the reference answer (--hint).
 
     p_it  = policy(. | prompt_i, y_i,<t)                 the student's distribution, which has the gradient
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
-    L     = sum_it h_i m_it sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
+    L     = sum_it h_i sum_v p_it(v) (log p_it(v) - log q_it(v)) / sum_it h_i m_it
 
-or, with --no-full-vocabulary, from the sampled tokens. In the first update this estimates the same gradient:
+or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first update its mean gradient is the same:
 
-    A_it  = teacher_it - old_it            log-probs of the sampled token: -A_it estimates the reverse KL to the teacher
+    A_it  = log q_it(y_it) - old_it        of the sampled token y_it: -A_it estimates the reverse KL to the teacher
     ratio = exp(logprobs - old_logprobs)
-    L     = sum_it h_i m_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
+    L     = sum_it h_i max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it h_i m_it
 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
 optimizer mini-batch, on all ranks, of the responses that have a hint. A response without one has no teacher and no
@@ -20,6 +20,9 @@ loss, and counts in no denominator. With --hint peer the hint is another right r
 response has none. With --hint answer it is the reference answer of the prompt, if there is one. A response has no hint
 if it was not graded, if prompt, hint and response together do not fit into the model, or if the hint spells a control
 token such as <|im_end|>.
+
+A response is right if the first --reward gives it an acc above 0, or a score above 0 if that reward has no acc. So use
+a reward that knows right and wrong: with a dense score, nearly all responses would be right.
 
 L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
 
@@ -31,16 +34,19 @@ mini-batch (with --no-full-vocabulary those from before the step). With 0 it is 
 Differs from opd.py: the teacher's weights and its prompt; which responses have a teacher; the whole vocabulary by
 default.
 
-Differs from the paper, which has two recipes (table 12). Without feedback: Jensen-Shannon divergence, a teacher rate of
-0.05, a learning rate of 1e-5, one update a rollout. With feedback: reverse KL, 0.01, 1e-6, an update for each question.
-The defaults here mix the two. Missing are a teacher within a trust region (eq. 10), the mixture with GRPO's advantages
-(eq. 3), an environment's feedback in the hint, and a lone right response that is its own hint (table 2; the authors'
-code can do that, but their scripts turn it off).
+Differs from the paper, which has two recipes (table 12). The defaults here mix them:
+- without feedback: Jensen-Shannon divergence, a teacher rate of 0.05, a learning rate of 1e-5, one update a rollout
+- with feedback: reverse KL, a teacher rate of 0.01, a learning rate of 1e-6, one update a question
+Four things of the paper are not here: a teacher within a trust region (eq. 10), GRPO's advantages mixed in (eq. 3), an
+environment's feedback in the hint, and a lone right response as its own hint (table 2; the authors' scripts turn that
+off). --hint answer is not in the paper. It is close to OPSD (arXiv:2601.18734), whose teacher reads a written solution.
 
-Differs from the authors' code: the exact divergence over the vocabulary, where that code takes the student's top 20 or
-100 tokens and a tail; a mean over tokens that have a teacher, where that code's is over responses, and counts those
-without a teacher as 0; no importance weights with the whole vocabulary; with sampled tokens PPO's clip, where that code
-follows the current student; a peer's thinking stays in the hint, where that code removes it.
+Differs from the authors' code:
+- The divergence is exact. Theirs takes the student's top 20 or 100 tokens, and a tail.
+- The mean is over the tokens that have a teacher. Theirs is over responses, and one without a teacher counts as 0.
+- There are no importance weights with the whole vocabulary. Theirs go up to 2.
+- With sampled tokens there is PPO's clip. Their advantage is computed again from the current student.
+- A peer's thinking stays in the hint. Theirs is removed.
 
 Run:    python algos/sdpo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/sdpo.py --model Qwen/Qwen2.5-7B-Instruct
@@ -80,9 +86,9 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     hint: Literal["peer", "answer"] = "peer"
-    """What the teacher sees: another right response of the group, or the reference answer of the row."""
+    """What the teacher sees: another right response of the group, or the row's answer (then see --hint-template)."""
     hint_template: str = "{prompt}\n\nThis is a right solution:\n\n{hint}\n\nNow solve the problem yourself."
-    """What the user says to the teacher, with {prompt} and {hint}."""
+    """What the user says to the teacher, with {prompt} and {hint}. For --hint answer, call the hint an answer."""
     teacher_rate: ranges.Fraction = 0.05
     """Share by which the teacher's weights move towards the policy's after each step. 1: the teacher is the policy."""
     full_vocabulary: bool = True  # Compare the whole distribution at each token, not only the sampled token.
@@ -100,12 +106,12 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
 EMBEDDED = flags.EMBEDDED | {
     "steps": 60,
     "learning_rate": 3e-4,
-    "hint_template": "{prompt}{hint}\n{prompt}",
+    "hint_template": "{prompt}{hint}\n{prompt}",  # as the start has learned it: 47+38=SOLUTION, a new line, 47+38=
 }
 
 
 def right_peers(correct: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(N,) -> (N,) int64: for each response the row of the first other right one of its group, -1 if there is none.
+    """(N,) -> (N,) int64: for each response, the row of the first right one of its group but itself, or else -1.
 
     correct: 1 for a right response, otherwise 0. Rows are group-major: each group is `group_size` consecutive rows.
     """
@@ -179,8 +185,8 @@ def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -
 def vocabulary_loss(divergences, response_mask, *, denominator: float) -> torch.Tensor:
     """Scalar: the sum of the given rows' divergences (n, T), one for each token, divided by `denominator`.
 
-    A divergence is exact over the next token, so it needs no ratio. That older weights may have sampled the tokens
-    before it is ignored. denominator: the same as in policy_loss.
+    A divergence sums over all possible next tokens, so no sampled token needs a ratio. Older weights may have sampled
+    the tokens before this one, which the loss ignores. denominator: the same as in policy_loss.
     """
     return torch.where(response_mask.bool(), divergences, 0.0).sum() / denominator
 
@@ -207,10 +213,12 @@ def check_args(args: Args) -> None:
         raise errors.BadInput("--lora-rank: needs --teacher-rate 1, because a second model as teacher has no adapters")
     if args.full_vocabulary and args.compute.sequence_parallel > 1:
         raise errors.BadInput(
-            "--sequence-parallel: add --no-full-vocabulary; with its hint a sequence is cut at other tokens"
+            "--sequence-parallel: add --no-full-vocabulary; a hint shifts the teacher's slices, which would not match"
         )
     if args.full_vocabulary and args.tis_cap:
-        raise errors.BadInput("--tis-cap: not with --full-vocabulary; it weighs sampled tokens, and this loss has all")
+        raise errors.BadInput(
+            "--tis-cap: add --no-full-vocabulary; the loss over the whole vocabulary has no sampled token to weigh"
+        )
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
@@ -283,7 +291,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads do it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -308,7 +316,7 @@ def main(args: Args) -> None:
             hint_texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
         else:
             hint_texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
-        # The same responses, each after its prompt with the hint. A hint with which it would not fit is dropped.
+        # The same responses after their prompts with hints. A response goes without one if the two would not fit.
         hinted_batch, has_hint = hinter.batch(batch, hint_texts, tracker)  # has_hint: (N,) bool
         # A response without a hint has no teacher, so it is in no micro-batch.
         has_gradient = has_hint  # (N,)
@@ -325,7 +333,7 @@ def main(args: Args) -> None:
             old_logprobs = model.frozen_logprobs(policy, batch, micro_batches, args.temperature)  # (N, T)
             advantages = torch.zeros_like(old_logprobs)  # (N, T)
             if not args.full_vocabulary:
-                # Hints change the lengths of the prompts, so the teacher's rows are packed anew.
+                # Hints change the lengths of the prompts, so the teacher's rows are packed separately.
                 hinted_rows = has_hint.nonzero().flatten()
                 hinted_micro_batches = batching.pack(hinted_batch, hinted_rows, settings.compute, world)
                 teacher_logprobs = model.frozen_logprobs(
@@ -354,7 +362,7 @@ def main(args: Args) -> None:
                 for micro in mini_batch.micro_batches:
                     if args.full_vocabulary:
                         # (n, T) each; only the divergences have a gradient.
-                        divergences, _, entropy = distillation.divergences(
+                        divergences, entropy = distillation.divergences(
                             policy,
                             teacher,
                             micro,
@@ -367,7 +375,8 @@ def main(args: Args) -> None:
                             denominator=denominator,
                         )
                         clipped = 0
-                        # rollouts/ and the report show minus the KL for A: it is the mean of A over the vocabulary.
+                        # This loss has no A. rollouts/ and the report show -KL for it: the policy's mean of
+                        # log q - log p. It is measured while the weights change, and the last epoch's value stays.
                         advantages[micro.rows] = torch.where(
                             micro.response_mask, -divergences.detach(), advantages[micro.rows]
                         )
@@ -417,8 +426,9 @@ def main(args: Args) -> None:
                 tracker.mean("train/grad_norm", grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does
-            if teacher is not policy:  # one step of the moving average for each rollout, not for each mini-batch
+            model.reshard(teacher)  # frees its gathered weights; for a trained model the backward does that
+            # One step of the moving average for each rollout, not for each mini-batch. It needs shards: reshard first.
+            if teacher is not policy:
                 follow(teacher, policy, args.teacher_rate)
 
         with tracker.time("sync"):

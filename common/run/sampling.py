@@ -46,7 +46,7 @@ class Batch(Rollout):
 
     @property
     def correct(self) -> torch.Tensor:
-        """(N,) float32: 1 if the first reward says that the response is right, otherwise 0."""
+        """(N,) float32: 1 if the first reward's acc (its score, if it has none) is above 0, otherwise 0."""
         return torch.tensor([float(result.acc > 0) for result in self.results], device=self.response_mask.device)
 
 

@@ -66,13 +66,13 @@ def divergences(
     micro: MicroBatch,
     temperature: float,
     for_teacher: MicroBatch | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL, log-probs and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL and entropies (n, T) of a micro-batch's response tokens. The KL is 0 outside the mask.
 
     for_teacher: the same responses in the same order, after the prompts that the teacher reads. None: the policy's.
-    Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). The
-    backward must come before the next call, as for model.response_logprobs(). Collective: every rank calls it equally
-    often. check_heads() must have accepted both models.
+    Only the KL has a gradient. The teacher's head stays gathered until model.reshard(teacher). The backward must come
+    before the next call, as for model.response_logprobs(). Collective: every rank calls it equally often. check_heads()
+    must have accepted both models.
     """
     with torch.no_grad():
         teacher_hidden, teacher_head = teacher.hidden_and_head(for_teacher or micro)
@@ -81,9 +81,9 @@ def divergences(
     model.plan_gradient_reduction(policy, micro)
     teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
-    kl, logprobs, entropy = (place(values, micro) for values in packed)
+    kl, _, entropy = (place(values, micro) for values in packed)
     # The tokens of a dummy have a divergence, too, which must not count.
-    return torch.where(micro.response_mask, kl, 0.0), logprobs, entropy
+    return torch.where(micro.response_mask, kl, 0.0), entropy
 
 
 def hidden_and_head(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

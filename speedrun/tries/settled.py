@@ -71,7 +71,8 @@ EMBEDDED = flags.EMBEDDED | {"steps": 52, "learning_rate": 2e-4}
 def compute_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-6) -> torch.Tensor:
     """(N,) -> (N,): z-score within each group. A group of equal rewards gives exactly 0.
 
-    Equality is tested on the rewards: in float32 the mean of sixteen rewards of 0.7 is off by 6e-8, making |A| 0.06.
+    `constant` compares the rewards themselves, because rounding leaves the centred ones off 0: in float32 the mean of
+    sixteen rewards of 0.7 is off by 6e-8, which would make |A| 0.06.
     """
     groups = rewards.view(-1, group_size)  # (U, G)
     centred = groups - groups.mean(dim=1, keepdim=True)

@@ -124,6 +124,7 @@ def test_the_largest_is_over_all_ranks():
         (5, (0.2, 0.8), [1, 2, 3, 4]),
         (8, (0.1, 0.9), [*range(1, 8)]),
         (2, (0, 1), [0, 1, 2]),
+        (25, (0.28, 0.72), [*range(7, 19)]),  # 0.28 * 25 is 7.000000000000001
     ],
 )
 def test_the_filter_counts_and_includes_its_bounds(size, bounds, kept):
