@@ -1,11 +1,13 @@
 """CISPO -- Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv:2506.13585, section 3).
 
-    A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
-    w     = sg(clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high))      sg stops the gradient
-    L     = - 1/M sum_i sum_t w A_i logprobs
+    A_i    = (R_i - mean(R)) / (std(R) + eps)            over the G responses to one prompt; equal rewards give 0
+    weight = sg(clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high))     sg stops the gradient
+    L      = - 1/M sum_i sum_t weight A_i logprobs
 
 M is the number of response tokens in the whole optimizer mini-batch, on all ranks, those of advantage 0 included.
-L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
+
+--tis-cap and --kl-coef work as in grpo.py; L leaves out their weights and their KL term. grpo.py also explains the
+log-probs and the letters N, B, G, T and n.
 
 GRPO's clip takes the gradient from a token whose ratio has left the interval in the direction of A. These are often
 rare tokens, such as "however" and "wait", which move most. Here the clip bounds the weight of a token, and every token
@@ -15,7 +17,8 @@ Differs from grpo.py: the weight in the place of the clipped ratio; a token mean
 
 As in the paper, weights are bounded from above only: clip_low = 1 bounds nothing. The paper does not give the bound,
 which is 5 here. Differs from the paper: M counts the tokens of the mini-batch, where its formula counts those of each
-prompt's group; its dynamic sampling and length penalty are in dapo.py alone; --kl-coef adds a KL term, 0 by default.
+prompt's group; its dynamic sampling and length penalty are left out (dapo.py has both); --kl-coef adds a KL term, 0 by
+default.
 
 Run:    python algos/cispo.py                                           (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/cispo.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -94,7 +97,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0. Without ref_logprobs there is no KL term.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -110,8 +113,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -184,7 +187,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -231,6 +234,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

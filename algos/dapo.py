@@ -1,14 +1,17 @@
 """DAPO -- Decoupled clip and dynamic sampling (arXiv:2503.14476, eq. 8-13).
 
-    R_i   = 2 score_i - 1 + overlong_penalty(|o_i|)      +1 or -1 for a score of 1 or 0; the penalty is <= 0
+    R_i   = 2 score_i - 1 + overlong_penalty(length_i)   +1 or -1 for a score of 1 or 0; the penalty is <= 0
     A_i   = (R_i - mean(R)) / (std(R) + eps)             over the G responses to one prompt; equal rewards give 0
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
-where a token with A_i < 0 adds at most -A_i clip_dual to the sum. sum_it m_it is the number of response tokens in the
-whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts are drawn until --prompts-per-step of them have both
-right and wrong responses. The filter asks for raw correctness, not for the shaped reward: a group of right responses of
-unequal lengths would teach nothing but length. L leaves out the weights of --tis-cap, which grpo.py has.
+length_i counts the text of an environment, too. A token with A_i < 0 adds at most -A_i clip_dual to the sum.
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. Dynamic sampling: prompts
+are drawn until --prompts-per-step of them have both right and wrong responses. The filter asks for raw correctness, not
+for the shaped reward: a group of right responses of unequal lengths would teach nothing but length.
+
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from grpo.py: clip_high above clip_low; a dual clip; dynamic sampling; a token mean over the mini-batch; rewards
 of 1 and -1 with overlong shaping; no KL term.
@@ -18,9 +21,10 @@ for each prompt's group; dual clip as in its code. All ranks draw until each has
 discarded.
 
 Run:    python algos/dapo.py                                            (embedded arithmetic, 4 minutes on two cores)
-        torchrun --nnodes 4 --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset train.jsonl --steps 400
-            --prompts-per-step 512 --gen-prompts 1536 --group-size 16 --mini-batches 16 --warmup-steps 20
-            --weight-decay 0.1 --max-prompt-tokens 2048 --max-response-tokens 20480 --overlong-cache 4096
+        torchrun --nnodes 4 --nproc-per-node 8 algos/dapo.py --model Qwen/Qwen2.5-32B --dataset dapo
+            --reward dapo-lenient=0.5 --steps 400 --prompts-per-step 512 --gen-prompts 1536 --group-size 16
+            --mini-batches 16 --warmup-steps 20 --weight-decay 0.1 --max-prompt-tokens 2048
+            --max-response-tokens 20480 --overlong-cache 4096
             --activation-checkpointing --rollout-tp 4
 Result: embedded arithmetic, greedy, mean of three seeds: 86.1 % from 53.5 %. On GPUs: not yet run.
 """
@@ -56,7 +60,7 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
     clip_dual: PositiveFloat = 10.0  # The loss of a token with A < 0 is at most -A clip_dual.
     overlong_cache: NonNegativeInt = 128
-    """The length penalty grows over the last N tokens before the limit. 0: only a response that is cut off costs."""
+    """The length penalty grows over the last N tokens before the limit. 0: only responses that reach the limit cost."""
     # optimization
     mini_batches: PositiveInt = 4  # Optimizer steps per pass. --prompts-per-step must be a multiple of this x ranks.
     epochs: PositiveInt = 1  # Passes over each rollout. Each visits the mini-batches in the same order.
@@ -97,7 +101,7 @@ def overlong_penalty(lengths: torch.Tensor, max_len: int, cache_len: int, factor
     if cache_len:
         share = over / cache_len
     else:
-        share = (lengths >= max_len).float()  # only a response that is cut off costs
+        share = (lengths >= max_len).float()  # only a response that reaches the limit costs
     return -factor * share.clamp(0, 1)
 
 
@@ -123,7 +127,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -137,8 +141,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -182,7 +186,10 @@ def main(args: Args) -> None:
     )
     # With dapo=0.5 R is -2 or 0. Its two values are still 2 apart, and a constant drops out of A.
     if max(settings.reward.weights.get(name, 0.0) for name in ("dapo", "dapo-lenient")) > 0.5:
-        raise errors.BadInput("--reward dapo: its scores of -1 and 1 would become R = -3 and 1; use dapo=0.5")
+        raise errors.BadInput(
+            "--reward dapo and dapo-lenient score -1 or 1, which R = 2 score - 1 would double; use dapo=0.5 or "
+            "dapo-lenient=0.5"
+        )
     if job.nothing_to_do(settings):  # a dry run, or a run whose last step is done
         return
 
@@ -212,7 +219,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
 
         def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(
@@ -268,6 +275,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

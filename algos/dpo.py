@@ -5,8 +5,9 @@
 
 y_w is the chosen response to prompt x, and y_l the rejected one. r is the reward for which pi would be the optimum with
 a KL penalty of weight beta. L is the negative log-likelihood of the preferences under it (Bradley-Terry), so no reward
-model is trained. eps is the share of pairs that are labelled the wrong way round (label_smoothing; the authors' note on
-conservative DPO).
+model is trained. eps is the share of pairs that we assume to be labelled the wrong way round (label_smoothing; the
+authors' note on conservative DPO). A rank has B of the P pairs. n is the number of pairs in a micro-batch, each of
+which is two rows, and T the length of the longest response in tokens.
 
 ref is the policy before its first update. It computes the log-probs of all pairs of the run once, at the start, so that
 no second model is held. Nothing is sampled: scripts/evaluate.py measures the model before and after.
@@ -14,13 +15,11 @@ no second model is held. Nothing is sampled: scripts/evaluate.py measures the mo
 Differs from sft.py: two responses to each prompt, whose log-probs are summed; the reference; the loss.
 
 Run:    python algos/dpo.py                                             (pairs of the embedded task, on two cores)
-        torchrun --nproc-per-node 8 algos/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct
-            --dataset trl-lib/ultrafeedback_binarized
+        torchrun --nproc-per-node 8 algos/dpo.py --model Qwen/Qwen2.5-0.5B-Instruct        (UltraFeedback)
 Result: embedded arithmetic, greedy, mean of three seeds: 79.2 % from 53.5 %. On GPUs: not yet run.
 """
 
 import dataclasses
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,7 +52,8 @@ class Args:
 
     # algorithm
     beta: PositiveFloat = 0.1  # Weight of the KL penalty; the smaller it is, the further the policy may go.
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # eps, the share of pairs with swapped labels.
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """eps: the share of pairs that are assumed to be labelled the wrong way round."""
 
     # optimization
     steps: PositiveInt = 900  # Optimizer steps.
@@ -101,7 +101,7 @@ def dpo_loss(rewards: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Rollout:
-    """P prompts -> (2P, T): the chosen and the rejected response to each of them, alternating."""
+    """B prompts -> (2B, T): the chosen and the rejected response to each of them, alternating."""
     prompt_ids = [prompt.ids for prompt in prompts for _ in range(2)]
     responses = [ids for prompt in prompts for ids in pairs[prompt.id]]
     return rollout.collate(
@@ -111,17 +111,20 @@ def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Roll
 
 def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[str, list[float]]:
     """id of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank."""
-    own, all_ranks = {}, [{}] * world.size
+    sums_of_this_rank = {}
     for first in range(0, len(prompts), batch_size):
         # The last batch starts over with the first prompts, so that all ranks get equally many.
-        taken = islice(cycle(prompts), first, first + batch_size)
-        mine = list(taken)[world.rank :: world.size]
+        taken = [prompts[i % len(prompts)] for i in range(first, first + batch_size)]
+        mine = taken[world.rank :: world.size]
         batch = collate(mine, pairs, world)
         micro_batches = batching.pack(batch, torch.arange(len(batch)), compute, world, unit_size=2)
-        logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2P, T)
-        own |= dict(zip([prompt.id for prompt in mine], logprobs.sum(1).view(-1, 2).tolist()))
-    dist.all_gather_object(all_ranks, own)
-    return {name: sums for found in all_ranks for name, sums in found.items()}
+        logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2B, T)
+        sums = logprobs.sum(1).view(-1, 2)  # (B, 2)
+        for prompt, sums_of_pair in zip(mine, sums.tolist()):
+            sums_of_this_rank[prompt.id] = sums_of_pair
+    sums_of_ranks = [None] * world.size
+    dist.all_gather_object(sums_of_ranks, sums_of_this_rank)
+    return {prompt_id: pair for sums in sums_of_ranks for prompt_id, pair in sums.items()}
 
 
 def main(args: Args) -> None:
@@ -149,15 +152,16 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    # The pairs of the steps that are left. A resumed run begins where its checkpoint says.
-    ahead = PromptLoader(prompts, args.seed)
+    # A second loader lists the pairs that the remaining steps will draw: only these need a reference. A resumed run
+    # begins where its checkpoint says.
+    upcoming = PromptLoader(prompts, args.seed)
     steps_done = 0
     if settings.resume:
         saved = folders.state(settings.resume)
-        ahead.position, steps_done = saved.position, saved.step
-    taken = ahead.take((args.steps - steps_done) * args.batch_size)
+        upcoming.position, steps_done = saved.position, saved.step
+    taken = upcoming.take((args.steps - steps_done) * args.batch_size)
     taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
-    # The reference is the policy before a checkpoint is loaded.
+    # The reference is the policy before offline.Run, below, loads a checkpoint into it.
     reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
     # also: a resumed run must find the same responses, not only the same prompts
     loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
@@ -166,7 +170,7 @@ def main(args: Args) -> None:
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
         batch = collate(own_prompts, pairs, world)
-        ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (P, 2)
+        ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (B, 2)
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world, unit_size=2)
         for micro in micro_batches:

@@ -5,19 +5,24 @@
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included. K
-is --max-response-tokens, one constant for the run. L leaves out the weights of --tis-cap and the KL term of --kl-coef,
-which are in grpo.py.
+is --max-response-tokens, one constant for the run.
 
-Differs from grpo.py: A is not divided by the group's std, because that favours prompts that are nearly always or nearly
-never solved; no response is divided by its own length, because that spares long wrong ones. Nothing else.
+--tis-cap and --kl-coef work as in grpo.py; L leaves out their weights and their KL term. grpo.py also explains the
+log-probs and the letters N, B, G, T and n.
 
-Differs from the paper: mini-batches are of whole prompts, not of rows; --kl-coef adds a KL term, 0 by default. 1/K is
-in the paper's code, and not in its formula. Compared with a token mean, the gradient is K / mean length times smaller:
-Adam does not notice, but --max-grad-norm then rarely clips.
+Differs from grpo.py in two divisions that are gone. Dividing A by the group's std favours prompts that are nearly
+always or nearly never solved. Dividing a response's loss by its own length spares long wrong responses. (The embedded
+job also has other steps and another learning rate, so its Result can't be compared with GRPO's.)
+
+Differs from the paper: mini-batches are of whole prompts, not of rows; the grader scores a truncated response, where
+the paper's code gives 0; --kl-coef adds a KL term, 0 by default. 1/K is in the paper's code, and not in its formula.
+Compared with a token mean, the gradient is K / mean length times smaller: Adam does not notice, but --max-grad-norm
+then rarely clips.
 
 Run:    python algos/dr_grpo.py                                         (embedded arithmetic, 3 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset train.jsonl
-            --steps 500 --prompts-per-step 128 --mini-batches 8 --max-prompt-tokens 1024 --max-response-tokens 3000
+        torchrun --nproc-per-node 8 algos/dr_grpo.py --model Qwen/Qwen2.5-Math-1.5B --dataset math
+            --reward math --steps 500 --prompts-per-step 128 --mini-batches 8 --max-prompt-tokens 1024
+            --max-response-tokens 3000
 Result: embedded arithmetic, greedy, mean of three seeds: 92.6 % from 53.5 %. On GPUs: not yet run.
 """
 
@@ -91,7 +96,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: graded responses of the whole mini-batch on all ranks, times max_response_tokens.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0. Without ref_logprobs there is no KL term.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -106,8 +111,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -182,7 +187,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -229,6 +234,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 
@@ -272,7 +278,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
+                    # train/entropy, train/clip_frac and loss/kl are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

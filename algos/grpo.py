@@ -8,8 +8,10 @@ L is minimised. R is `batch.scores`. S is the `denominator`: the number of grade
 mini-batch, on all ranks, including those with advantage 0. Micro-batches, packing and the number of ranks therefore do
 not change the gradient. std is the sample standard deviation (G - 1). w_it is 1 unless --tis-cap is set (see below).
 
-A rank has B prompts and N = B G rows, one for each response; row i answers prompt i // G. |o_i| is the length of
-response i in tokens, T that of the longest, n the number of rows in a micro-batch. A token has up to four log-probs:
+A rank has B prompts and N = B G rows, one for each response; row i answers prompt i // G. T is the number of tokens in
+the longest response, n the number of rows in a micro-batch. `response_mask` (N, T) is True on the tokens that the
+policy sampled, the end token included, and False on padding and on an environment's text. |o_i| is the number of True
+in row i. A token has up to four log-probs:
     rollout_logprobs  from the engine that sampled it
     old_logprobs      from the trainer, with its weights before the updates of this step
     logprobs          from the trainer, with the weights that are being updated
@@ -22,7 +24,8 @@ with the weights w_it = min(exp(old_logprobs - rollout_logprobs), tis_cap). Toge
 (arXiv:2505.24298): the clip bounds the step away from `old`, and w_it corrects for the policy that sampled.
 
 If the grader crashes or times out on a response, that response leaves the step together with its group: their scores
-become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it scores 0.
+become 0 and `response_mask` is False on all their tokens. A wrong or unreadable answer is not a failure: it gets its
+score, such as 0.
 
 Differs from the paper: a verifiable reward instead of a reward model; a fixed reference policy; `mini_batches` x
 `epochs` optimizer steps per rollout, where the paper takes one; kl_coef is 0 by default, where the paper has 0.04.
@@ -120,8 +123,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -196,7 +199,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -243,6 +246,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 
@@ -285,7 +289,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
+                    # train/entropy, train/clip_frac and loss/kl are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

@@ -5,7 +5,9 @@
     L     = 1/S sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included.
-L leaves out the weights of --tis-cap and the KL term of --kl-coef: grpo.py has both.
+
+--tis-cap and --kl-coef work as in grpo.py; L leaves out their weights and their KL term. grpo.py also explains the
+log-probs and the letters N, B, G, T and n.
 
 A reward is for a whole response, and so is the importance ratio: a response is clipped as a whole or not at all. A
 geometric mean over many tokens stays near 1, hence the bounds of 3e-4 and 4e-4. With GRPO's 0.2 hardly anything would
@@ -17,7 +19,8 @@ the gradient. The mean of these over a response has the value and the gradient o
 
 Differs from grpo.py: the ratio and its bounds. Nothing else.
 
-Differs from the paper: its loss has no KL term. Here --kl-coef adds one, and is 0 by default.
+Differs from the paper: its formulas omit the KL term "for brevity", without a coefficient. Here --kl-coef is 0 by
+default, and the term is k3.
 
 Run:    python algos/gspo.py                                            (embedded arithmetic, 2 minutes on two cores)
         torchrun --nproc-per-node 8 algos/gspo.py --model Qwen/Qwen2.5-0.5B-Instruct
@@ -96,7 +99,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: graded responses of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0. Without ref_logprobs there is no KL term.
     """
     # 0 in value, with the gradient of each token's log-prob.
     change = torch.where(response_mask.bool(), logprobs - logprobs.detach(), 0.0)  # (n, T)
@@ -120,8 +123,8 @@ def sequence_ratio(logprobs, old_logprobs, response_mask) -> torch.Tensor:
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -135,7 +138,7 @@ def kl_to_reference(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, response
 
 @torch.no_grad()
 def clipped_tokens(logprobs, old_logprobs, advantages, response_mask, *, clip_low, clip_high) -> torch.Tensor:
-    """How many response tokens have no gradient because their response's ratio was clipped."""
+    """How many response tokens have no policy-loss gradient because their response's ratio was clipped."""
     response_mask = response_mask.bool()
     ratio = sequence_ratio(logprobs, old_logprobs, response_mask)
     advantages = advantages[:, None]  # (n, 1); leave this line out if each token has its own advantage
@@ -196,7 +199,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -243,6 +246,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 
@@ -285,7 +289,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
+                    # train/entropy, train/clip_frac and loss/kl are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

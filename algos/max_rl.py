@@ -1,21 +1,26 @@
-"""MaxRL -- Maximum Likelihood Reinforcement Learning (arXiv:2602.02710).
+"""MaxRL -- Maximum Likelihood Reinforcement Learning (arXiv:2602.02710, algorithm 1).
 
     A_i   = (R_i - mean(R)) / mean(R)                    over the G responses to one prompt; mean(R) = 0 gives 0
     ratio = exp(logprobs - old_logprobs)
     L     = 1/(S K) sum_i sum_t max(-A_i ratio, -A_i clip(ratio, 1 - clip_low, 1 + clip_high))
 
 S is the number of graded responses in the whole optimizer mini-batch, on all ranks, those with advantage 0 included. K
-is --max-response-tokens, one constant for the run. L leaves out the weights of --tis-cap and the KL term of --kl-coef,
-which are in grpo.py.
+is --max-response-tokens, one constant for the run.
 
-With rewards of 0 and 1, mean(R) estimates the probability p of a right response. The gradient of p, which Dr. GRPO
-follows, is divided by p and becomes that of log p, the log-likelihood of being right: prompts that are seldom solved
-weigh more. The expectation over G responses is the gradient of the first G - 1 terms of log p = - sum_k (1 - p)^k / k.
+--tis-cap and --kl-coef work as in grpo.py; L leaves out their weights and their KL term. grpo.py also explains the
+log-probs and the letters N, B, G, T and n.
+
+With rewards of 0 and 1, mean(R) estimates the probability p of a right response. Dr. GRPO follows the gradient of p.
+Divided by p, that is the gradient of log p, the log-likelihood of being right, so prompts that are seldom solved weigh
+more. In a step's first update, the estimate from G responses is on average the gradient of the first G - 1 terms of
+log p = - sum_k (1 - p)^k / k. (Theorem 2 of the paper has G terms. Its algorithm 1, as here, skips a group without a
+right response, which costs one.)
 
 Differs from dr_grpo.py: the division by the group's mean, for which rewards must not be negative.
 
-Differs from the paper: PPO's ratio and clip, where the paper is on-policy; a step's first update is the same.
-A negative reward ends the run, because a negative mean(R) would flip the sign of A.
+Differs from the paper: PPO's ratio and clip, where the paper is on-policy; a step's first update is the same up to the
+constant 1/K, which is not in its formula; --kl-coef adds a KL term, 0 by default. A negative reward ends the run,
+because a negative mean(R) would flip the sign of A.
 
 Run:    python algos/max_rl.py                                          (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/max_rl.py --model Qwen/Qwen2.5-Math-1.5B --dataset math --reward math
@@ -93,7 +98,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: graded responses of the whole mini-batch on all ranks, times max_response_tokens.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0. Without ref_logprobs there is no KL term.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -108,8 +113,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -184,7 +189,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -231,6 +236,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 
@@ -274,7 +280,7 @@ def main(args: Args) -> None:
                         clip_low=args.clip_low,
                         clip_high=args.clip_high,
                     )
-                    # train/entropy and train/clip_frac are means over the tokens that had a forward.
+                    # train/entropy, train/clip_frac and loss/kl are means over the tokens that had a forward.
                     tokens = micro.response_mask.sum()
                     tracker.loss("loss/policy", loss, micro)  # with the KL term, if there is one
                     tracker.mean("train/entropy", (entropy * micro.response_mask).sum(), tokens)

@@ -13,7 +13,8 @@ token, so the signal is dense. A token's advantage leaves out what the token doe
 keeps the variance low. The teacher is any model with the policy's tokenizer. The responses are the policy's own, so it
 learns to recover from its own mistakes. A teacher's responses would not contain them.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+For sampled tokens --tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the
+letters N, B, G, T and n.
 
 --full-vocabulary is GKD (arXiv:2306.13649) with lambda = 1 and reverse KL. The default is that of Thinking Machines
 (On-Policy Distillation, 2025), with PPO's clip.
@@ -93,7 +94,7 @@ def policy_loss(
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -105,8 +106,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -137,7 +138,7 @@ def check_args(args: Args) -> None:
         raise errors.BadInput("--teacher: name a model to learn from")
     if args.full_vocabulary and args.tis_cap:
         raise errors.BadInput(
-            "--tis-cap: leave out --full-vocabulary; the loss over the whole vocabulary has no sampled token to weigh"
+            "--tis-cap: --full-vocabulary has no sampled token that it could weigh; leave one of the two out"
         )
     if args.layout.max_inflight_batches > 1 and not (args.tis_cap or args.full_vocabulary):
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
@@ -186,7 +187,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -233,6 +234,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

@@ -11,19 +11,20 @@ ends like any other. sum_it m_it is the number of response tokens in the whole o
 The mask m is False on tokens that the policy did not sample, and on all responses to a prompt if one of them could not
 be graded. The recursion skips these tokens, wherever they stand.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from grpo.py: a critic, with its own weights and optimizer, in place of the group; one advantage for each
 token; the KL sits in the reward; every token of the mini-batch weighs the same. --group-size 1 will do.
 
 Differs from the papers: advantages are whitened, and the value loss is clipped (both from OpenAI's baselines); no
-entropy bonus; the critic starts as the policy with a zero head, and its --critic-learning-rate stays constant. It may
-train alone for --critic-warmup-steps, with lam = 1 for its targets, and have another lam than the actor (both are
-VC-PPO's, arXiv:2503.01491). kl_coef is 0 by default.
+shared network and no entropy bonus, which PPO's Atari runs have (eq. 9) and its MuJoCo runs don't; the critic starts as
+the policy with a zero head, and its --critic-learning-rate stays constant. It may train alone for
+--critic-warmup-steps, with lam = 1 for its targets, and have another lam than the actor (both are VC-PPO's,
+arXiv:2503.01491). kl_coef is 0 by default.
 
 Run:    python algos/ppo.py                                             (embedded arithmetic, 4 minutes on two cores)
-        torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
-            --kl-coef 0.001 --max-response-tokens 512
+        torchrun --nproc-per-node 8 algos/ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --kl-coef 0.001
 Result: embedded arithmetic, greedy, mean of three seeds: 85.5 % from 53.5 %. On GPUs: not yet run.
 """
 
@@ -86,12 +87,14 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
+    # (N,) index of the last sampled token. Not length - 1, because an environment's replies leave holes in the mask.
+    last = width - 1 - response_mask.flip(1).float().argmax(1)
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
+    # old - ref is k1, an unbiased estimate of the KL.
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)
 
 
 def compute_advantages(
@@ -102,7 +105,7 @@ def compute_advantages(
     lam: float,
     bootstrap_value: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns (N, T) by GAE from token rewards and values (N, T); before whitening, 0 outside the mask.
+    """(N, T) each -> advantages and returns, (N, T) each, by GAE. 0 outside the mask, and not whitened.
 
     bootstrap_value: (N,), the value after the last token, for responses that were cut off. main() leaves it at 0.
     """
@@ -110,9 +113,9 @@ def compute_advantages(
     next_advantage = torch.zeros_like(values[:, 0])  # (N,) advantage of the next response token
     next_value = next_advantage if bootstrap_value is None else bootstrap_value  # (N,)
     for t in reversed(range(values.shape[1])):
-        in_response = response_mask[:, t].bool()
-        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        # A token outside the mask changes neither: it does not discount, and adds no value.
+        in_response = response_mask[:, t].bool()  # (N,)
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # (N,)
+        # A token outside the mask leaves both as they are, so it costs no discount.
         next_advantage = torch.where(in_response, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(in_response, values[:, t], next_value)
         advantages[:, t] = torch.where(in_response, next_advantage, 0.0)
@@ -151,7 +154,7 @@ def policy_loss(
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -163,8 +166,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -278,7 +281,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -356,6 +359,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

@@ -16,7 +16,8 @@ drawn until --prompts-per-step of them have a share of right responses within --
 `correct` is 1 if the first --reward gives a response an acc above 0, or a score above 0 if that reward has no acc. So
 use a reward that knows right and wrong: with a dense score, nearly all responses would be right.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from rloo.py: the process reward model and its update, a reward-to-go for each token, whitening, the filter; no
 KL term in the reward; one pass over a rollout; one --clip for both sides.
@@ -189,7 +190,7 @@ def policy_loss(
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -201,8 +202,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -312,7 +313,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
 
         def generate(prompts, draw, grading):  # draw: 0, 1, ... in each step; it makes the seed differ
             return engine.generate(

@@ -5,18 +5,20 @@
     ratio = exp(logprobs - old_logprobs)
     L     = sum_it max(-A_it ratio, -A_it clip(ratio, 1 - clip_low, 1 + clip_high)) / sum_it m_it
 
-sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. mean and std are those of
-the step, before it is cut into mini-batches, and a long response weighs more in them than a short one. b is 0, or with
+sum_it m_it is the number of response tokens in the whole optimizer mini-batch, on all ranks. mean and std are over
+the whole step, not over a mini-batch, and a long response weighs more in them than a short one. b is 0, or with
 --baseline group the mean score of the prompt's responses (the paper's variant for reasoning), so that responses to easy
 prompts are not favoured. The mean of the step needs neither a critic nor a group: --group-size 1 with G times the
 prompts works, too.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from remax.py: no greedy response; the advantages are whitened.
 
-Differs from the paper: with --baseline group the KL stays in the rewards, with k1, where the paper has it in the loss,
-with k2.
+Differs from the paper: a mean over all tokens, where its eq. 1 averages over the tokens of each response first, so
+long responses weigh more here; with --baseline group the KL stays in the rewards, with k1, where the paper has it in
+the loss, with k2.
 
 Run:    python algos/reinforce_pp.py                                    (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/reinforce_pp.py --model Qwen/Qwen2.5-0.5B-Instruct --baseline group
@@ -73,12 +75,14 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
+    # (N,) index of the last sampled token. Not length - 1, because an environment's replies leave holes in the mask.
+    last = width - 1 - response_mask.flip(1).float().argmax(1)
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
+    # old - ref is k1, an unbiased estimate of the KL.
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)
 
 
 def compute_advantages(token_rewards, scores, response_mask, group_size: int, baseline: str) -> torch.Tensor:
@@ -127,7 +131,7 @@ def policy_loss(
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -139,8 +143,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -208,7 +212,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -268,6 +272,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches or not learns:
                     continue
 

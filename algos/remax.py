@@ -10,15 +10,19 @@ on the sampled response, so it adds no bias, and needs neither a critic nor a gr
 their mean score, `reward/greedy_mean`, is a free greedy accuracy on the training prompts. Without KL, a response with
 the same score as the greedy one has advantage 0. With --max-inflight-batches > 1, new weights may come between the two.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from rloo.py: the baseline is the score of one extra, greedy response; rewards are per token and are summed from
 the end.
 
-Differs from the paper: a token's KL counts for it and for all tokens before it (the true return; the authors' code
-gives each token its own KL alone, and discounts by 0.99); score - b is not clipped, where that code has +-5; G
-sampled responses share a greedy one, where the paper samples one; clipped ratios and several mini-batches a rollout,
-where the paper makes one on-policy update.
+Differs from the paper: a mean over tokens, where algorithm 1 sums over a response's tokens and takes the mean over
+responses; G sampled responses share a greedy one, where the paper samples one; clipped ratios and several mini-batches
+a rollout, where the paper makes one on-policy update.
+
+Differs from the authors' code: a token's KL counts for it and for all tokens before it (the true return), where that
+code gives each token its own KL alone; no discount, where it has 0.99 a token; score - b is not clipped, where it has
++-5; the token mean is over the mini-batch, where it is over each micro-batch.
 
 Run:    python algos/remax.py                                           (embedded arithmetic, 3 minutes on two cores)
         torchrun --nproc-per-node 8 algos/remax.py --model Qwen/Qwen2.5-0.5B-Instruct --group-size 4 --kl-coef 0.001
@@ -73,12 +77,14 @@ def reward_tokens(scores, old_logprobs, ref_logprobs, response_mask, kl_coef: fl
     The result is 0 outside the mask, and a response without a token gets no reward.
     """
     width = response_mask.shape[1]
-    last = width - 1 - response_mask.flip(1).float().argmax(1)  # (N,) the replies of an environment leave holes
+    # (N,) index of the last sampled token. Not length - 1, because an environment's replies leave holes in the mask.
+    last = width - 1 - response_mask.flip(1).float().argmax(1)
     at_end = torch.arange(width, device=scores.device) == last[:, None]  # (N, T)
     rewards = torch.where(at_end & response_mask.bool(), scores[:, None], 0.0)
     if ref_logprobs is None:
         return rewards
-    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)  # k1: unbiased
+    # old - ref is k1, an unbiased estimate of the KL.
+    return rewards - kl_coef * torch.where(response_mask.bool(), old_logprobs - ref_logprobs, 0.0)
 
 
 def compute_advantages(
@@ -106,7 +112,7 @@ def policy_loss(
 
     All are (n, T). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -118,8 +124,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -185,7 +191,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -262,6 +268,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

@@ -10,7 +10,8 @@ rewards does not depend on response i, so as a baseline it adds no bias, and it 
 the ratio is 1, and the gradient of L is that of REINFORCE. In later ones the clip bounds the step away from the policy
 before this step's updates.
 
-L leaves out the weights of --tis-cap. grpo.py has them, and explains the log-probs and the letters N, B, G, T and n.
+--tis-cap works as in grpo.py; L leaves out its weights. grpo.py also explains the log-probs and the letters N, B, G, T
+and n.
 
 Differs from grpo.py: the baseline leaves response i out and there is no std; the KL sits in the reward, not in the
 loss; every token of the mini-batch weighs the same.
@@ -92,7 +93,7 @@ def policy_loss(
 
     Tensors are (n, T), except advantages (n,). Log-probs outside the mask, NaN included, change nothing.
     denominator: response tokens that the loss counts, of the whole mini-batch on all ranks.
-    token_weights: (n, T), from rollout_weights().
+    token_weights: (n, T), from rollout_weights(), or 1.0.
     """
     log_ratio = torch.where(response_mask.bool(), logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # clamped to stay finite: an inf times advantage 0 would be NaN
@@ -105,8 +106,8 @@ def policy_loss(
 def rollout_weights(old_logprobs, rollout_logprobs, response_mask, cap: float) -> torch.Tensor:
     """(n, T): truncated importance sampling (Ionides, 2008), min(exp(old - rollout), cap).
 
-    The engine's policy differs from the trainer's by rounding error, and with --max-inflight-batches K by up to K - 1
-    steps. The weight multiplies the policy loss and carries no gradient.
+    The engine's policy differs from the trainer's by rounding error. With --max-inflight-batches > 1 it is also some
+    steps older. The weight multiplies the policy loss and carries no gradient.
     """
     log_weights = torch.where(response_mask.bool(), old_logprobs - rollout_logprobs, 0.0)
     return log_weights.clamp(-20, 20).exp().clamp(max=cap)
@@ -180,7 +181,7 @@ def main(args: Args) -> None:
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:
-        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it ahead."""
+        """Sample and grade this rank's prompts. With --max-inflight-batches > 1, threads call it for later steps."""
         prompts = sampler.prompts(args.prompts_per_step)  # this rank's share of them
         grading = sampler.grade_early(prompts)  # grades each response as soon as it is finished
         with sampler.time("rollout"):
@@ -233,6 +234,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
+                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
                 if not mini_batch.micro_batches:
                     continue
 

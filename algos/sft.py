@@ -8,7 +8,7 @@ cores. Its solutions forget carries on purpose (common/data/arithmetic.py), whic
 learning to do.
 
 Run:    python algos/sft.py
-        torchrun --nproc-per-node 8 algos/sft.py --model Qwen/Qwen2.5-0.5B --dataset gsm8k --learning-rate 1e-5
+        torchrun --nproc-per-node 8 algos/sft.py --model Qwen/Qwen2.5-0.5B                          (GSM8K)
 Result: embedded model, seed 0: 53.5 % greedy accuracy on 256 held-out problems (CPU, float32).
 """
 
@@ -26,7 +26,6 @@ from common.data.demonstrations import demonstrations, that_fit
 from common.data.prompts import PromptLoader, Source, load
 from common.data.tokenizer import load_tokenizer, resolve_model
 from common.preflight import checks, flags, machine, ranges, run_directory
-from common.preflight.docstrings import help_text
 from common.preflight.offline import settle
 from common.rollout import rollout
 from common.run import checkpoint, guards, job, offline
@@ -37,7 +36,7 @@ from common.trainer import batching, model
 class Args:
     # model and data
     model: str = ""  # Folder, Hub name or modelscope:OWNER/NAME. Default: an embedded model with random weights.
-    dataset: tuple[str, ...] = ("arithmetic",)  # Data with solutions: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
+    dataset: tuple[str, ...] = ("gsm8k",)  # Data with solutions: arithmetic, gsm8k, math, FILE, OWNER/NAME, ...
     source: Annotated[Source, tyro.conf.OmitArgPrefixes] = Source()
     max_prompt_tokens: PositiveInt = 512  # Longest prompt in tokens. Longer ones are dropped.
     max_tokens: PositiveInt = 4096  # Longest prompt and solution together, in tokens. Longer rows are left out.
@@ -45,8 +44,7 @@ class Args:
     # optimization
     steps: PositiveInt = 260  # Optimizer steps.
     batch_size: PositiveInt = 64  # Sequences per optimizer step, all ranks together.
-    learning_rate: ranges.LearningRate = 2e-3
-    """Peak learning rate. The default suits the embedded model; 1e-5 a pretrained one."""
+    learning_rate: ranges.LearningRate = 1e-5  # Peak learning rate.
     warmup_steps: NonNegativeInt = 20  # Steps until the learning rate reaches its peak.
     weight_decay: NonNegativeFloat = 0.0  # Weight decay of AdamW.
     max_grad_norm: PositiveFloat = 1.0  # The gradient is scaled down to this norm.
@@ -60,6 +58,10 @@ class Args:
     saving: Annotated[flags.Saving, tyro.conf.OmitArgPrefixes] = flags.Saving()
     track: Literal["none", "wandb", "tensorboard", "mlflow", "trackio", "swanlab"] = "none"
     """Tracker for metrics, in addition to metrics.jsonl. It stays offline unless its own variables say otherwise."""
+
+
+# The defaults without --model: the embedded model, from random weights.
+EMBEDDED = {"dataset": ("arithmetic",), "learning_rate": 2e-3}
 
 
 def sft_loss(logprobs: torch.Tensor, response_mask: torch.Tensor, denominator: float) -> torch.Tensor:
@@ -120,12 +122,12 @@ def main(args: Args) -> None:
             device=world.device,
             sampled=by_policy,
         )
-        tokens = world.sum(batch.response_mask.sum())  # with a loss, in the whole batch, on all ranks
+        denominator = world.sum(batch.response_mask.sum())  # tokens that have a loss, in the batch of all ranks
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world)
         for micro in micro_batches:
             logprobs, _ = model.response_logprobs(policy, micro, temperature=1.0, with_entropy=False)  # (n, T)
-            loss = sft_loss(logprobs, micro.response_mask, tokens)
+            loss = sft_loss(logprobs, micro.response_mask, denominator)
             loss.backward()  # gradients add up over micro-batches and, in the last one, over the ranks
             tracker.loss("train/loss", loss, micro)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor()
@@ -143,4 +145,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    errors.launch(main, tyro.cli(Args, description=help_text(__doc__)))
+    flags.launch(main, Args, EMBEDDED, __doc__)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Made by `python algos/sft.py --output baselines/warm-start`.
 WARM_START = ROOT / "baselines" / "warm-start"
 # For --dataset squares: python algos/sft.py --model runs/squares --dataset squares --train-vision --steps 400
+# --learning-rate 2e-3
 IMAGES_START = ROOT / "baselines" / "images-start"
 # For --environment calculator and guess: python algos/sft.py --dataset calculator guess --steps 500
 ENVIRONMENTS_START = ROOT / "baselines" / "environments-start"

@@ -35,6 +35,7 @@ def test_it_learns_prompt_response_pairs_from_jsonl(models, tmp_path, ranks):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}=", "response": f"{i} {i}"}) + "\n" for i in range(4)))
     flags = ["--model", models["untied"], "--dataset", pairs, "--steps", 40, "--batch-size", 4, "--warmup-steps", 0]
+    flags += ["--learning-rate", 2e-3]
     launch(
         ROOT / "algos/sft.py",
         *flags,
