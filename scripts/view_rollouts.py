@@ -96,7 +96,7 @@ def headline(row: dict) -> str:
     gap, versions = [*compress(gap or [], own)], compress(row["weight_versions"], own)
     given = [*compress(given, own)] if isinstance(given, list) else given
     shown = {
-        "score": "could not be graded" if row["score"] is None else f"{row['score']:g}",
+        "score": "left the step, not graded" if traces.score(row) is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
         "advantage": "none" if given is None else f"{mean(given) if isinstance(given, list) else given:+.3g}",
         "tokens": f"{sum(own)} ({row['finish_reason']})",
@@ -121,7 +121,7 @@ def choose(rows: list[dict], args: Args) -> list[dict]:
     rows = [row for row in rows if args.grep in row["prompt"] or args.grep in row["response"]]
     keys = {
         "prompt": lambda row: row["index"],
-        "score": lambda row: -math.inf if row["score"] is None else row["score"],
+        "score": lambda row: -math.inf if traces.score(row) is None else row["score"],
         "length": lambda row: -len(row["response_ids"]),
         "mismatch": lambda row: -mean(numbers(row, "mismatch") or []),
     }

@@ -48,7 +48,7 @@ from common.trainer.model import reshard
 # teacher, which follows the policy.
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 # Size of a file in trainer/. safetensors builds a whole file in memory before it writes it, and writer_for() lets two
-# threads write, so a save takes about four times as much.
+# threads write, so a save needs about four times this much memory on each rank's machine.
 FILE_BYTES = 2**28
 
 
@@ -166,7 +166,7 @@ class Saver:
         if saved.lora != adapters:
             raise BadInput(
                 f"--resume {folder}: was saved with {saved.lora or 'no adapters'}, and this run has "
-                f"{adapters or 'no adapters'}"
+                f"{adapters or 'no adapters'}; --lora-rank and --model must be as they were"
             )
         count = count_parameters(self.policy)
         if saved.trained != count:
@@ -264,20 +264,20 @@ class Saver:
 
         step: the last one that is done. position: where its next prompts begin. Collective: every rank calls it.
         """
-        self.finish_writing()
-        for model, _ in self.trained.values():
-            reshard(model)  # SDPO's teacher may still be gathered, and its parameters are then no DTensors
-        parameters = [parameter for model, _ in self.trained.values() for parameter in model.parameters()]
-        finite = all(bool(parameter.to_local().isfinite().all()) for parameter in parameters)
-        if step <= self.saved_step or not self.world.min(finite):
-            return
         try:
+            self.finish_writing()
+            for model, _ in self.trained.values():
+                reshard(model)  # SDPO's teacher may still be gathered, and its parameters are then no DTensors
+            parameters = [parameter for model, _ in self.trained.values() for parameter in model.parameters()]
+            finite = all(bool(parameter.to_local().isfinite().all()) for parameter in parameters)
+            if step <= self.saved_step or not self.world.min(finite):
+                return
             self.save(step, {}, position)
             self.finish_writing()
             say(f"\nsaved after step {step}; to go on: {stopping.command(self.run_dir)}")
-        except RunFailed as full:
-            # The disk is full. The reason why the run fails is printed after this.
-            say(f"\nnot saved after step {step}: {full}")
+        except (RunFailed, dcp.CheckpointException) as failed:
+            # The disk is full, or cannot be written to. The reason why the run fails is printed after this.
+            say(f"\nnot saved after step {step}: {first_line(failed)}")
 
     def complete(
         self,
@@ -322,6 +322,8 @@ class Saver:
             else:
                 needed += 12 * count_parameters(model)
         needed += self.dtype.itemsize * count_parameters(self.policy, frozen=adapters_of(self.policy) is None)
+        # A run that began with another run's checkpoint and has none of its own would begin again with --resume auto.
+        resume = "auto" if folders.complete(self.run_dir) else self.saving.resume or "auto"
         free = math.inf
         if self.world.is_main:
             free = shutil.disk_usage(self.run_dir).free
@@ -329,7 +331,7 @@ class Saver:
         if needed > free:
             raise RunFailed(
                 f"step {step}: a checkpoint needs {folders.in_words(needed)}, and {self.run_dir} has "
-                f"{folders.in_words(free)} left: make room there, then --resume auto goes on",
+                f"{folders.in_words(free)} left: make room there, then --resume {resume} goes on",
                 code="disk-full",
             )
 
@@ -493,13 +495,20 @@ def read_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """
     if (folder / ".metadata").exists():
         raise RunFailed(
-            f"{folder}: holds pickles, which could run code as they are read; no save of this version writes them",
+            f"{folder}: holds pickles, which could run code as they are read, and no save of this version writes them; "
+            "resume another checkpoint, or start from its model/ with --model",
             code="pickle-refused",
         )
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except dcp.CheckpointException as failed:
         # It is raised on all ranks, with what each of them met.
-        error = next(iter(failed.failures.values()))[0]
-        first_line = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise RunFailed(f"{folder}: cannot be read: {first_line}", code="checkpoint-damaged") from None
+        raise RunFailed(f"{folder}: cannot be read: {first_line(failed)}", code="checkpoint-damaged") from None
+
+
+def first_line(failed: RunFailed | dcp.CheckpointException) -> str:
+    """What went wrong, in one line: with torch's checkpoints, on the first rank that failed."""
+    if isinstance(failed, RunFailed):
+        return str(failed)
+    error = next(iter(failed.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".split("\n")[0]

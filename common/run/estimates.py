@@ -11,9 +11,9 @@ these numbers over the problems says how uncertain their mean is.
 - interval() is Wilson's with an effective number of problems and Student's t, as it is used for proportions in samples
   of clusters (Korn and Graubard, Survey Methodology 24, 1998; Franco et al., Journal of Survey Statistics and
   Methodology 7, 2019). It has a closed form, stays between 0 and 1, and does not shrink to a point if no or all
-  problems are solved. A bootstrap over problems does that, and is too narrow with 30 problems.
-- difference() is Student's interval of the differences on each problem, after two invented answers, one that only the
-  first model gives right and one that only the second does. That is Bonett and Price's interval (Journal of Educational
+  problems are solved. A bootstrap over problems does shrink to a point there, and is too narrow with 30 problems.
+- difference() is Student's interval of the differences on each problem, after two invented problems: one that only the
+  first model solves, and one that only the second does. That is Bonett and Price's interval (Journal of Educational
   and Behavioral Statistics 37, 2012) if each problem has one response. Two models find the same problems hard, so it is
   narrower than two intervals side by side suggest.
 
@@ -90,7 +90,7 @@ def difference(first: np.ndarray, second: np.ndarray, independent: int = 1) -> t
     first, second: (..., N) between 0 and 1. independent: as in interval(). low and high: (...).
     """
     differences = first - second
-    # An answer is one of several to a problem, so its squared difference, which is 1, counts in proportion.
+    # With several answers to a problem, an invented one counts as a part of a problem: its square is 1 / independent.
     one_answer = 1 / math.sqrt(independent)
     invented = np.broadcast_to([one_answer, -one_answer], (*differences.shape[:-1], 2))
     differences = np.concatenate([differences, invented], -1)

@@ -66,7 +66,10 @@ class Evaluator:
                 graded.append((prompt, [Response(texts[row], results[row].acc, cut_off[row]) for row in rows]))
                 scores += [results[row].score for row in rows]
         if not self.world.sum(len(graded)):
-            raise RunFailed(f"none of {len(prompts)} held-out prompts could be graded", code="reward-failed")
+            raise RunFailed(
+                f"none of {len(prompts)} held-out prompts could be graded; the line above says why",
+                code="reward-failed",
+            )
         if metrics is not None:
             metrics.mean("eval/reward", sum(scores), len(scores))
             if rollout.episodes is not None:

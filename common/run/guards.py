@@ -35,7 +35,7 @@ class Trends:
     """
 
     def __init__(self, had_signal: bool = False):
-        """had_signal: True for a resumed run, which is taken to have had an advantage that is not 0 before."""
+        """had_signal: True for a resumed run: we assume that some advantage was not 0 before it stopped."""
         self.had_signal = had_signal
         self.steps_without_signal = 0  # in a row
         self.truncated_steps = 0  # in a row
@@ -43,7 +43,10 @@ class Trends:
         self.warned: set[str] = set()
 
     def check(self, metrics: dict[str, float]) -> None:
-        """Raises RunFailed if no step has had a signal, or no response an end. Otherwise warns, on rank 0."""
+        """Raises RunFailed if no step so far had an advantage, or if all responses of many steps in a row were cut off.
+
+        Otherwise it may warn, on rank 0.
+        """
         # It is missing before the first step, in SFT and DPO, and in a step that ended in its push.
         if "advantage/abs_max" not in metrics:
             return

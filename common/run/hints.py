@@ -56,7 +56,8 @@ class Hinter:
             if tokens > room:
                 raise BadInput(
                     f"--max-response-tokens {self.max_response_tokens}: the prompt {prompt.id} has {tokens} tokens "
-                    f"with its hint, and --model has {self.positions} positions"
+                    f"with its hint, and --model has {self.positions} positions; lower it, or --max-prompt-tokens, "
+                    "which drops longer prompts"
                 )
 
     def spells_control_token(self, hint: str) -> bool:

@@ -17,6 +17,7 @@ such as running out of memory on one rank, ends it without a checkpoint.
 Nothing here computes a loss, an advantage or a gradient, and nothing calls an optimizer.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +30,7 @@ from common.data import prompts as data
 from common.placement import World
 from common.preflight.offline import OfflineSettings
 from common.preflight.prepare import Settings
-from common.preflight.run_directory import saved_step
+from common.preflight.run_directory import read_metrics, saved_step
 from common.run import checkpoint, diagnosis, evaluation, guards, offline, outcomes, sampling
 from common.run.sampling import Batch, Sample
 from common.run.tracking import write_report
@@ -38,7 +39,8 @@ from common.run.tracking import write_report
 def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
     """True for --dry-run, or if the resumed checkpoint has reached --steps already.
 
-    In the second case the run is done: this says so, and writes the report. No process group exists yet.
+    In the second case the run is done: this says so, and writes the report. If its last evaluation failed, this says
+    how to make up for it. No process group exists yet.
     """
     args = settings.args
     if args.saving.dry_run:
@@ -52,6 +54,9 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
         f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is in "
         f"{settings.resume}/model; to continue, give more --steps, --resume {settings.resume} and a new --run-dir"
     )
+    rows = read_metrics(run_dir)
+    if getattr(settings, "held_out", None) and rows and "eval/accuracy" not in rows[-1]:
+        errors.say(f"it was not evaluated at its end: python scripts/evaluate.py --model {settings.resume}/model")
     return True
 
 
@@ -173,7 +178,9 @@ class Run(offline.Run):
                         self.prefetcher.settle()  # the engine may still be sampling later steps
                         tracker.mean("eval/accuracy", self.accuracy(step))
                 except errors.OneLine:
-                    tracker.write(step)  # the step is done: a resumed run begins with the next one
+                    # The step is done: a resumed run begins with the next one. The first failure is the one to report.
+                    with contextlib.suppress(errors.RunFailed):
+                        tracker.write(step)
                     raise
             metrics = tracker.write(step)
             # Called only if the gap is too large: it samples and pushes again, after which the run could not go on.
@@ -189,11 +196,10 @@ class Run(offline.Run):
         with the next one, so this writes its metrics, as end_step() would have.
         """
         step = self.tracker.step
-        try:
+        with contextlib.suppress(errors.RunFailed):  # the loss of the servers is the failure to report
             if self.tracker.sums:  # empty if end_step() has written them: explain_gap() pushes, too
                 self.tracker.write(step)
-        finally:
-            self.rescue(step, self.loader.resume_at)
+        self.rescue(step, self.loader.resume_at)
 
     def writes_rollouts(self, step: int) -> bool:
         """Whether this step writes a file to rollouts/."""

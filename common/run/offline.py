@@ -47,7 +47,8 @@ class Run:
         self.saver = checkpoint.Saver(
             self.args.saving, trained, loader, reward, engine, tokenizer, settings.dtype, world
         )
-        # The run directory is written to last. If the run can't begin, the same command can be tried again.
+        # The run directory is written to last. If the run can't begin, the same command can be tried again. If its
+        # first evaluation fails, it goes on with --resume auto.
         done = self.load(settings.resume)
         self.tracker = Tracker(settings.recorded, settings.name, world, start=done, date=date_of(tokenizer))
         self.saver.signals.doing = self.tracker.doing  # says what the run is busy with when a signal asks it to stop

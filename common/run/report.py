@@ -56,7 +56,7 @@ def write(run_dir: Path) -> Path:
     run = described(run_dir / "run.json")
     metrics = read_metrics(run_dir)
     unreadable = []
-    # A run that was killed while it wrote such a file goes on, and its report must not end it then.
+    # Somebody may have changed or cut such a file. A run writes reports, too, and must not end for it.
     try:
         evaluated = read_evaluations(run_dir, metrics)
     except BadInput as error:
@@ -475,7 +475,7 @@ def times(metrics: Rows) -> str:
     advice = charts.PHASES.get(slowest, charts.PHASES["update"])
     return (
         f"<div class=box><div class=bar aria-hidden=true>{''.join(parts)}</div><ul class=legend>{''.join(legend)}</ul>"
-        f"<p>Most of it is {html.escape(slowest)}. Ways to make it faster: {advice}.</p></div>"
+        f"<p>The longest phase is {html.escape(slowest)}. Ways to make it shorter: {advice}.</p></div>"
     )
 
 
@@ -505,8 +505,9 @@ def scores_are_equal(group: list[dict]) -> bool:
 
 
 def descending_score(row: dict) -> float:
-    """Sorts the highest score first, and responses that could not be graded last."""
-    return math.inf if row["score"] is None else -row["score"]
+    """Sorts the highest score first, and responses that left the step last."""
+    score = traces.score(row)
+    return math.inf if score is None else -score
 
 
 def responses(rollouts: list[dict]) -> str:
@@ -528,23 +529,23 @@ def responses(rollouts: list[dict]) -> str:
 
 def response_line(row: dict) -> str:
     """How a response was graded and what training makes of it."""
-    if row["score"] is None:
-        score = "could not be graded"
+    score = traces.score(row)
+    if score is None:
+        mark = "<span class=soft>left the step, not graded</span>"
     else:
-        score = f"score {row['score']:g}"
+        mark = f"<span class={'right' if row['acc'] else 'wrong'}>score {score:g}</span>"
     advantages = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"] or 0.0]
     facts = [
         f"found {short(row['extracted'])}",
         f"advantage {statistics.fmean(advantages or [0.0]):+.2f}",
         html.escape(str(row["finish_reason"])),
     ]
-    mark = f"<span class={'right' if row['acc'] else 'wrong'}>{score}</span>"
     return f"{mark} <small>{', '.join(facts)}{why_not(traces.info(row))}</small>"
 
 
 def why_not(info: dict) -> str:
     """What the grader says about a response that is not right, such as the first test that a program has failed."""
-    said = [str(info[name]) for name in ("failure", "error", "timeout", "died") if info.get(name)]
+    said = [str(info[name]) for name in ("ungraded", "failure", "error", "timeout", "died") if info.get(name)]
     if "tests" in info:
         said.insert(0, f"{info['passed']} of {info['tests']} tests passed")
     return f"<br>{html.escape('; '.join(said)[:300])}" if said else ""

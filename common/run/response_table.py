@@ -75,7 +75,7 @@ def cells(row: dict) -> dict[str, Cell]:
         "response": text(row["response"]),
         "extracted": text(row["extracted"]),
         "reference": text(row["answer"]),
-        "score": number(row["score"]),
+        "score": number(traces.score(row)),
         "advantage": number(advantage),
         "finish_reason": row["finish_reason"],
         # The oldest weights: the engine may get new ones while it samples a response.

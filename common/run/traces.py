@@ -50,9 +50,9 @@ def write(
 ) -> None:
     """Write one JSON object for each response of all ranks, in the order of the step's prompts.
 
-    batch: a sampling.Batch. advantages: (N,) or (N, T). old_logprobs: (N, T). Both are None for a step that failed
-    before they were computed. had_forward: (N,) bool, the rows that have old_logprobs; None: all have them.
-    values: (N, T), the critic's values. Collective: every rank calls it, with the same number of prompts.
+    batch: a sampling.Batch. advantages: (N,) or (N, T). old_logprobs: (N, T). Both are None in refused_NNNNNN.jsonl,
+    which has only what was sampled and graded. had_forward: (N,) bool, the rows that have old_logprobs; None: all have
+    them. values: (N, T), the critic's values. Collective: every rank calls it, with the same number of prompts.
     """
 
     def lines_of(place: int) -> list[str]:
@@ -79,7 +79,7 @@ def write(
         folders.write(path, lines)
     else:
         for _ in lines:
-            pass  # There are no lines here, but without the loop this rank would send none.
+            pass  # nothing comes here, but reading it to the end sends this rank's lines
 
 
 def gathered(groups: Iterator[list[str]], world: World) -> Iterator[str]:
@@ -172,13 +172,21 @@ def read(path: Path, names: Collection[str] = ()) -> list[dict]:
 
     A step of long responses has gigabytes, and as Python objects the values of its tokens take four times as much.
     """
-    rows = json_lines.read(path, hint="; was the run stopped while writing?", names=names or None)
+    rows = json_lines.read(path, hint="; runs write it whole, so it was changed or cut", names=names or None)
     if not rows:
         raise BadInput(f"{path}: holds no responses")
     for number, row in rows:
         if missing := [key for key in names or KEYS if key not in row]:
             raise BadInput(f"{path}:{number}: missing key {missing[0]!r}; it is not a file of this version")
     return [row for _, row in rows]
+
+
+def score(row: dict) -> float | None:
+    """The score of a row; None if its prompt left the step because a response to it could not be graded.
+
+    The file has 0 for such a row, and the reason in `info`.
+    """
+    return None if "ungraded" in info(row) else row["score"]
 
 
 def info(row: dict) -> dict:

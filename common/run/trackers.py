@@ -174,7 +174,7 @@ def open_wandb(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     run = wandb.init(project=PROJECT, name=run_dir.name, dir=run_dir, config=flags, mode=wandb_mode(), **resume)
 
     def table(table: Table) -> None:
-        # One for each step, with a slider between them. A table that grows is not known to an offline run that goes on.
+        # One table for each step, which wandb shows with a slider. Once an offline run is resumed, wandb can't append.
         run.log({TABLES: wandb.Table(columns=table.columns, data=table.rows)}, step=table.step)
 
     def file(path: Path) -> None:
@@ -189,8 +189,8 @@ def open_tensorboard(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     """RUN/tensorboard; `tensorboard --logdir RUN` shows it. It has no place for the flags or for files."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps that the resumed run repeats disappear from the file before. The first file says where it starts, too:
-    # TensorBoard takes only the second start of a run for a resume.
+    # Steps that the resumed run repeats disappear from the file before. The first file says where it starts, too,
+    # because TensorBoard drops repeated steps only from the second start that it reads.
     purge_step = resumed.start + 1 if resumed.start else 0
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
 
@@ -226,7 +226,7 @@ def open_mlflow(run_dir: Path, flags: dict, resumed: Resumed) -> Opened:
     listed = json.loads(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
 
     def table(table: Table) -> None:
-        # mlflow adds to a file by reading it again, and would make numbers of texts. So each step has its own file.
+        # mlflow appends by reading the file again, and turns texts into numbers. So each step has its own file.
         path = f"{TABLES}/step_{table.step:06d}.json"
         if len(listed) < LISTED_TABLES:
             columns = dict(zip(table.columns, zip(*table.rows)))

@@ -30,8 +30,8 @@ REPORT_SECONDS = 60.0
 class Metrics:
     """The numbers of one step, or of a part of it, on this rank: sums with their counts, and maxima.
 
-    It only records. Tensors stay tensors until Tracker.write(), because a float() here would wait for the GPU. write()
-    then adds up micro-batches and ranks.
+    Recording waits for nothing: tensors stay tensors until Tracker.write(), which adds up micro-batches and ranks. Two
+    methods do wait: time() for the GPU, and mismatch(), which is collective, for all ranks.
     """
 
     def __init__(self, world: World):
@@ -130,11 +130,11 @@ class Metrics:
         *,
         exact: bool,
     ) -> None:
-        """Record |d| of the tokens of current and of older weights apart; arguments as for mismatch().
+        """Record the mean |d| of tokens of the current weights and of older ones. Arguments as for mismatch().
 
-        Among those of current weights it is rounding alone, which guards.check_logprob_gap() bounds. exact: False if
-        the keys and values behind them may be those of older weights (--inflight-updates keep), and then there are no
-        such tokens. Collective: every rank calls it, with the same `exact`.
+        For current weights |d| is only rounding, and guards.check_logprob_gap() bounds it. exact: False with
+        --inflight-updates keep: even a new token may then rest on keys and values of older weights, so none counts as
+        current. Collective: every rank calls it, with the same `exact`.
         """
         mask, difference = self._gap(old_logprobs, batch, had_forward)
         difference = difference.abs()
@@ -210,6 +210,8 @@ class Tracker(Metrics):
                 self.open_files(args, name, start, date)
             except BadInput as refused:
                 error = refused
+                if not start:
+                    self.metrics_file.unlink(missing_ok=True)  # nothing has begun: the same command can be tried again
         raise_together(error)  # the other ranks would wait for rank 0
 
     def open_files(self, args, name: str, start: int, date: str) -> None:

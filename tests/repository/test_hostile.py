@@ -95,9 +95,9 @@ def test_the_report_shows_markup_as_text(evil_run):
     found = Page(page)
     assert not {"script", "img", "iframe", "object", "a", "form"} & found.tags
     assert not [name for name in found.attributes if name.startswith("on") or name in ("src", "srcset", "formaction")]
-    # The prompt, the response, what was found, the reference, the end; the algorithm; the command; four times in
-    # run.json; and for the held-out problem its id, reference and prompt, and two responses.
-    assert found.text.count("<script>alert(1)</script>") == 16
+    # The prompt, the response, what was found, the reference, the end, why it was not graded; the algorithm; the
+    # command; four times in run.json; and for the held-out problem its id, reference and prompt, and two responses.
+    assert found.text.count("<script>alert(1)</script>") == 17
     assert "default-src 'none'" in page, "a page that loads nothing"
 
 

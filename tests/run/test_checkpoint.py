@@ -244,6 +244,20 @@ def test_a_run_that_fails_saves_no_weights_that_are_not_finite(models, world, tm
     assert [folder.name for folder in folders.complete(tmp_path)] == ["step_000003"]
 
 
+def test_a_save_that_fails_does_not_hide_why_the_run_does(models, world, tmp_path, monkeypatch, capsys):
+    """A quota is not seen beforehand, and the error of torch's checkpoints is no Exception."""
+    saver = start(models, world, tmp_path)
+    step(*saver.trained["policy"])
+
+    def full(*given, **named):
+        raise checkpoint.dcp.CheckpointException("write", {0: (OSError(122, "Disk quota exceeded"), None)})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    saver.rescue(3, 0)
+    assert "not saved after step 3: OSError: [Errno 122] Disk quota exceeded" in capsys.readouterr().out
+    assert not folders.complete(tmp_path)
+
+
 def test_a_run_that_fails_amid_an_update_saves_models_whose_weights_are_gathered(models, world, tmp_path):
     """As SDPO's teacher is, until the end of the update."""
     saver = start(models, world, tmp_path, critic=True)

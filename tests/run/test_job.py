@@ -325,6 +325,29 @@ def test_a_step_whose_sampling_fails_is_sampled_again_after_a_resume(run, failin
     assert [row["step"] for row in rows] == list(range(1, done + 1)), "a resumed run begins after the last of these"
 
 
+@pytest.mark.parametrize("lost", ["evaluation", "servers"])
+def test_the_first_failure_is_the_one_that_is_reported(run, monkeypatch, lost):
+    """The metrics of the step are written on the way out, and may be the second thing that fails."""
+
+    def fail(*given):
+        raise RunFailed(f"{lost} gone")
+
+    def write(step):
+        raise RunFailed("loss/policy is nan")
+
+    with pytest.raises(RunFailed, match=f"{lost} gone"):
+        for step, batch in run.steps(run.sample):
+            if step == 3:  # the first one with an evaluation
+                monkeypatch.setattr(run.tracker, "write", write)
+                monkeypatch.setattr(run, "accuracy", fail)
+            if step == 3 and lost == "servers":
+                run.tracker.mean("loss/policy", 0.5)
+                run.rescue_pushed()
+                fail()
+            run.train(step, batch)
+    assert run.saver.rescued[0] == (3, 3 * PROMPTS_PER_STEP)
+
+
 def test_a_disk_that_is_full_at_a_save_ends_the_run_like_any_failure(run):
     def full(step, metrics):
         raise RunFailed("no room", code="disk-full")

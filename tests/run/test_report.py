@@ -344,7 +344,7 @@ def test_the_share_of_a_phase_is_that_of_the_whole_run():
     ]
     said = Page(report.times(rows)).text
     assert dict(re.findall(r"(\w+) ([0-9]+)%", said)) == {"rollout": "40", "update": "60"}
-    assert re.search(r"Most of it is (\w+)", said)[1] == "update"
+    assert re.search(r"The longest phase is (\w+)", said)[1] == "update"
 
 
 def test_a_curve_has_every_value_at_its_step():
@@ -393,3 +393,12 @@ def test_a_program_shows_the_first_test_that_it_fails():
     info = {"passed": 1, "tests": 4, "failure": "f(2) < 3"}
     shown = report.responses([row | {"info": info}])
     assert "1 of 4" in shown and "f(2) &lt; 3" in shown
+
+
+def test_a_response_that_nobody_graded_is_not_called_wrong():
+    """The file has 0 for it, as for all responses of a prompt that has left the step."""
+    row = {"prompt": "", "response": "", "answer": "2", "extracted": None, "advantage": 0.0, "finish_reason": "stop"}
+    row |= {"index": 0, "score": 0.0, "acc": 0.0, "info": {"ungraded": "the judge is down"}}
+    shown = report.responses([row])
+    assert "left the step, not graded" in shown and "the judge is down" in shown
+    assert "score 0" not in shown and "class=wrong" not in shown

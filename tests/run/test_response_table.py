@@ -61,6 +61,7 @@ CELLS = [  # keys of a row in rollouts/, cells of its row in the table
     ({"advantage": [1.0, 2.0, 6.0]}, {"advantage": 3.0}),
     ({"advantage": [], "weight_versions": []}, {"advantage": None, "weight_version": None}),
     ({"advantage": None, "score": None}, {"advantage": None, "score": None}),
+    ({"score": 0.0, "info": {"ungraded": "the judge is down"}}, {"score": None}),
     ({"advantage": math.nan, "score": math.inf}, {"advantage": None, "score": None}),
     ({"score": 1}, {"score": 1.0}),
     ({"extracted": None, "answer": None}, {"extracted": None, "reference": None}),

@@ -123,7 +123,7 @@ def test_what_is_missing_is_named(run, tmp_path):
 
 
 def test_a_file_that_cannot_be_read_ends_no_report(run, tmp_path):
-    """A run that was killed while it wrote one, and that has gone on, writes its report all the same."""
+    """Somebody has cut it. The run that goes on writes its report all the same."""
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 0.5}\n')
     (tmp_path / "run" / "rollouts" / "step_000009.jsonl").write_text('{"index": 0}\n{"ind')
@@ -147,7 +147,7 @@ def test_the_page_is_one_file_without_foreign_markup(run, tmp_path, color, capsy
     page = out.read_text()
     assert "<script" not in page and "http:" not in page and "src=" not in page.replace("default-src=", "")
     assert page.count("&lt;") == 14  # 2 each: response, a part's name, prompt, twice the reference; four <eos>
-    assert "\x1b" not in page and page.count("could not be graded") == 1
+    assert "\x1b" not in page and page.count("left the step, not graded") == 1
     assert page.count("<pre>") == 4 and str(out) in capsys.readouterr().out
 
 
@@ -387,5 +387,5 @@ def test_a_negative_number_of_responses_is_refused(tmp_path, flag):
 
 def test_the_report_shows_what_only_one_algorithm_measures():
     rows = [{"step": 1, "time/step": 2.0, "time/rollout": 0.5, "time/<i>": 1.5, "teacher/kl": 0.1, "mismatch/kl": 0.1}]
-    assert charts.phases(rows) == ["rollout", "<i>"] and "Most of it is &lt;i&gt;. Ways" in report.times(rows)
+    assert charts.phases(rows) == ["rollout", "<i>"] and "The longest phase is &lt;i&gt;. Ways" in report.times(rows)
     assert panels(rows)["KL to another model"] == ["teacher/kl"]

@@ -11,7 +11,7 @@ import torch
 
 from algos import grpo
 from common.data.prompts import Prompt
-from common.errors import RunFailed
+from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout, collate
 from common.run import report, response_table, tracking
@@ -274,6 +274,16 @@ def test_a_report_that_cannot_be_stored_is_a_warning(tmp_path, monkeypatch, caps
     monkeypatch.setattr(report, "write", fail)
     assert tracking.write_report(tmp_path) is None
     assert f"warning[{code}]: no report: [Errno {number}] said by the system" in capsys.readouterr().err
+
+
+def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_refuses_the_next_try(world, tmp_path, monkeypatch):
+    def refuse(*given):
+        raise BadInput("--track mlflow: no server")
+
+    monkeypatch.setattr(tracking.trackers, "Sink", refuse)
+    with pytest.raises(BadInput, match="no server"):
+        Tracker(grpo.Args(run_dir=str(tmp_path)), "grpo", world)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path, monkeypatch):
