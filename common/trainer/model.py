@@ -75,6 +75,9 @@ def load(
     use_kernels(model, compute.kernels)
     if compute.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers has made the output of every embedding require a gradient, which only reentrant checkpoints need.
+        # A frozen vision tower would keep its activations, and the backward would go through it.
+        model.disable_input_require_grads()
     if frozen:
         model.requires_grad_(False)
         for parameter in model.parameters():
@@ -83,16 +86,20 @@ def load(
     fill(model, world, state, buffers, offload)
     families.fix_longrope(model, compute.longest)
 
-    # With --activation-checkpointing a layer keeps its inputs alone, but in transformers only in training mode. All
+    # With --activation-checkpointing a layer keeps only its inputs. transformers does that only in training mode. All
     # other modules stay in eval mode: in training mode some families add noise, ask for inputs that only images have
     # (Gemma 3), or read a weight past the module that adapts it (Mamba's fused kernel).
     model.eval()
     for layer in layers_of(model):
         layer.training = True
 
-    # plan_gradient_reduction() asks whether a rank can keep whole gradients between micro-batches.
+    # plan_gradient_reduction() asks whether a rank keeps whole gradients between micro-batches.
     gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
-    model.whole_gradients = not offload and gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
+    has_room = gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
+    # FSDP adds up whole gradients in float32. But what the last micro-batch is the first to use, or nothing has used,
+    # still has a gradient in dtype, and FSDP refuses to reduce both kinds together.
+    of_two_kinds = dtype.itemsize < 4 and may_leave_unused(model)
+    model.whole_gradients = has_room and not offload and not of_two_kinds
     for function in (hidden_states, own_forward, token_values if value_head else token_logprobs):
         add_forward(model, function)
     choose_forward(model, model_path, world, compute, tolerance=0.1 if dtype.itemsize < 4 else 1e-3)
@@ -164,14 +171,19 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*layers_of(model), model):
         fully_shard(module, mesh=world.mesh, **settings)
-        # Some parameters may be used on some ranks only: a vision tower's where a micro-batch has images, or the
-        # compressors of DeepSeek-V4. Without a gradient of 0 on the other ranks, these would reduce other shapes.
+        # Some parameters may be used on some ranks only (may_leave_unused). Without a gradient of 0 on the other ranks,
+        # these would reduce other shapes.
         module.set_reduce_scatter_unused_params(True)
         if world.size > 1:
             # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss
             # counts the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def may_leave_unused(model: nn.Module) -> bool:
+    """Whether a micro-batch may use only some of the parameters: without images, or DeepSeek-V4's compressors."""
+    return bool(image_tokens(model.config)) or any("compressor" in name for name, _ in model.named_parameters())
 
 
 def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bool) -> None:
@@ -188,7 +200,7 @@ def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bo
 
 
 def add_forward(model: nn.Module, function: Callable) -> None:
-    """Make the function a method of the model that FSDP treats as a forward: it gathers the weights before."""
+    """Make the function a method of the model that FSDP treats as a forward: it gathers the weights for each call."""
     setattr(model, function.__name__, MethodType(function, model))
     register_fsdp_forward_method(model, function.__name__)
 
@@ -288,9 +300,9 @@ def plan_gradient_reduction(model: nn.Module, micro: MicroBatch) -> None:
     """Tell FSDP what to do with the gradients of the backward that follows this micro-batch's forward.
 
     Only the last micro-batch of an optimizer step reduces gradients over the ranks, layer by layer. Until then each
-    rank keeps whole gradients in float32. If these would take too much memory, or with offload, every backward reduces
-    its gradients over the ranks that share one copy of the weights, and the last backward also over the copies. The
-    sums differ only by rounding.
+    rank keeps whole gradients in float32. If load() has found that it can't (model.whole_gradients), every backward
+    reduces its gradients over the ranks that share one copy of the weights, and the last backward also over the copies.
+    The sums differ only by rounding.
     """
     model.set_requires_gradient_sync(micro.last or not model.whole_gradients)
     model.set_requires_all_reduce(micro.last)

@@ -1,6 +1,7 @@
 """Prompts with images: the data, the packed forward, both engines, and a task that a small model learns."""
 
 import base64
+import dataclasses
 import json
 import os
 import re
@@ -197,6 +198,53 @@ def test_the_tower_is_frozen_and_what_connects_it_is_trained(name, saved):
     assert found[False] == {key for key in names if key.startswith(tower) and not key.startswith(connector)}
     assert found[False] and not found[True]
     assert all(any(key.startswith(part) for key in names) for part in connector)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_frozen_tower_keeps_nothing_for_a_backward(name, saved, processors, world, tmp_path):
+    """Nor with --activation-checkpointing, for which transformers makes the outputs of embeddings require gradients."""
+    path, (_, tower, connector, _) = saved(name), FAMILIES[name]
+    compute = dataclasses.replace(COMPUTE, train_vision=False, activation_checkpointing=True)
+    policy = model.load(path, world, torch.float32, compute)
+    kept = []
+
+    def look(key):
+        def hook(module, given, output):
+            if torch.is_tensor(output) and output.requires_grad:
+                kept.append(key)
+
+        return hook
+
+    for key, module in policy.named_modules():
+        if key.startswith(tower) and not key.startswith(connector):
+            module.register_forward_hook(look(key))
+    rollout = rollout_of(read(write(tmp_path, *QUESTIONS), path))
+    (micro,) = batching.pack(rollout, torch.arange(6), COMPUTE, world)
+    logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+    logprobs.sum().backward()
+    assert not [key for key in kept if not any(part.startswith(key) for part in connector)]
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_micro_batches_without_images_train_in_bfloat16_too(name, train_vision, saved, processors, world, tmp_path):
+    """FSDP refuses gradients of two dtypes: what an image alone uses has none from the other micro-batches."""
+    path = saved(name)
+    compute = dataclasses.replace(COMPUTE, train_vision=train_vision)
+    policy = model.load(path, world, torch.bfloat16, compute)
+    prompts = read(write(tmp_path, {"prompt": "how many?", "answer": "1"}, *QUESTIONS[:1]), path)
+    for order in (prompts, prompts[::-1]):
+        micro_batches = []
+        for number, prompt in enumerate(order):
+            (micro,) = batching.pack(rollout_of([prompt]), torch.arange(2), compute, world)
+            micro.last = number == 1
+            micro_batches.append(micro)
+        assert sorted(bool(micro.images) for micro in micro_batches) == [False, True]
+        for micro in micro_batches:
+            model.response_logprobs(policy, micro, TEMPERATURE)[0].sum().backward()
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        assert all(parameter.grad is not None for parameter in trained)
+        policy.zero_grad()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -81,28 +81,31 @@ def test_two_ranks_hold_and_exchange_what_they_must_and_no_more(deep):
     assert found["widest"] <= 0.5, "a shard is cast before it is gathered, not the whole parameter after it"
 
 
-def test_what_a_rank_does_not_use_has_a_gradient_of_0(models, world, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_rank_does_not_use_has_a_gradient_of_0(models, world, monkeypatch, dtype):
     """Ranks reduce the gradients of a layer together, so each needs one for every parameter."""
     path = models["tied and grouped"]
     build, read_weights = model.build, model.read_weights
 
     def build_with_unused(*given):
         policy = build(*given)
-        model.layers_of(policy)[0].unused = torch.nn.Parameter(torch.empty(3, device="meta"))
+        model.layers_of(policy)[0].compressor = torch.nn.Parameter(torch.empty(3, device="meta"))
         return policy
 
     def read_with_unused(*given):
         state, *rest = read_weights(*given)
-        return state | {"model.layers.0.unused": torch.ones(3)}, *rest
+        return state | {"model.layers.0.compressor": torch.ones(3)}, *rest
 
     monkeypatch.setattr(model, "build", build_with_unused)
     monkeypatch.setattr(model, "read_weights", read_with_unused)
-    policy = model.load(path, world, torch.float32)
+    policy = model.load(path, world, dtype)
     rollout = four_rows(world)
-    for micro in batching.pack(rollout, torch.arange(4), Compute(20), world):
+    micro_batches = batching.pack(rollout, torch.arange(4), Compute(20), world)
+    assert len(micro_batches) > 1
+    for micro in micro_batches:
         model.response_logprobs(policy, micro, 1.0)[0].sum().backward()
     gradients = {name: parameter.grad for name, parameter in policy.named_parameters()}
-    assert gradients["model.layers.0.unused"].full_tensor().tolist() == [0.0] * 3
+    assert gradients["model.layers.0.compressor"].full_tensor().tolist() == [0.0] * 3
     assert all(gradient is not None for gradient in gradients.values())
 
 
