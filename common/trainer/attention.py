@@ -17,7 +17,7 @@ and computed in one call. The groups (40, [5, 6]) and (33, [9]) make four sequen
 Both ways copy a shared prompt's keys and values for each response. Autograd adds up the gradients of the copies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ Group = tuple[int, list[int]]  # length of a prompt, and lengths of the response
 MAX_PADDING = 0.15  # most padding tokens in a run, divided by its real tokens
 EXTRA_PADDING = 256  # padding tokens that a run of responses may have on top of that; another call would cost more
 KERNEL_MAX_WIDTH = 256  # of a head; FlashAttention, which is behind varlen_attn, refuses wider ones
-WRITTEN_OUT_MAX_KEYS = 512  # up to so many keys, the prompt's included, holding the weights in memory is faster
+WRITTEN_OUT_MAX_KEYS = 512  # on a CPU, with at most these keys (the prompt's included) weights in memory are faster
 
 
 class NotPackable(BadInput):
@@ -62,6 +62,18 @@ class Run:
     lengths: list[int]  # length of each sequence
     prompt_start: int = 0  # position of the shared prompt in the row
     prompt_length: int = 0  # tokens of the shared prompt; 0 without one
+    _places: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """(tokens of the run,) the place of each one among n sequences that are padded to the longest.
+
+        Made once for all layers, because a GPU would wait for the list each time.
+        """
+        if self._places is None:
+            longest = max(self.lengths)
+            places = [n * longest + i for n, length in enumerate(self.lengths) for i in range(length)]
+            self._places = torch.tensor(places, device=device)
+        return self._places
 
 
 class Spans:
@@ -199,8 +211,8 @@ def variable_length_attention(query, key, value, spans: Spans, options: ScoreOpt
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
     # Copy a shared prompt's keys and values before those of each response to it.
     if spans.key_positions is not None:
-        key = key.index_select(0, spans.key_positions)
-        value = value.index_select(0, spans.key_positions)
+        key = copies(key, spans.key_positions)
+        value = copies(value, spans.key_positions)
     tokens_before = -1 if options.window is None else options.window - 1  # -1: all
     tokens_after = 0  # causal
     # The kernel aligns the last query with the last key, so a response's first query sees all keys of the prompt.
@@ -215,6 +227,11 @@ def variable_length_attention(query, key, value, spans: Spans, options: ScoreOpt
         window_size=(tokens_before, tokens_after),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def copies(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """(L, heads, d) -> the tokens at these positions. In the backward, gradients of copies add up in float32."""
+    return x.float().index_select(0, positions).to(x.dtype)
 
 
 def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) -> torch.Tensor:
@@ -255,7 +272,7 @@ def causal_attention(query, key, value, prompt: int, options: ScoreOptions) -> t
 
     Padding is on the right, where the causal mask hides it: no token sees a later one. What padding sees is discarded.
     """
-    if options.written_out or key.shape[2] <= WRITTEN_OUT_MAX_KEYS:
+    if options.written_out or (not query.is_cuda and key.shape[2] <= WRITTEN_OUT_MAX_KEYS):
         return written_out_attention(query, key, value, prompt, options)
     # SDPA's is_causal aligns the first query with the first key, which is wrong after a prompt.
     mask = None
@@ -271,7 +288,7 @@ def written_out_attention(query, key, value, prompt: int, options: ScoreOptions)
     """softmax(scale query key^T + causal mask) value, with the weights in memory. Shapes as in causal_attention.
 
     For short sequences on a CPU it is 1.6 times as fast as the fused kernel, forward and backward together. On a GPU
-    only float32 and layers that the variable-length kernel doesn't support come here.
+    only layers with caps or sinks come here.
     """
     n, heads, longest, width = query.shape
     key_heads = key.shape[1]
@@ -312,21 +329,14 @@ def padded(x: torch.Tensor, run: Run) -> torch.Tensor:
     """(heads, tokens of the run, d) -> (n, heads, longest, d) with zeros on the right."""
     if len(set(run.lengths)) == 1:  # equal lengths need no copy
         return x.unflatten(1, (len(run.lengths), -1)).transpose(0, 1)
-    real = real_tokens(run, x.device)
-    out = x.new_zeros(*real.shape, x.shape[0], x.shape[2])
-    out[real] = x.transpose(0, 1)
-    return out.transpose(1, 2)
+    n, longest = len(run.lengths), max(run.lengths)
+    out = x.new_zeros(x.shape[0], n * longest, x.shape[2]).index_copy(1, run.places(x.device), x)
+    return out.unflatten(1, (n, longest)).transpose(0, 1)
 
 
 def unpadded(x: torch.Tensor, run: Run) -> torch.Tensor:
     """(n, heads, longest, d) -> (tokens of the run, heads, d): undo padded()."""
-    x = x.transpose(1, 2)
+    x = x.transpose(1, 2).flatten(0, 1)  # (n longest, heads, d)
     if len(set(run.lengths)) == 1:
-        return x.flatten(0, 1)
-    return x[real_tokens(run, x.device)]
-
-
-def real_tokens(run: Run, device: torch.device) -> torch.Tensor:
-    """(n, longest) bool, True on tokens and False on padding."""
-    lengths = torch.tensor(run.lengths, device=device)
-    return torch.arange(max(run.lengths), device=device)[None] < lengths[:, None]
+        return x
+    return x.index_select(0, run.places(x.device))

@@ -81,7 +81,7 @@ def divergences(
     model.plan_gradient_reduction(policy, micro)
     teacher_shape = logit_shape(teacher.config, temperature)
     packed = policy.token_divergences(micro, temperature, teacher_hidden, teacher_head, teacher_shape)
-    kl, _, entropy = (place(values, micro) for values in packed)
+    kl, entropy = (place(values, micro) for values in packed)
     # The tokens of a dummy have a divergence, too, which must not count.
     return torch.where(micro.response_mask, kl, 0.0), entropy
 
@@ -93,37 +93,35 @@ def hidden_and_head(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor
 
 def token_divergences(
     self, micro: MicroBatch, temperature: float, teacher_hidden, teacher_head, teacher_shape: LogitShape
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL to the teacher, log-prob of the target and entropy, (R,) float32 each, at R places of one packed row."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL to the teacher and entropy, (R,) float32 each, at R places of one packed row."""
     hidden, head = hidden_and_head(self, micro)
     shape = logit_shape(self.config, temperature)
-    return ChunkedKL.apply(hidden, head, micro.targets, shape, teacher_hidden, teacher_head, teacher_shape)
+    return ChunkedKL.apply(hidden, head, shape, teacher_hidden, teacher_head, teacher_shape)
 
 
 class ChunkedKL(torch.autograd.Function):
-    """KL, log-probs of the targets and entropies (R,) float32. hidden (R, d), head (V, d), targets (R,) int64; the
-    teacher's hidden states and head may have another width, and its head another number of rows.
+    """KL and entropies (R,) float32. hidden (R, d), head (V, d); the teacher's hidden states and head may have another
+    width, and its head another number of rows.
 
     Logits exist for a chunk of rows at a time and are computed again in the backward. Only the KL carries a gradient.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, shape, teacher_hidden, teacher_head, teacher_shape):
-        kl = hidden.new_zeros(len(targets), dtype=torch.float32)  # (R,)
-        logprobs = torch.zeros_like(kl)
+    def forward(ctx, hidden, head, shape, teacher_hidden, teacher_head, teacher_shape):
+        kl = hidden.new_zeros(len(hidden), dtype=torch.float32)  # (R,)
         entropy = torch.zeros_like(kl)
         for rows, z, teacher_z in products_of_both(hidden, head, teacher_hidden, teacher_head):
             z = scaled(z, shape)
             log_p, log_q = log_softmaxes(z, scaled(teacher_z, teacher_shape))
             kl[rows] = (log_p.exp() * (log_p - log_q)).sum(1)
-            # Log-probs and entropies are those of all other forwards: over the policy's whole head.
+            # Entropies are those of all other forwards: over the policy's whole head.
             whole = log_p if log_p.shape == z.shape else z.log_softmax(1)
             entropy[rows] = -(whole.exp() * whole).sum(1)
-            logprobs[rows] = whole.gather(1, targets[rows, None])[:, 0]
         ctx.save_for_backward(hidden, head, teacher_hidden, teacher_head, kl)
         ctx.shapes = shape, teacher_shape
-        ctx.mark_non_differentiable(logprobs, entropy)
-        return kl, logprobs, entropy
+        ctx.mark_non_differentiable(entropy)
+        return kl, entropy
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -144,7 +142,7 @@ class ChunkedKL(torch.autograd.Function):
                 yield rows, F.pad(grad_z, (0, len(head) - grad_z.shape[1]))
 
         grad_hidden, grad_head = backward_through_head(hidden, head, gradients(), ctx.needs_input_grad[1])
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head, None, None, None, None
 
 
 def products_of_both(hidden, head, teacher_hidden, teacher_head) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:

@@ -77,8 +77,9 @@ def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[to
 
     gradients: pairs of a slice of rows and the gradient at their products (r, V).
     """
-    # The head's gradient is a sum of many chunks, which would lose digits in bfloat16. Only CUDA's addmm can widen.
-    sum_dtype = torch.float32 if head.is_cuda else head.dtype
+    # The head's gradient is a sum of many chunks, which would lose digits in bfloat16. CUDA's addmm also leaves the
+    # products unrounded that it adds up.
+    sum_dtype = torch.promote_types(head.dtype, torch.float32)
     grad_hidden = torch.empty_like(hidden)
     grad_head = torch.zeros_like(head, dtype=sum_dtype) if is_trained else None
     for rows, grad_z in gradients:
@@ -88,6 +89,8 @@ def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[to
             continue
         if sum_dtype == head.dtype:
             grad_head.addmm_(grad_z.t(), hidden[rows])
+        elif not head.is_cuda:
+            grad_head += grad_z.t() @ hidden[rows]
         else:
             torch.addmm(grad_head, grad_z.t(), hidden[rows], out_dtype=sum_dtype, out=grad_head)
     return grad_hidden, None if grad_head is None else grad_head.to(head.dtype)
@@ -95,7 +98,7 @@ def backward_through_head(hidden, head, gradients, is_trained: bool) -> tuple[to
 
 def scaled(z: torch.Tensor, shape: LogitShape) -> torch.Tensor:
     """Logits (r, V) from the products z of hidden states and head. A CPU's z is overwritten."""
-    # On a GPU this is part of a compiled kernel, in which writing z back would be one more pass over memory.
+    # A GPU's z is left as it is: in a compiled kernel, writing it back would be one more pass over memory.
     z = z / shape.temperature if z.is_cuda else z.div_(shape.temperature)
     if shape.cap is not None:
         z = z.div_(shape.cap).tanh_().mul_(shape.cap)
@@ -143,7 +146,7 @@ def logit_gradient_with_entropy(z, targets, log_z, grad, entropy, grad_entropy, 
 
 
 def fused(function: Callable, z: torch.Tensor, *arguments):
-    """function(z, ...) and, on a GPU, in few kernels that read the logits z (r, V) once."""
+    """function(z, ...) and, on a GPU, in a few kernels that write no other matrix of the size of z (r, V)."""
     if z.is_cuda and len(z) >= FUSED_MIN_ROWS:
         function = compiled(function)
     return function(z, *arguments)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from transformers import AttentionInterface, AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.data import families, weights
 from common.data.tokenizer import causal_class, image_tokens
@@ -90,7 +91,7 @@ def load(
     # other modules stay in eval mode: in training mode some families add noise, ask for inputs that only images have
     # (Gemma 3), or read a weight past the module that adapts it (Mamba's fused kernel).
     model.eval()
-    for layer in layers_of(model):
+    for layer in checkpointed(model, compute):
         layer.training = True
 
     # plan_gradient_reduction() asks whether a rank keeps whole gradients between micro-batches.
@@ -179,6 +180,13 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
             # counts the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def checkpointed(model: nn.Module, compute: Compute) -> list[nn.Module]:
+    """The layers that --activation-checkpointing recomputes: the decoder's, and those of a tower that is trained."""
+    if not compute.train_vision:
+        return list(layers_of(model))
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def may_leave_unused(model: nn.Module) -> bool:

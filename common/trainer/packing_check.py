@@ -137,7 +137,7 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         found = hidden_states_of(model, rollout, compute, world)
         if packed and model.carries_state:
             # What a trained model has read before may move it less than rounding does. But with another text at the
-            # start of the row, the same operations compute the rest from the same numbers, so nothing must move.
+            # start of the row, the same operations compute the rest from the same numbers, so nothing may move.
             again = hidden_states_of(model, texts(model, world, shortest_at=110), compute, world)
             row_of_token = [row for row, length in enumerate(RESPONSE_TOKENS) for _ in range(length)]
             rest = torch.tensor(row_of_token) != SHORTEST  # (tokens,)

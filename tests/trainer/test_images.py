@@ -21,6 +21,7 @@ from helpers import load as load_script
 from image_models import FAMILIES
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.smolvlm import processing_smolvlm
 
 from common import rewards, weight_sync
@@ -223,6 +224,34 @@ def test_a_frozen_tower_keeps_nothing_for_a_backward(name, saved, processors, wo
     logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
     logprobs.sum().backward()
     assert not [key for key in kept if not any(part.startswith(key) for part in connector)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trained_tower_is_recomputed_too(name, saved, processors, world, tmp_path):
+    """--activation-checkpointing keeps fewer numbers for the backward, and changes no gradient."""
+    path = saved(name)
+    rollout = rollout_of(read(write(tmp_path, *QUESTIONS), path))
+    gradients, kept = [], []
+
+    def count(saved: torch.Tensor) -> torch.Tensor:
+        kept[-1] += saved.numel()
+        return saved
+
+    for checkpointing in (False, True):
+        compute = dataclasses.replace(COMPUTE, activation_checkpointing=checkpointing)
+        policy = model.load(path, world, torch.float32, compute)
+        (micro,) = batching.pack(rollout, torch.arange(6), compute, world)
+        tower = policy.get_encoder(modality="image")
+        layers = [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+        assert layers and all(layer.training for layer in layers)
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+            logprobs, _ = model.response_logprobs(policy, micro, TEMPERATURE)
+        logprobs.sum().backward()
+        gradients.append({key: p.grad.full_tensor().clone() for key, p in policy.named_parameters()})
+    assert kept[1] < kept[0] / 2
+    for key, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][key], atol=1e-6), key
 
 
 @pytest.mark.parametrize("train_vision", [False, True])

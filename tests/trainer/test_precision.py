@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.rollout.rollout import collate
 from common.run import checkpoint
-from common.trainer import batching, distillation, logits, lora, model
+from common.trainer import attention, batching, distillation, logits, lora, model
 from common.trainer.batching import Compute
 from common.trainer.parts import decoder_of
 from common.weight_sync import FullParameters
@@ -117,13 +117,12 @@ def test_the_kl_to_a_teacher_is_float32(world):
         torch.randn(count, 64, generator=generator).to(world.device, BF16) for count in (40, 300, 40, 300)
     )
     shape = logits.LogitShape(0.7)
-    targets = torch.arange(40, device=world.device)
-    found = distillation.ChunkedKL.apply(hidden, head, targets, shape, teacher_hidden, teacher_head, shape)
+    found = distillation.ChunkedKL.apply(hidden, head, shape, teacher_hidden, teacher_head, shape)
     p, q = (
         (one.double() @ other.double().T / 0.7).log_softmax(1)
         for one, other in ((hidden, head), (teacher_hidden, teacher_head))
     )
-    exact = ((p.exp() * (p - q)).sum(1), p[range(40), targets], -(p.exp() * p).sum(1))
+    exact = ((p.exp() * (p - q)).sum(1), -(p.exp() * p).sum(1))
     for ours, theirs in zip(found, exact):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
@@ -166,3 +165,22 @@ def test_an_export_rounds_weights_and_no_buffers(world, tmp_path):
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert kept and kept == {name for name in dtypes if name.endswith("e_score_correction_bias")}
     assert set(dtypes.values()) == {torch.float32, BF16}
+
+
+def test_gradients_of_a_shared_prompts_copies_add_up_in_float32():
+    """In bfloat16, 1 + 1/256 is 1: of 200 small gradients on top of a large one, none would be left."""
+    x = torch.ones(2, 1, 1, dtype=BF16, requires_grad=True)
+    grad = torch.full((201, 1, 1), 1 / 256, dtype=BF16)
+    grad[0] = 1.0
+    attention.copies(x, torch.zeros(201, dtype=torch.long)).backward(grad)
+    assert x.grad[0].item() == pytest.approx(1 + 200 / 256, rel=1 / 128) and x.grad[1].item() == 0
+
+
+def test_the_heads_gradient_adds_up_in_float32_on_a_cpu_too(world, monkeypatch):
+    """Of many chunks of rows. Each product is rounded, but their sum is not."""
+    monkeypatch.setattr(logits, "LOGITS_PER_CHUNK", 4)  # one row of 4 logits a chunk
+    hidden = torch.full((201, 1), 1 / 256, dtype=BF16)
+    hidden[0] = 1.0
+    chunks = ((slice(row, row + 1), torch.ones(1, 4)) for row in range(201))
+    _, gradient = logits.backward_through_head(hidden, torch.ones(4, 1, dtype=BF16), chunks, True)
+    assert gradient.flatten().tolist() == pytest.approx([1 + 200 / 256] * 4, rel=1 / 128)
