@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -27,11 +28,12 @@ from common.cores import cores_of_this_rank, usable_cores
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800  # how long ranks wait for each other before the run ends
 EXIT_PAUSE_SECONDS = 0.2
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # bytes that a container may use (cgroup v2), or "max"
 HOLE_BYTES = 2 * 2**30
 # Option numbers of mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
-# Environment variables of torchrun. A child process that is not itself a rank must not inherit them.
+# The variables of torchrun that would make a child process take itself for a rank. Its environment leaves them out.
 TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -39,6 +41,7 @@ TORCHRUN_VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "OMP_NUM_THREADS",
 )
 
@@ -60,7 +63,7 @@ class Layout:
     rollout_placement: Literal["colocate", "split"] = "colocate"
     """Where the engines are: on the trainer's devices, or as servers on devices of their own (split)."""
     rollout_devices: tuple[NonNegativeInt, ...] = ()
-    """With split: GPUs (or CPU cores) of the first node, for servers that this run starts."""
+    """With split, on one node: its GPUs (or CPU cores) for servers that this run starts."""
     rollout_urls: tuple[str, ...] = ()  # With split: running servers to use instead (scripts/serve_rollout.sh).
     max_inflight_batches: PositiveInt = 1
     """K > 1: later steps are sampled while one trains, with weights up to K - 1 steps old. Needs split."""
@@ -219,9 +222,12 @@ def rank_memory() -> float:
 
 
 def host_memory() -> float:
-    """This rank's share of the machine's memory, in bytes."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_size
+    """This rank's share of the memory that the machine has, or that its container may use, in bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if CONTAINER_LIMIT.is_file():
+        limit = CONTAINER_LIMIT.read_text().strip()
+        memory = memory if limit == "max" else min(memory, int(limit))
+    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def keep_memory() -> None:

@@ -334,7 +334,7 @@ def main(args: Args) -> None:
         errors.say(results.comparison_table(compared))
         print(json.dumps(compared))
         return
-    size = machine.check_world(args.rollout_tp)
+    size = machine.check_world(args.rollout_tp, backend=args.rollout_backend)
     planned = exams(args)
     args.model = resolve_model(args.model)
     tokenizer, stop_token_ids = load_tokenizer(args.model)

@@ -6,7 +6,8 @@
 #
 # --dtype must be the trainer's, --max-num-seqs at least its --group-size. CUDA_VISIBLE_DEVICES picks the GPUs. A trainer
 # without a GPU must run on the machine of vLLM's server. The server listens on loopback. --host 0.0.0.0 opens it to the
-# network, where anyone who reaches it can replace its weights.
+# network, where anyone who reaches it can replace its weights. On a CPU, a model with Mamba layers also needs
+# --no-enable-prefix-caching.
 #
 # If SGLANG names a virtual environment, this starts SGLang's server from it, for --rollout-backend sglang:
 #

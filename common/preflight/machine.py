@@ -97,6 +97,8 @@ def check_layout(layout: Layout, rollout_tp: int, backend: str) -> None:
         )
     if backend == "vllm" and not urls and find_spec("vllm") is None:
         raise BadInput("--rollout-backend vllm: not installed (there is no vLLM for macOS); use --rollout-backend hf")
+    if backend == "hf" and rollout_tp > 1:
+        raise BadInput(f"--rollout-tp {rollout_tp}: --rollout-backend hf holds a whole copy on each rank; leave it out")
     if not layout.split:
         if backend == "sglang":
             raise BadInput("--rollout-backend sglang needs --rollout-placement split and --rollout-urls")

@@ -4,8 +4,8 @@ There are three engines with the same four methods: `VLLMEngine` (vllm_engine.py
 `ServerEngine` (servers/engine.py) talks to servers of vLLM or SGLang, `HFEngine` (hf_engine.py) uses transformers.
 
     generate(prompt_ids, n, temperature, max_tokens, seed, done, reply) -> Rollout
-                                 n responses to each of this rank's prompts; temperature 0 is greedy; seed: another one
-                                 for each call
+                                 n responses to each of this rank's prompts; temperature 0 is greedy; seed: no two calls
+                                 may have the same
                                  done: rollout.Done or None; it lets a reward grade while other prompts are sampled
                                  reply: turns.Reply or None; what an environment answers to a turn
     load_weights(named_tensors)  take the trainer's weights, full tensors; weight_sync.push calls it
@@ -38,7 +38,8 @@ MOST_SEQUENCES = 512  # responses that one engine works on at the same time
 # Families that vLLM 0.32 gets wrong (docs/models.md).
 STALE_IN_VLLM = ("gpt_oss",)
 WRONG_IN_VLLM_ON_A_CPU = ("deepseek_v2", "deepseek_v3", "lfm2", "lfm2_moe", "llama4", "llama4_text")
-# They do not start there: gated DeltaNet has no float32, experts without gates and sparse attention have no kernel.
+# Families that vLLM cannot start on a CPU: gated DeltaNet has no float32 there, and experts without gates and sparse
+# attention have no kernel.
 MISSING_IN_VLLM_ON_A_CPU = (
     "qwen3_next",
     "qwen3_5",
@@ -52,7 +53,7 @@ MISSING_IN_VLLM_ON_A_CPU = (
 
 
 def check_family(backend: str, model_path: str) -> None:
-    """Refuse a model that vLLM would sample from with other weights or log-probs. Raises BadInput."""
+    """Refuse a model that vLLM cannot start, or samples from with other weights or log-probs. Raises BadInput."""
     if backend != "vllm":
         return
     family = AutoConfig.from_pretrained(model_path).model_type
@@ -96,12 +97,12 @@ def start(
     layout: Layout = Layout(),
     rollout_tp: int = 1,
 ):
-    """Load an engine on this rank (with rollout_tp > 1: on these ranks together), or start the layout's servers.
+    """Start the layout's servers or, without any, load this rank's engine: its own, or one that rollout_tp ranks share.
 
     Collective: every rank calls it. Raises RunFailed if there is too little memory, or a server does not start.
     model_path: local folder or Hub name. stop_token_ids: sampling one of them ends a response and is part of it.
     max_model_len: tokens of prompt and response. sequences: responses that one engine is asked for in one call.
-    rollout_tp: devices of one server, for a split layout. Without servers, placement.init() was given that number.
+    rollout_tp: devices of one server. Without servers it is not read: the number given to placement.init() counts.
     """
     # A run imports only the engine that it uses.
     if backend == "hf":
@@ -167,7 +168,7 @@ def start_in_process(config: EngineConfig, stop_token_ids: list[int], world: Wor
             reason = str(error).split(". ")[0]
             raise RunFailed(f"vLLM does not start: {reason}; {vllm_engine.MEMORY_CURE}", code="engine-memory") from None
     say(f"engine: {engine.settings()}")
-    use_cores()  # vLLM has changed the number of threads
+    use_cores()  # on a GPU vLLM has set one thread; on a CPU it has also made this call do nothing
     # All that is loaded by now stays. Python's garbage collector need not walk through it in every step.
     gc.freeze()
     return engine

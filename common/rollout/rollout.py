@@ -37,7 +37,7 @@ class Rollout:
     response_mask: torch.Tensor  # (N, T) bool, True on a token that the policy sampled; holes: an environment's tokens
     rollout_logprobs: torch.Tensor  # (N, T) float32 as the engine reports them, 0 where nothing was sampled
     truncated: torch.Tensor  # (N,) bool, True if the length limit ended the response instead of an end token
-    weight_versions: torch.Tensor  # (N, T) number of the trainer's push with whose weights the token was sampled
+    weight_versions: torch.Tensor  # (N, T) number of the push whose weights sampled the token; 0 where nothing was
     episodes: list | None = field(default=None, kw_only=True)  # N turns.Turns, if the run has an environment
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ def select(parts: list[tuple[Rollout, Iterable[int]]]) -> Rollout:
     """Join these rows (at least one) of several rollouts, in this order, and pad them to their longest response."""
     picked = [(rollout, row) for rollout, rows in parts for row in rows]
     response_ids = [rollout.response_ids[row] for rollout, row in picked]
-    width = max((len(ids) for ids in response_ids), default=0)
+    width = max(len(ids) for ids in response_ids)
 
     def padded(name: str) -> torch.Tensor:
         """The picked rows of a field of shape (N, T). A field has zeros behind a response, so a cut loses nothing."""

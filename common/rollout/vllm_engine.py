@@ -63,7 +63,7 @@ def engine_settings(config: EngineConfig) -> dict:
     }
     carries_state = families.family_carries_state(config.model_path)
     if carries_state:
-        # States kept from before an update would go on under the new weights, and vLLM starts no connector beside them.
+        # vLLM caches states only with chunked prefill, which servers on a CPU do without (servers/process.py).
         settings["enable_prefix_caching"] = False
     if cuda:
         # Logits in float32, as in the trainer. On a CPU vllm_weights.Float32Head does this.
@@ -74,7 +74,7 @@ def engine_settings(config: EngineConfig) -> dict:
         return settings
     if config.kv_cache_bytes:
         settings["kv_cache_memory_bytes"] = config.kv_cache_bytes
-    if carries_state:
+    if carries_state:  # vllm_tails copies only keys and values, and vLLM starts no connector beside states
         return settings
     # Responses to one prompt share its whole blocks. Small blocks leave a short tail, which vllm_tails shares as well.
     # It knows a prompt by its token ids, which say nothing about images, and a layer by its own keys (Gemma 4's last
@@ -172,7 +172,10 @@ class VLLMEngine:
         done: Done | None = None,
         reply: Reply | None = None,
     ) -> Rollout:
-        """n responses to each prompt, in submission order. Collective over the ranks that share this engine."""
+        """n responses to each prompt, in submission order.
+
+        Collective over the ranks that share this engine, and over all ranks if the model sees images.
+        """
         settings = sampling_settings(temperature, max_tokens, self.stop_token_ids, self.never)
         settings |= {"n": n, "flat_logprobs": True}
         if self.world.device.type == "cpu":
@@ -216,7 +219,7 @@ class VLLMEngine:
         if world.device.type == "cpu":
             return SamplingParams(**settings)
         engines = world.size // world.rollout_tp
-        # The number of each prompt in the step, over all engines.
+        # No other prompt of the step has the same number. Without --rollout-tp it is the prompt's place in the step.
         numbers = [i * engines + world.engine_index for i in range(prompts)]
         return [SamplingParams(**settings, seed=request_seed(seed, number, settings["n"])) for number in numbers]
 
@@ -299,6 +302,7 @@ def image_error(ids: list[int], engine_ids: list[int]) -> RunFailed | None:
         return None
     return RunFailed(
         f"a prompt with {len(ids.images)} images has {len(engine_ids)} tokens in vLLM and {len(ids)} here: their "
-        "processors of images differ",
+        "processors of images differ; compare --model's preprocessor_config.json with the original, or use "
+        "--rollout-backend hf",
         code="image-tokens",
     )

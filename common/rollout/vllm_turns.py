@@ -25,7 +25,7 @@ def converse(engine, prompt_ids: list[list[int]], settings: dict, seed: int, rep
         if has_seeds:
             prompt, sample = divmod(row, n)
             engines = world.size // world.rollout_tp
-            # The number of a response in the whole step, the same for any number of ranks that share an engine.
+            # No other response of the step has this number. Ranks that share an engine compute the same one.
             number = (prompt * engines + world.engine_index) * n + sample
             limits["seed"] = turn_seed(seed, number, rows[row])
         return SamplingParams(**limits)

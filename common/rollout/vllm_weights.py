@@ -6,7 +6,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from common.placement import rounded_products
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    weights: Iterable[tuple[str, torch.Tensor]] = field(default_factory=list)
+    weights: Iterable[tuple[str, torch.Tensor]]  # no default: an update without weights would be silently ignored
 
 
 class Float32Head(UnquantizedEmbeddingMethod):
@@ -112,7 +112,10 @@ class SharedMemoryTransfer(InProcessTransfer):
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         if not os.path.exists(update_info.path):
-            raise FileNotFoundError(f"{update_info.path}: a CPU's rollout server and its trainer share one machine")
+            raise FileNotFoundError(
+                f"{update_info.path} is not here: without a GPU, trainer and server must run on one machine, with one "
+                "/dev/shm"
+            )
         self.model.load_weights(iter(load_file(update_info.path).items()))
 
 

@@ -54,9 +54,10 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
         f"{run_dir} is done: step {saved_step(settings.resume)} of {args.steps}, its model is in "
         f"{settings.resume}/model; to continue, give more --steps, --resume {settings.resume} and a new --run-dir"
     )
-    rows = read_metrics(run_dir)
-    if getattr(settings, "held_out", None) and rows and "eval/accuracy" not in rows[-1]:
-        errors.say(f"it was not evaluated at its end: python scripts/evaluate.py --model {settings.resume}/model")
+    with contextlib.suppress(errors.BadInput):  # the report has said that metrics.jsonl can't be read
+        rows = read_metrics(run_dir)
+        if getattr(settings, "held_out", None) and rows and "eval/accuracy" not in rows[-1]:
+            errors.say(f"it was not evaluated at its end: python scripts/evaluate.py --model {settings.resume}/model")
     return True
 
 

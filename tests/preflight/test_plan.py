@@ -5,6 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -13,7 +14,7 @@ from helpers import load
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from algos import dpo
-from common import errors
+from common import errors, placement
 from common.data import arithmetic
 from common.placement import Layout
 from common.preflight import checks, memory, offline, roles
@@ -325,3 +326,14 @@ def test_the_table_of_layouts(capsys, sizes, seven):
     needs = seven.update(max(1224, seven.token_budget())) / GIB
     assert f"| 6,144 | {needs:.1f} |" in rows["8", "1"]
     assert "--offload" in rows["1", "1"] and "--rollout-tp 8" in rows["8", "8"] and "mini-batches" in rows["31", "1"]
+
+
+@pytest.mark.parametrize("limit, gib", [("1073741824\n", 1.0), ("max\n", None), (None, None)])
+def test_a_container_has_no_more_memory_than_its_limit(tmp_path, monkeypatch, limit, gib):
+    """The kernel would kill a run that plans with all of the machine's, without a word."""
+    if limit:
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(placement, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    whole = psutil.virtual_memory().total
+    assert placement.host_memory() == pytest.approx(gib * GIB / 2 if gib else whole / 2, rel=1e-3)

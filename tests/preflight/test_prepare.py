@@ -40,8 +40,9 @@ def test_a_dry_run_shows_a_whole_prompt(layout, tmp_path, capsys):
     assert "a response ends with <eos> (1)" in shown
 
 
-def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
-    """Nothing is loaded, and main() returns: the exit code is 0."""
+@pytest.mark.parametrize("last", [{}, {"eval/accuracy": 0.5}, None])
+def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys, last):
+    """Nothing is loaded, and main() returns: the exit code is 0. It says if the last evaluation is missing."""
     for module, name in ((placement, "init"), (model, "load")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("went on to load a model"))
     checkpoint = tmp_path / "run/checkpoints/step_000052"
@@ -49,8 +50,12 @@ def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys):
     (checkpoint / "state.json").write_text(checkpoint_state(52))
     (tmp_path / "run/report.html").touch()
     resumed = {**grpo.EMBEDDED, "run_dir": str(tmp_path / "run"), "saving": Saving(resume="auto")}
+    if last is not None:
+        (tmp_path / "run/metrics.jsonl").write_text(json.dumps({"step": 52} | last) + "\n")
     grpo.main(grpo.Args(**resumed))
-    assert f"{checkpoint}/model" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{checkpoint}/model" in said
+    assert ("not evaluated at its end" in said) == (last == {})
 
 
 @pytest.mark.slow

@@ -180,6 +180,8 @@ refused("selftest --temperature -1", "--temperature")
 
 refused("grpo --prompts-per-step 10", "--prompts-per-step", "--mini-batches")
 refused("grpo --rollout-tp 3", "--rollout-tp")
+for command in ("grpo", "evaluate --model model"):
+    refused(f"{command} --rollout-backend hf --rollout-tp 2", "--rollout-tp", "--rollout-backend", **TWO_RANKS)
 refused("grpo --sequence-parallel 2", "--sequence-parallel")
 refused("grpo --shard-size 2", "--shard-size")
 for flag in ("--rollout-tp", "--sequence-parallel"):

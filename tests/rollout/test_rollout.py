@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from helpers import gaps_of
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from common import placement
 from common.data import arithmetic
 from common.placement import Layout
 from common.rollout import engines, vllm_engine
@@ -306,7 +306,7 @@ def test_a_cpu_engines_kv_cache_holds_every_response_at_its_longest():
     size = lambda sequences: engines.kv_cache_bytes(arithmetic.config(), torch.float32, 112, sequences)
     assert size(512) == 512 * 5 * 32 * (2 * 3 * 128 * 4)
     assert size(1) == 2**27  # room for a family that keeps more than its config says
-    assert size(2**30) == pytest.approx(psutil.virtual_memory().total / 4, rel=1e-3)
+    assert size(2**30) == pytest.approx(placement.host_memory() / 4, rel=1e-3)
 
 
 def test_an_engine_works_on_as_many_responses_as_it_is_asked_for_up_to_a_limit(world, models, monkeypatch):
