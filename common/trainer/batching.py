@@ -83,7 +83,7 @@ class MicroBatch:
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
     response_mask: torch.Tensor  # (n, T) bool, True on tokens that the policy sampled and that were graded
-    images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images
+    images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images; in host memory
     last: bool = True  # the last of its list: after its backward, gradients are summed over all ranks
 
 
@@ -311,7 +311,7 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
     if any(hasattr(prompt, "images") for prompt, _ in contents):
         from common.trainer import vision
 
-        position_ids, images = vision.lay_out(contents, positions, device)
+        position_ids, images = vision.lay_out(contents, positions)
     lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in contents]
 
     def as_tensor(values: list) -> torch.Tensor:

@@ -51,8 +51,9 @@ def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
     if self.carries_state:
         layout |= boundaries(micro)
     # The body leaves out the head, which would make logits of prompts, too.
+    images = {name: value.to(micro.input_ids.device) for name, value in micro.images.items()}
     output = body_of(self)(
-        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **layout, **micro.images
+        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **layout, **images
     )
     return output.last_hidden_state[0].index_select(0, micro.predictors)
 

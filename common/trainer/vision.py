@@ -66,14 +66,16 @@ def prepare(model: nn.Module, train_vision: bool) -> None:
 
 
 def lay_out(
-    texts: list[tuple[list[int], list[list[int]]]], positions: list[int], device: torch.device
+    texts: list[tuple[list[int], list[list[int]]]], positions: list[int]
 ) -> tuple[list, dict[str, torch.Tensor]]:
     """Position ids, (1, L) or (4, 1, L), and the images of a packed row with these texts. positions: L of plain text.
+
+    The images stay in host memory until their forward, because a step packs all of its micro-batches first.
 
     Qwen's models give an image's vectors places in time, height and width: rows 1 to 3. Row 0 counts tokens.
     """
     prompts = [prompt for prompt, _ in texts if isinstance(prompt, ImageIds)]
-    images = {name: value.to(device) for name, value in together(prompts).items()}
+    images = together(prompts)
     if rope_model(prompts[0].model_path) is None:
         return [positions], images
     rows: list[list[int]] = [[], [], []]
