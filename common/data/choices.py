@@ -160,9 +160,14 @@ def columns_of(row: dict) -> tuple[list[str], list[str]]:
 
 
 def numbers_in(row: dict) -> list:
-    """The values of a column with a list of options, before they become texts."""
-    value = row.get("choices", row.get("options"))
-    return value if isinstance(value, list) else []
+    """The options of a row, in whatever columns they are, before they become texts."""
+    value = row.get("choices")
+    value = row.get("options") if value is None else value
+    if isinstance(value, dict):
+        value = value["text"] if isinstance(value.get("text"), list) else list(value.values())
+    if isinstance(value, list):
+        return [option.get("text") if isinstance(option, dict) else option for option in value]
+    return [value for name, value in row.items() if name in (*LETTERS, RIGHT) or name.startswith(WRONG)]
 
 
 def as_texts(values: list, column: str) -> list[str]:

@@ -36,6 +36,7 @@ SENDERS = {
     "tool": "tool",
 }
 CALLS = ("function_call", "tool_call")  # senders whose value is the JSON of a call
+MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 # What a message may say besides its content. A chat template that shows none of it would lose it.
 SPOKEN_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
@@ -57,6 +58,13 @@ def from_text(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if looks_like(value) else text
+
+
+def from_response(text: str) -> Any:
+    """from_text() for a response, which may be JSON for other reasons: every entry has to be a message."""
+    value = from_text(text)
+    is_message = lambda entry: isinstance(entry, dict) and any(keys <= entry.keys() for keys in MESSAGE_KEYS)
+    return value if isinstance(value, list) and all(map(is_message, value)) else text
 
 
 def read(where: str, column: str, value: list) -> list[Message]:
@@ -81,12 +89,10 @@ def read_message(where: str, entry: Any) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadInput(f'{where} ({role}): expected a text in "content", got {shown(content)}')
-    message = {**entry, "content": content}
-    if "tool_calls" in message:
-        # A table gives every message the key. A template would take a null for a call.
-        calls = message.pop("tool_calls")
-        if calls:
-            message["tool_calls"] = [read_call(where, call) for call in calls]
+    # Tables, and dumps of OpenAI's client, give every message all keys. A template would take a null for a value.
+    message = {key: said for key, said in entry.items() if said is not None} | {"content": content}
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [read_call(where, call) for call in calls]
     return message
 
 

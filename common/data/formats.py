@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data import json_lines
+from common.data.conversations import looks_like
 from common.data.rows import Row, collect, first_line, numbered
 from common.errors import BadInput
 
@@ -137,20 +138,16 @@ def is_quoted(text: str) -> bool:
 
 
 def without_nulls(row: dict) -> dict:
-    """The row without null keys of its messages.
+    """The row without the null keys in its messages and tools, at any depth.
 
-    In a table each message has all the keys that any message has. A chat template would take a null "tool_calls" for
-    a call.
+    In a table each object has all the keys that any object of the column has: a call, the arguments of all tools. A
+    chat template would take a null for a value.
     """
-    row = dict(row)
-    for name, value in row.items():
-        if isinstance(value, list):
-            row[name] = [message_without_nulls(entry) for entry in value]
-    return row
+    return {name: pruned(value) if name == "tools" or looks_like(value) else value for name, value in row.items()}
 
 
-def message_without_nulls(entry: Any) -> Any:
-    """A chat message without null keys. Any other entry of a list stays as it is."""
-    if isinstance(entry, dict) and "role" in entry:
-        return {key: value for key, value in entry.items() if value is not None}
-    return entry
+def pruned(value: Any) -> Any:
+    """The value without null keys of its objects."""
+    if isinstance(value, dict):
+        return {key: pruned(inner) for key, inner in value.items() if inner is not None}
+    return [pruned(entry) for entry in value] if isinstance(value, list) else value

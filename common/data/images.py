@@ -227,7 +227,7 @@ class ImageReader:
         self.columns = columns
         self.tokenizer = tokenizer
         self.has_images = has_images
-        self.folder = Path(spec).parent
+        self.folder = Path(spec) if Path(spec).is_dir() else Path(spec).parent
         self.model_path = tokenizer.name_or_path
         config = AutoConfig.from_pretrained(self.model_path)
         self.placeholders = {token: tokenizer.convert_ids_to_tokens(token) for token in image_tokens(config)}

@@ -75,6 +75,8 @@ def turns(where: str, prompt: Prompt, columns: dict[str, str]) -> list[str | Mes
 def split_response(where: str, column: str, value: Any) -> tuple[list[Message], str | Message]:
     """The messages before a response, and the response. Raises BadInput."""
     if isinstance(value, str):
+        value = conversations.from_response(value)  # some tables store messages as JSON
+    if isinstance(value, str):
         return [], value
     if conversations.looks_like(value):
         messages = conversations.read(where, column, value)

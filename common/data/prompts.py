@@ -107,11 +107,15 @@ def load_eval(
         flag = "--dataset"
         specs = [spec for spec in parse(dataset) if sources.kind(spec) in sources.WITH_TEST_SPLIT]
     sources.short_names(specs)  # metrics need them: raises BadInput before anything is loaded
+    if source.eval_prompts < len(specs):
+        raise BadInput(
+            f"--eval-prompts {source.eval_prompts}: {flag} has {len(specs)} data sets; give at least as many"
+        )
     prompts = []
-    for spec in specs:
-        share = math.ceil(source.eval_prompts / len(specs))
+    for place, spec in enumerate(specs):
+        share = source.eval_prompts // len(specs) + (place < source.eval_prompts % len(specs))
         prompts += load_one(spec, source, "test", tokenizer, max_prompt_tokens, flag)[:share]
-    return prompts[: source.eval_prompts]
+    return prompts
 
 
 def parse(dataset: tuple[str, ...] | str) -> dict[str, float]:
@@ -156,15 +160,18 @@ def load_one(
             row, found = choices.letter(row, found, lookup(row, columns.get("answer", "answer")))
         # Chat messages stay as they are.
         question = found.content + instruction if isinstance(found.content, str) else found.content
+        continues = found.continues
         if template:
             question = templates.fill(where, template, question)
+            continues = isinstance(question, list) and question[-1]["role"] == "assistant"
         tools = tools_of(where, source.tools, found.tools)
-        text = templates.render(where, question, tokenizer, tools, images, continues=found.continues)
+        text = templates.render(where, question, tokenizer, tools, images, continues=continues)
         messages = templates.as_messages(question)
+        # The processor encodes a prompt with images again, and knows no quoted tokens.
+        quoted = [] if images and images.files else spelled.found(where, messages)
+        ids = templates.tokenize(where, text, tokenizer, quoted)
         if images:
-            ids = images.expand(text, templates.tokenize(where, text, tokenizer))
-        else:
-            ids = templates.tokenize(where, text, tokenizer, spelled.found(where, messages))
+            ids = images.expand(text, ids)
         # Rewards see the question as the data has it, under one name for all data sets.
         meta = {**row, "prompt": found.content}
         if found.other_answer is not None:

@@ -1,9 +1,10 @@
 """Turns of the assistant to learn, as token ids: the same for SFT, for both responses of a DPO pair, and for dialogues.
 
-A turn is a text, or a message that says more than a text: calls of tools, or reasoning. Its ids are those of what the
-chat template writes for it, up to the end of the turn.
+A turn is a text, whose ids are its own and then the end of a turn; or a message with calls of tools or reasoning, whose
+ids are those of what the chat template writes for it.
 """
 
+import re
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
@@ -39,8 +40,9 @@ class Responses:
         else:
             text = self.text_of_message(where, prompt, turn)
         # What the template has opened where the policy's turn begins is not said twice.
-        if prompt.text.endswith(f"{THINK}\n") and text.lstrip().startswith(THINK):
-            text = text.lstrip().removeprefix(THINK).removeprefix("\n")
+        opened = re.search(rf"{THINK}(\n*)$", prompt.text)
+        if opened and text.lstrip().startswith(THINK):
+            text = text.lstrip().removeprefix(THINK).removeprefix(opened[1])
         return self.ids_of_text(text)
 
     def ids_of_text(self, text: str) -> list[int]:

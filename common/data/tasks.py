@@ -4,8 +4,9 @@ SmolLM2-135M sometimes solves `sums` and `gcd`, so reinforcement learning has so
 (baselines/README.md has the curves). The default reward, gsm8k, compares the last number. The model never solves
 `reverse`. That task needs some steps of algos/sft.py first, and a reward for answers that are nearly right.
 
-Each task lists all its problems once. Two problems that differ only in the order of their numbers count as one, so no
-held-out problem is trained on in another form.
+In `sums` and `gcd`, two problems that differ only in the order of their numbers count as one, so no held-out problem is
+trained on in another form. In `calculator` a few are. In `guess` all questions are the same, and the environment draws
+the number.
 
 Published results depend on the problems: the order of the random draws in each function must not change.
 """

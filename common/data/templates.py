@@ -71,8 +71,10 @@ def prompt_column(row: dict, columns: dict[str, str]) -> str:
 
 
 def solution_column(row: dict, columns: dict[str, str]) -> str:
+    """The column that --columns names, or the first of the usual ones that has a value, or that is there at all."""
     present = [name for name in SOLUTIONS if name in row]
-    return columns.get("solution") or [*present, "response"][0]
+    with_value = [name for name in present if row[name] is not None]
+    return columns.get("solution") or [*with_value, *present, "response"][0]
 
 
 def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
@@ -112,6 +114,8 @@ def fields(where: str, row: dict, columns: dict[str, str]) -> Fields:
     # A column with a solution counts more than the assistant's last message.
     column = solution_column(row, columns)
     solution = lookup(row, column)
+    if isinstance(solution, str):
+        solution = conversations.from_response(solution)
     if solution is None:
         solution = turn
     elif conversations.looks_like(solution):
@@ -218,6 +222,7 @@ def read_template(path: str, tokenizer: PreTrainedTokenizerBase) -> Template:
             raise BadInput(f'{path}: expected a list of {{"role": ..., "content": ...}} messages')
         if not tokenizer.chat_template:
             raise BadInput(f"--template {path}: messages, and --model has no chat template; give it a text file")
+        template = conversations.read(path, "--template", template)
         texts = [message["content"] for message in template]
     else:
         try:

@@ -34,7 +34,7 @@ from common.trainer import lora
 from common.trainer.attention import KERNEL_MAX_WIDTH
 from common.trainer.batching import Compute
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
-from common.trainer.model import GRADIENT_MEMORY_SHARE
+from common.trainer.model import GRADIENT_MEMORY_SHARE, may_leave_unused
 from common.trainer.parts import all_attentions, layers_of
 
 GIB = 2**30  # bytes
@@ -278,7 +278,9 @@ class MemoryPlan:
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
-        return self.offload != "all" and GRADIENT_BYTES * self.trainable <= GRADIENT_MEMORY_SHARE * self.memory
+        has_room = GRADIENT_BYTES * self.trainable <= GRADIENT_MEMORY_SHARE * self.memory
+        of_two_kinds = self.dtype.itemsize < 4 and may_leave_unused(without_weights(self.model))
+        return has_room and self.offload != "all" and not of_two_kinds
 
     def update(self, tokens: float) -> float:
         """Most bytes of this rank in an update whose forwards have that many tokens."""
@@ -374,9 +376,11 @@ class MemoryPlan:
         needs = self.engine_needs(longest)
         takes = share * self.memory
         if needs > takes:
+            cures = "a larger --rollout-memory, " if self.layout.rollout_memory else ""
             raise BadInput(
                 f"the engine needs {needs / GIB:.1f} GiB of each GPU for weights and one response, and has "
-                f"{max(0, takes) / GIB:.1f} of {self.memory / GIB:.0f}: a larger --rollout-tp, more ranks, --offload"
+                f"{max(0, takes) / GIB:.1f} of {self.memory / GIB:.0f}: {cures}a larger --rollout-tp, more ranks, "
+                "--offload"
             )
         if takes > self.engine_room and self.engine != "elsewhere":
             raise BadInput(

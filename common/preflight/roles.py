@@ -101,18 +101,19 @@ def reward_role(name: str, reward: Callable, size: int) -> Role:
 
 def check_fit(plan: MemoryPlan, roles: list[Role]) -> None:
     """Raises BadInput that names the largest role if the memory of a rank is too small for all of them."""
-    device = sum(role.device for role in roles)
-    host = sum(role.host for role in roles)
     if plan.gpu:
-        needs = [("device", device, plan.memory), ("host", host, placement.host_memory())]
+        kinds = [
+            ("device", lambda role: role.device, plan.memory, "more ranks, a smaller model, or --offload"),
+            ("host", lambda role: role.host, placement.host_memory(), "a smaller model, more nodes, or less --offload"),
+        ]
     else:  # both are the same memory
-        needs = [("host", device + host, plan.memory)]
-    for kind, needed, memory in needs:
+        kinds = [("host", lambda role: role.device + role.host, plan.memory, "a smaller model, or a larger machine")]
+    for kind, bytes_of, memory, cure in kinds:
+        needed = sum(map(bytes_of, roles))
         if needed > memory:
-            largest = max(roles, key=lambda role: role.device + role.host)
             raise BadInput(
                 f"the roles need {needed / GIB:.1f} GiB of {kind} memory a rank, which has {memory / GIB:.1f}; most of "
-                f"it is the {largest.name}'s: more ranks, a smaller model, or --offload"
+                f"it is the {max(roles, key=bytes_of).name}'s: {cure}"
             )
 
 

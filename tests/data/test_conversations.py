@@ -106,6 +106,9 @@ USER = turn("user", "2+3?")
             '<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call><|im_end|>',
         ),
         ({"messages": [ASKED, FIVE | {"tool_calls": None}]}, USER + NEXT, "5<|im_end|>"),
+        ({"prompt": "2+3?", "solution": None, "response": "5"}, USER + NEXT, "5<|im_end|>"),
+        ({"prompt": "2+3?", "completion": json.dumps([FIVE])}, USER + NEXT, "5<|im_end|>"),
+        ({"prompt": "2+3?", "solution": '[{"role": "a"}]'}, USER + NEXT, '[{"role": "a"}]<|im_end|>'),
         *[
             ({"conversations": [HUMAN, {"from": who, "value": "5"}]}, USER + NEXT, "5<|im_end|>")
             for who in ("gpt", "chatgpt", "bing", "bard", "model", "assistant")
@@ -194,10 +197,27 @@ def test_a_turn_ends_as_the_template_ends_it(template, end):
 def test_thinking_that_the_template_opens_is_not_opened_twice(tmp_path):
     solution = "<think>\ntwo and three\n</think>\n\n5"
     for row in ({"prompt": "2+3?", "solution": solution}, {"messages": [ASKED, FIVE | {"content": solution}]}):
-        prompt, tokenizer = one(tmp_path, row, OPENS_THINKING)
-        assert prompt.text.endswith("<think>\n")
-        (ids,), _ = demonstrations([prompt], tokenizer)
-        assert tokenizer.decode(prompt.ids + ids).count("<think>") == 1
+        for opens, text in ((OPENS_THINKING, "<think>\n"), (OPENS_THINKING.replace("<think>\n", "<think>"), "<think>")):
+            prompt, tokenizer = one(tmp_path, row, opens)
+            assert prompt.text.endswith(text)
+            (ids,), _ = demonstrations([prompt], tokenizer)
+            assert tokenizer.decode(prompt.ids + ids).startswith(f"{USER}<|im_start|>assistant\n<think>\ntwo and three")
+
+
+def test_a_message_of_a_dump_has_no_null_keys(tmp_path):
+    """OpenAI's client writes every key. A template that asks whether a key is there would print None."""
+    asks = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if 'refusal' in m %}{{ m.refusal }}{% endif %}")
+    prompt, _ = one(tmp_path, {"prompt": [ASKED | {"refusal": None, "audio": None}]}, asks)
+    assert prompt.text == USER + NEXT
+
+
+def test_a_template_that_ends_with_the_assistant_is_continued(tmp_path):
+    file = tmp_path / "template.json"
+    file.write_text(json.dumps([{"role": "user", "content": "{prompt}"}, {"role": "assistant", "content": "it is "}]))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+3?"}\n')
+    source = Source(template=str(file))
+    (prompt,) = load((str(tmp_path / "rows.jsonl"),), source, "train", tokenizer_with(CHATML), 512)
+    assert prompt.text == USER + NEXT + "it is "
 
 
 @pytest.mark.parametrize("template", [CHATML, GEMMA, OPENS_THINKING, ""])
@@ -218,6 +238,10 @@ def test_a_dialogue_to_learn_has_the_ids_of_the_same_episode(tmp_path, template)
         ({"prompt": "2+3?", "chosen": "5<|im_end|>", "rejected": "6<|im_end|>"}, "5<|im_end|>"),
         ({"prompt": [ASKED], "chosen": [FIVE], "rejected": [FIVE | {"content": "6"}]}, "5<|im_end|>"),
         ({"chosen": [ASKED, FIVE], "rejected": [ASKED, FIVE | {"content": "6"}]}, "5<|im_end|>"),
+        (
+            {"chosen": json.dumps([ASKED, FIVE]), "rejected": json.dumps([ASKED, FIVE | {"content": "6"}])},
+            "5<|im_end|>",
+        ),
         (
             {"chosen": [ASKED, FIVE | {"tool_calls": [CALL]}], "rejected": [ASKED, FIVE]},
             '5<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call><|im_end|>',

@@ -316,6 +316,10 @@ def test_held_out_prompts(tmp_path, rows):
     several = {"eval_dataset": (other, "arithmetic")}
     assert held_out(dataset, eval_prompts=9, **several) == ["o.jsonl"] * 5 + ["test"] * 4
     assert held_out(dataset, eval_prompts=100, **several) == ["o.jsonl"] * 30 + ["test"] * 50
+    more = {"eval_dataset": (other, *(rows(*[OVERLONG[1]] * 9, name=f"{n}.jsonl") for n in range(4)))}
+    assert held_out(dataset, eval_prompts=6, **more) == ["o.jsonl"] * 2 + [f"{n}.jsonl" for n in range(4)]
+    with pytest.raises(BadInput, match="--eval-prompts 4: --eval-dataset has 5 data sets"):
+        held_out(dataset, eval_prompts=4, **more)
     with pytest.raises(BadInput, match='--eval-dataset: "arithmetic" is named twice'):
         held_out(dataset, eval_dataset=("arithmetic", "arithmetic"))
 

@@ -117,6 +117,10 @@ def test_null_stands_for_a_column_that_a_row_of_a_table_lacks(tmp_path):
     )
     (chat,) = load(write(tmp_path / "chat.parquet", [{"messages": asked}]))
     assert chat.meta["prompt"] == [{"role": "user", "content": "1+1="}] and chat.solution == "2"
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"city": "oslo"}, {"unit": "c"})]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    (chat,) = load(write(tmp_path / "calls.parquet", [{"messages": said}]))
+    assert [call["function"]["arguments"] for call in chat.solution["tool_calls"]] == [{"city": "oslo"}, {"unit": "c"}]
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path):
