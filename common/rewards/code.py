@@ -35,6 +35,7 @@ from common.rewards.workers import Graders, refused_as_input
 
 PROGRAM_SECONDS = 10.0  # for all tests of a function together, or for one run with standard input
 RUNS_SECONDS = 60.0  # for all runs with standard input together
+FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 LANGUAGE = re.compile(r"[{. \t]*(\w*)")  # ```python, ```{.python}, ```Python title="a"
 PYTHON = ("python", "python3", "py")
@@ -118,10 +119,10 @@ def cases_of(name: str, value: Any, meta: Mapping[str, Any]) -> Tests:
         for case in value:
             if "input" not in case or "output" not in case:
                 raise BadInput(f'"{name}": expected "input" and "output" in each test (found: {", ".join(case)})')
-            # In LiveCodeBench's form, which DeepCoder uses, each test names its function.
+            # In LiveCodeBench's and PrimeIntellect's forms, both in DeepCoder, each test names its function.
             metadata = case.get("metadata")
-            if isinstance(metadata, Mapping):
-                function = metadata.get("func_name") or function
+            named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+            function = case.get("fn_name") or named or function
             cases.append((case["input"], case["output"]))
     else:
         raise BadInput(f'"{name}": expected {{"inputs": [...], "outputs": [...]}} or [{{"input": ..., "output": ...}}]')
@@ -177,6 +178,10 @@ def require_plain_pytest(code: str) -> str:
     tree = ast.parse(code)
     bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
     for node in [node for body in bodies for node in body]:
+        decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
+        is_set_up = getattr(node, "name", "") in ("setup_class", "setup_module", "setup_function")
+        if is_set_up or ("fixture" in decorators and "autouse" in decorators):
+            raise BadInput(f'"test": {node.name}() would not be called; expected setup_method(), or no set-up')
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
             continue
         require_plain_function(node)
@@ -192,8 +197,8 @@ def require_plain_pytest(code: str) -> str:
 
 
 def is_parametrize(decorator: ast.expr) -> bool:
-    """Whether it is a call of pytest.mark.parametrize, whose first argument names the parameters."""
-    is_call = isinstance(decorator, ast.Call) and bool(decorator.args)
+    """Whether it is a call of pytest.mark.parametrize with the names of the parameters and their values."""
+    is_call = isinstance(decorator, ast.Call) and len(decorator.args) > 1
     return is_call and ast.unparse(decorator.func).endswith("parametrize")
 
 
@@ -235,7 +240,7 @@ def program_of(response: str, meta: Mapping[str, Any]) -> str | None:
         return textwrap.dedent(block)
     if block.startswith((" ", "\t")) and name not in defined(textwrap.dedent(block)):
         return prompt + block
-    return before(prompt, name) + textwrap.dedent(block)
+    return with_helpers(prompt, name, textwrap.dedent(block))
 
 
 def blocks_of(text: str) -> tuple[list[tuple[str, str]], bool]:
@@ -284,6 +289,11 @@ def defined(code: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
+def with_helpers(prompt: str, name: str, program: str) -> str:
+    """The program behind the prompt's imports and helpers. Imports from __future__ must come first."""
+    return "".join(FUTURE.findall(program)) + before(prompt, name) + FUTURE.sub("", program)
+
+
 def before(prompt: str, name: str) -> str:
     """The prompt's imports and helper functions: all but the function that is to be written."""
     kept = [ast.unparse(node) for node in ast.parse(prompt).body if getattr(node, "name", None) != name]
@@ -293,7 +303,7 @@ def before(prompt: str, name: str) -> str:
 def continuation(prompt: str, text: str, name: str) -> str:
     """The prompt and the body that a base model has written after it, up to the next line that is not indented."""
     if name in defined(text):
-        return before(prompt, name) + text
+        return with_helpers(prompt, name, text)
     body = []
     for line in text.split("\n"):
         if body and line.strip() and not line.startswith((" ", "\t", ")")):

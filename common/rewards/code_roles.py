@@ -12,6 +12,7 @@ import atexit
 import builtins
 import contextlib
 import functools
+import importlib
 import json
 import math
 import os
@@ -123,7 +124,9 @@ class Tally:
         counted = self.passed + len(self.failures)
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Stop, Ended):
+            raise
+        except BaseException as error:  # pytest.fail() and pytest.raises() raise one that is no Exception
             self.failures.append(f"{source}: {described(error)}")
             if self.stop:
                 raise Stop from None
@@ -276,6 +279,18 @@ def json_key(key: Any) -> Any:
     return json.dumps(key) if key is None or isinstance(key, int | float) else key
 
 
+def module_of_python(name: str, codes: list[ast.AST]) -> types.ModuleType | None:
+    """The module of Python's own that the tests mean by `math` in math.isclose(), without an import. None: no module.
+
+    From the program it would be whatever the program calls `math`.
+    """
+    nodes = [node for code in codes for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+    owners = {node.value.id for node in nodes if isinstance(node.value, ast.Name)}
+    if name not in owners or name not in sys.stdlib_module_names:
+        return None
+    return importlib.import_module(name)
+
+
 def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
     """Run the code of the tests, and the functions that it defines: check(candidate), or each test_*()."""
     # KodCode's tests begin with `from solution import add`.
@@ -285,7 +300,7 @@ def run_code(tests: dict, channel: Channel, tally: Tally) -> None:
     setup = ast.parse(tests["setup"])
     parts = [ast.parse(part) for part in tests["parts"]]
     for name in {*programs_names(setup, parts), tests["entry_point"]} - {""}:
-        namespace[name] = Remote(channel, name)
+        namespace[name] = module_of_python(name, [setup, *parts]) or Remote(channel, name)
     exec(compile(setup, "setup.py", "exec"), namespace)
     # The set-up may be the prompt, which can have a first version of the function.
     if tests["entry_point"]:

@@ -319,9 +319,9 @@ def _begins_item(text: str, minus: int) -> bool:
 def _value(match: re.Match, negative: bool) -> Fraction | None:
     """The exact value. None if it is divided by 0, has over 100 characters, or has an exponent beyond 30."""
     parts = match.groupdict()
-    # These limits come first: int() refuses thousands of digits, and 10**999999999 takes all memory.
+    # These limits come first: int() refuses thousands of digits, and 10**999999999 takes all memory and hours.
     exponent = parts["exponent"] or ""
-    if len(match[0]) > 100 or abs(int(exponent[1:7] or 0)) > 30:
+    if len(match[0]) > 100 or abs(int(exponent[1:] or 0)) > 30:
         return None
     divisor = int(parts["under"] or parts["divisor"] or 1)
     if divisor == 0:

@@ -398,8 +398,11 @@ def read_settings(file: Path) -> Settings:
     template = settings.template
     if template and "{response}" not in template:
         beside = file.parent / template
-        if not beside.is_file():
-            raise BadInput(f'{file}: "template" is neither a text with {{response}} in it nor a file ({beside})')
+        if not os.path.isfile(beside):  # Path.is_file() raises for a long text
+            raise BadInput(
+                f'{file}: "template" has no {{response}} in it, where each response goes, and {template[:80]!r} is no '
+                "file beside it"
+            )
         try:
             template = beside.read_text("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -166,19 +166,21 @@ class Client:
                 # connection that the next try finds.
                 problem = f"{type(error).__name__}: {error}{answered}"
             else:
-                problem = f"status {raw.status}, {body[:500]!r}"
+                said = visible(body[:2000].decode(errors="replace"))  # redacted first: a cut may hide a part of a token
+                problem = f"status {raw.status}, {said[:500]!r}"
                 if not retries.is_retry(method, raw.status):
                     break
                 answered = f"; before that {problem}"
-            if time.monotonic() - began > self.patience:
-                raise RetryError(problem)
-            # increment() counts the try and raises after the last one. sleep() waits as long as Retry-After says, or
-            # twice as long as the time before.
+            # increment() counts the try and raises after the last one. The pause is as long as Retry-After says, or
+            # twice as long as the one before.
             try:
                 retries = retries.increment()
             except MaxRetryError:
                 raise RetryError(problem) from None
-            retries.sleep(raw)
+            pause = (retries.get_retry_after(raw) if raw is not None else None) or retries.get_backoff_time()
+            if time.monotonic() - began + pause > self.patience:
+                raise RetryError(problem)
+            time.sleep(pause)
         if raw.status != 200:
             raise Refused(f"refused: {problem}; {self.advice}", raw.status)
         try:

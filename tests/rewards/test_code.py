@@ -129,6 +129,7 @@ PROMPT = 'import math\n\ndef twice(x):\n    return 2 * x\n\ndef f(x):\n    """Do
         f"```python\n{PROMPT}    return twice(x)\n```",
         "    return twice(x)\n\nprint(f(2))\nassert False",  # a base model goes on and on
         "    y = math.floor(x)\n\n    return twice(y)",
+        "```python\nfrom __future__ import annotations\ndef f(x: T) -> T:\n    return twice(x)\n```",
     ],
 )
 def test_a_prompt_of_code_gives_the_program_its_helpers(response):
@@ -158,6 +159,10 @@ ROWS = {
     ),
     "DeepCoder": (
         {"tests": [{"input": "1\n2", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
+        RIGHT,
+    ),
+    "PrimeIntellect": (
+        {"tests": [{"fn_name": "add", "input": [1, 2], "output": 3, "type": "function_call"}]},
         RIGHT,
     ),
     "Codeforces": (
@@ -235,6 +240,10 @@ def test_tests_may_stand_in_the_reference_answer(reward):
         # The examples of the task, which a program could have by heart.
         {"public_tests": {"input": ["1"], "output": ["1"]}},
         {"test": "def test_a(tmp_path):\n    assert True"},
+        # Set-up that would not run.
+        {"test": "class TestA:\n    def setup_class(self): self.a = 1\n    def test_a(self):\n        assert self.a"},
+        {"test": "import pytest\n@pytest.fixture(autouse=True)\ndef make(): pass\ndef test_a():\n    assert True"},
+        {"test": "@pytest.mark.parametrize('a', argvalues=[1])\ndef test_a(a):\n    assert a"},
         # A call of these runs nothing, so every program would pass.
         {"test": "async def test_a():\n    assert False"},
         {"test": "def test_a():\n    assert False\n    yield"},
@@ -271,6 +280,15 @@ def test_fractions_count_assertions_and_cases(sandbox):
     assert (stopped["passed"], stopped["total"]) == (1, 3)
     calls = code.tests_of(None, ROWS["APPS, a function"][0])
     assert tried(sandbox, half, calls, stop=False) | {"failure": ""} == {"passed": 1, "total": 2, "failure": ""}
+
+
+def test_a_failed_raises_of_pytest_is_one_failed_test(sandbox):
+    """It is no Exception. The tests behind it still run."""
+    test = "import pytest\nfrom solution import add\n"
+    test += "def test_a():\n    with pytest.raises(ValueError):\n        add(1, 2)\n"
+    test += "def test_b():\n    pytest.fail('no')\ndef test_c():\n    assert add(1, 2) == 3\n"
+    verdict = tried(sandbox, RIGHT, code.tests_of(None, {"test": test}), stop=False)
+    assert (verdict["passed"], verdict["total"]) == (1, 3) and "DID NOT RAISE" in verdict["failure"]
 
 
 def test_an_assertion_that_a_test_expects_to_fail_is_no_test_of_its_own(sandbox):
@@ -422,6 +440,10 @@ def test_no_program_replaces_a_function_of_python_in_its_tests(sandbox):
     cheat = "def abs(x): return 0\ndef len(x): return 3\ndef all(x): return True\ndef f(): return 9\n"
     for test in ("assert abs(f() - 3) < 1", "assert len([f()]) == 3", "assert all(x == 3 for x in [f()])"):
         assert tried(sandbox, cheat, code.Tests(parts=[test, test]))["failure"]
+    close = code.Tests(parts=["assert math.isclose(f(), 3)"])
+    module = "class math:\n    isclose = staticmethod(lambda *given: True)\n"
+    assert tried(sandbox, module + cheat, close)["failure"]
+    assert not tried(sandbox, "def f(): return 3", close)["failure"], "MBPP does not always import it"
     imported = "from solution import f\ndef test_f():\n    assert abs(f() - 3) < 1\n"
     assert tried(sandbox, cheat, code.Tests(parts=[imported]))["failure"]
     assert not tried(sandbox, "def f(): return 3", code.Tests(parts=[imported]))["failure"]

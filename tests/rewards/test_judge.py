@@ -546,6 +546,7 @@ def test_bad_addresses_are_refused_without_their_key(url):
         ({"url": "http://h", "max_tokens": 0}, '"max_tokens"'),
         ({"url": "http://h", "requests_at_once": "8"}, '"requests_at_once"'),
         ({"url": "http://h", "template": "absent.txt"}, "absent.txt"),
+        ({"url": "http://h", "template": "Grade it. " * 100}, "has no {response} in it, where each response goes"),
         ({"url": "http://h", "template": "empty.txt"}, r"empty.txt: \{response\}"),
         ({"url": "http://h:port"}, "http://HOST:PORT"),
         ([], "expected an object"),

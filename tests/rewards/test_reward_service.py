@@ -264,6 +264,16 @@ def test_nobody_waits_after_the_last_try(fake):
     assert time.monotonic() - began < 20
 
 
+def test_nobody_waits_beyond_the_patience(fake):
+    """A judge's is six minutes. With Retry-After: 300 it asked again after ten."""
+    server = fake(lambda asked, attempt, reply: (429, b"", {"Retry-After": "30"}))
+    service = quick(server.url)
+    service.patience = 5
+    began = time.monotonic()
+    assert scores(ask(service)) == [None] * 3
+    assert time.monotonic() - began < 20
+
+
 def test_ten_tries_take_about_a_minute():
     retries = RewardService("http://127.0.0.1:8001").retries
     pauses = []
@@ -332,7 +342,7 @@ MALFORMED = {
     "no results": (lambda reply: {**reply, "results": {}}, '"results" is {}: Input should be a valid list'),
     "deep": (lambda reply: b"[" * 100_000, "recursion"),
     "not UTF-8": (lambda reply: b"\xff" * 1000, "not valid UTF-8"),
-    "long": (lambda reply: b"a" * 500 + b"b" * 500, "status 200, b'a{500}'$"),  # 500 bytes are quoted
+    "long": (lambda reply: b"a" * 500 + b"b" * 500, "status 200, 'a{500}'$"),  # 500 bytes are quoted
 }
 
 
