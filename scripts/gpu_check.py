@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 from common import errors
 from common.data import arithmetic
 from common.preflight.machine import triton_lacks
+from common.run import directory
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
@@ -92,8 +93,13 @@ def write_model(models: Path, config: PreTrainedConfig) -> str:
     folder = models / f"{config.model_type}-{config.hidden_size}"
     if not folder.exists():  # All checks use the same folder, so that vLLM compiles once.
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        arithmetic.tokenizer().save_pretrained(folder)
+        with torch.device("cuda" if CUDA else "cpu"):  # a CPU takes half a minute for the random numbers
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")  # another check may be making it, too
+        model.save_pretrained(unfinished)
+        arithmetic.tokenizer().save_pretrained(unfinished)
+        with contextlib.suppress(OSError):  # the other one was faster
+            unfinished.rename(folder)
     return str(folder)
 
 
@@ -157,6 +163,7 @@ class Findings:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             words.append(" ".join((crash.message if crash else report.longreprtext).split())[:300])
+            words += [f"{crash.path}:{crash.lineno}"] if crash else []
         self.out.write("\n")  # behind pytest's dots
         show((": ".join(words), report.passed), self.out)
 
@@ -178,6 +185,7 @@ def tests(models: Path, *, files: tuple[str, ...]) -> Iterator[Finding]:
 def lines_of(command: list, limit: float = 540) -> tuple[int, list[str]]:
     """(exit code, lines) of a command of this repository."""
     code, out, err = finish([sys.executable, *map(str, command)], limit)
+    print(out + err, file=sys.stderr)  # for the log of the check
     return code, (out + err).splitlines()
 
 
@@ -238,19 +246,22 @@ def selftest(
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > 1 else []
         code, said = lines_of([*launcher, "scripts/selftest.py", "--model", path, "--folder", folder, *flags])
     rows = [" ".join(line.split()) for line in said]
-    rows = [row for row in rows if row.startswith(("log-probs", "gradient", "weight")) or "error[" in row]
-    yield " / ".join(rows[-8:]) or " ".join(said[-3:]), code == 0
+    rows = [row for row in rows if row.startswith(ROWS_OF_SELFTEST) or "error[" in row]
+    yield " / ".join(rows[-12:]) or " ".join(said[-3:]), code == 0
 
 
 def check_update(models: Path) -> Iterator[Finding]:
     """FLOP/s of the update of 1.5 B, as a share of one large product's, with and without compiled layers."""
     size, best = "qwen2.5-1.5b" if LARGE else "qwen2.5-0.5b", 0
     for kernels in ("eager", "compile"):  # one at a time: each has a model and its optimizer
-        flags = ["--size", size, "--prompts", 16, "--budgets", 4096, "--dtype", "bfloat16", "--kernels", kernels]
+        flags = ["--size", size, "--prompts", 32, "--dtype", "bfloat16", "--kernels", kernels]
+        flags += ["--budgets", 4096, 16384]
         code, said = lines_of(["scripts/bench/update_mfu.py", *flags])
         rows = [line for line in said if line.startswith(f"| {kernels}")]
         best = max([best, *(int(row.rstrip("| ").rsplit("|", 1)[-1].strip(" %")) for row in rows)])
-        yield f"{size}: " + " ".join(rows) + " ".join(said[-1:]), code == 0
+        # Columns: layers, freed memory, prompts, token budget, tokens, s, GFLOP/s, tokens/s, GiB, product, share.
+        product = [line for line in said if line.startswith("matrix product")]
+        yield f"{size}: " + " ".join(rows or said[-3:]) + " ".join(product), code == 0
     yield f"best {best} % of a large product", best >= 25
 
 
@@ -263,8 +274,9 @@ def check_runs(models: Path) -> Iterator[Finding]:
         runs = {  # the name of the run's folder, the algorithm, and its own flags
             "grpo": ("grpo", ["--steps", 3, "--save-every", 2, *vllm]),
             "resumed": ("grpo", ["--steps", 4, "--resume", f"{folder}/grpo/checkpoints/step_000002", *vllm]),
-            "ppo": ("ppo", ["--steps", 1, *hf]),
-            "prime": ("prime", ["--gen-prompts", 16, "--steps", 1, *hf]),
+            # In bfloat16 these two use the GPU's attention kernel. The embedded model alone would train in float32.
+            "ppo": ("ppo", ["--steps", 1, "--dtype", "bfloat16", *hf]),
+            "prime": ("prime", ["--gen-prompts", 16, "--steps", 1, "--dtype", "bfloat16", *hf]),
         }
         for name, (algorithm, flags) in runs.items():
             code, said = lines_of([f"algos/{algorithm}.py", *common, *flags, "--run-dir", f"{folder}/{name}"], 240)
@@ -281,6 +293,7 @@ class Check:
 
 
 WITH_VLLM, TWO = ("a GPU", "vLLM"), ("2 GPUs", "vLLM")
+ROWS_OF_SELFTEST = ("rollout", "log-probs", "gradient", "weight", "checkpoint", "Hugging Face")
 ROWS, AS_ABOVE = "each row holds: rollout, gap, gradient, weight sync, checkpoint", "as self-test"
 HF = ("--rollout-backend", "hf")
 FLOAT32 = partial(selftest, flags=("--dtype", "float32"), config=SMALL)
@@ -297,6 +310,8 @@ CHECKS = {  # those first that decide whether the rest is worth its time
     "training": Check(TRAINING, "one gradient in any way, float32 sums, memory as planned, a push, a checkpoint", 240),
     "self-test-hf": Check(partial(selftest, flags=HF, config=QWEN_05B if CUDA else SMALL), AS_ABOVE, 180),
     "self-test-lora": Check(partial(selftest, flags=(*HF, "--lora-rank", "8")), AS_ABOVE, 180, ("a GPU",)),
+    "self-test-hf-float32": Check(partial(selftest, flags=(*HF, "--dtype", "float32"), config=SMALL), AS_ABOVE, 180),
+    "self-test-hf-experts": Check(partial(selftest, flags=HF, config=EXPERTS), AS_ABOVE, 180, ("a GPU",)),
     "self-test-experts": Check(partial(selftest, config=EXPERTS), AS_ABOVE, 180, WITH_VLLM),
     "update": Check(check_update, ">= 25 % of a large product's FLOP/s", 180, ("a GPU",)),
     "runs": Check(check_runs, "grpo, a resume of it, ppo and prime end without an error", 300),
@@ -318,10 +333,14 @@ def missing(check: Check) -> str:
     return ", ".join(need for need in check.needs if not there[need])
 
 
-def run_child(name: str, left: float, models: str) -> dict:
-    """A check in a process of its own: its findings, seconds, and whether all hold. left: seconds for all checks."""
+def run_child(name: str, left: float, models: str, logs: Path) -> dict:
+    """A check in a process of its own: its findings, seconds, and whether all hold. left: seconds for all checks.
+
+    All that it prints is in logs/NAME.log.
+    """
     limit, began = min(CHECKS[name].limit_s, left), time.perf_counter()
     code, out, err = finish([sys.executable, __file__, "--here", "--models", models, "--only", name], limit)
+    (logs / f"{name}.log").write_text(out + err)
     findings = [json.loads(line[9:]) for line in out.splitlines() if line.startswith("finding: ")]
     ended = code == 0 and findings
     if code is None:
@@ -339,9 +358,10 @@ def about() -> dict[str, str]:
     for name in ("torch", "transformers", "vllm", "triton"):
         if importlib.util.find_spec(name):
             versions[name] = getattr(__import__(name), "__version__", "?") if name != "vllm" else "installed"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    # A copy of the repository without git can name its commit.
+    commit = os.environ.get("GPU_CHECK_COMMIT") or directory.git("rev-parse", "--short", "HEAD")
     device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if CUDA else "no GPU"
-    return {"device": device, "python": platform.python_version(), "commit": commit.stdout.strip(), **versions}
+    return {"device": device, "python": platform.python_version(), "commit": commit, **versions}
 
 
 def main(args: Args) -> int:
@@ -362,23 +382,29 @@ def main(args: Args) -> int:
         return 0
     print(WITHOUT, end="\n" * bool(WITHOUT))
     minutes = args.minutes or (MINUTES_WITH_TWO_GPUS if torch.cuda.device_count() >= 2 else MINUTES)
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        results = run_checks(
-            args.only or tuple(CHECKS), str(Path(args.models or scratch).resolve()), time.monotonic() + 60 * minutes
-        )
+        models, deadline = str(Path(args.models or scratch).resolve()), time.monotonic() + 60 * minutes
+        results = run_checks(args.only or tuple(CHECKS), models, deadline, output, args.only)
     failed = [name for name, found in results.items() if not found.get("passed", True)]
     missed = [name for name, found in results.items() if "not reached" in found]
     ending = [f"failed: {', '.join(failed)}"] * bool(failed)
     if missed:
         rest = shlex.join(["--only", *missed])
         ending.append(f"not reached in {minutes:g} minutes: {', '.join(missed)} ({rest} runs these, --minutes N all)")
-    write_report(Path(args.output), args.only, results, ending)
+    print(f"report: {write_report(output, args.only, results, ending)}")
     print("\n".join(ending), end="\n" * bool(ending))
     return int(bool(ending))
 
 
-def run_checks(names: tuple[str, ...], models: str, deadline: float) -> dict[str, dict]:
-    """Check -> what was found, or why it was left out, or that it was not reached. deadline: of time.monotonic()."""
+def run_checks(
+    names: tuple[str, ...], models: str, deadline: float, output: Path, only: tuple[str, ...] = ()
+) -> dict[str, dict]:
+    """Check -> what was found, or why it was left out, or that it was not reached. deadline: of time.monotonic().
+
+    The report is written after each check, because a machine may be taken away.
+    """
     results = {}
     for name in names:
         lacks, left = missing(CHECKS[name]), deadline - time.monotonic()
@@ -387,17 +413,17 @@ def run_checks(names: tuple[str, ...], models: str, deadline: float) -> dict[str
         elif left <= 0:
             results[name], said = {"not reached": "no time was left"}, "NOT REACHED"
         else:
-            results[name] = found = run_child(name, left, models)
+            results[name] = found = run_child(name, left, models, output)
             said = f"{'passed' if found['passed'] else 'FAILED'}, {found['seconds']:.0f} s"
         print(f"{name}: {said}", flush=True)
         for measured, holds in results[name].get("findings", []):
             print(f"    {'' if holds else 'FAILED '}{measured}", flush=True)
+        write_report(output, only, results, ["not all checks have run"])
     return results
 
 
-def write_report(folder: Path, only: tuple[str, ...], results: dict[str, dict], ending: list[str]) -> None:
-    """gpu_check.json, and a page with the same."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_report(folder: Path, only: tuple[str, ...], results: dict[str, dict], ending: list[str]) -> Path:
+    """gpu_check.json, and a page with the same, whose path is returned."""
     words = ["python", "scripts/gpu_check.py", *(["--only", *only] if only else [])]
     machine_words, command = about(), shlex.join(words)
     (folder / "gpu_check.json").write_text(
@@ -415,7 +441,7 @@ def write_report(folder: Path, only: tuple[str, ...], results: dict[str, dict], 
         )
         page.append(f"| {name} | {'passed' if found['passed'] else '**failed**'} | {measured} | {found['seconds']} |")
     (folder / "README.md").write_text("\n".join([*page, "", *(ending or ["failed: none"]), ""]))
-    print(f"report: {folder / 'README.md'}")
+    return folder / "README.md"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ and computed in one call. The groups (40, [5, 6]) and (33, [9]) make four sequen
 Both ways copy a shared prompt's keys and values for each response. Autograd adds up the gradients of the copies.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,6 +32,7 @@ Group = tuple[int, list[int]]  # length of a prompt, and lengths of the response
 MAX_PADDING = 0.15  # most padding tokens in a run, divided by its real tokens
 EXTRA_PADDING = 256  # padding tokens that a run of responses may have on top of that; another call would cost more
 KERNEL_MAX_WIDTH = 256  # of a head; FlashAttention, which is behind varlen_attn, refuses wider ones
+TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads unasked
 WRITTEN_OUT_MAX_KEYS = 512  # on a CPU, with at most these keys (the prompt's included) weights in memory are faster
 
 
@@ -225,13 +227,14 @@ def variable_length_attention(query, key, value, spans: Spans, options: ScoreOpt
         *spans.longest,
         scale=options.scale,
         window_size=(tokens_before, tokens_after),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GQA else {}),
     )
 
 
 def copies(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """(L, heads, d) -> the tokens at these positions. In the backward, gradients of copies add up in float32."""
-    return x.float().index_select(0, positions).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide).index_select(0, positions).to(x.dtype)
 
 
 def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) -> torch.Tensor:

@@ -34,7 +34,7 @@ from common.trainer.batching import Compute, MicroBatch
 from common.trainer.forward import hidden_states, place, token_logprobs, token_values
 from common.trainer.kernels import use_kernels
 from common.trainer.packing_check import choose_forward, own_forward
-from common.trainer.parts import all_attentions, decoder_of, layers_of
+from common.trainer.parts import all_attentions, decoder_of, layers_of, reset_iter_state
 
 # Not noise, despite its name: how far below the best expert another may score and still be chosen (Phi-MoE).
 NO_NOISE = (("phimoe", "router_jitter_noise"),)
@@ -174,7 +174,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> 
         fully_shard(module, mesh=world.mesh, **settings)
         # Some parameters may be used on some ranks only (may_leave_unused). Without a gradient of 0 on the other ranks,
         # these would reduce other shapes.
-        module.set_reduce_scatter_unused_params(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.11 has none
+            module.set_reduce_scatter_unused_params(True)
         if world.size > 1:
             # Add up the gradients of all ranks; FSDP's default is their mean. The denominator of each rank's loss
             # counts the whole mini-batch already. The second line is for gloo, which cannot scale while it reduces.
@@ -391,4 +392,4 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
     # FSDP lists the layers of each forward until the next backward. A frozen model has none, so its list would grow.
     if not any(parameter.requires_grad for module in modules for parameter in module.parameters(recurse=False)):
-        modules[0].reset_iter_state()
+        reset_iter_state(modules[0])

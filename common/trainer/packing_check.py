@@ -30,7 +30,14 @@ from common.trainer.attention import NotPackable
 from common.trainer.batching import Compute, pack
 from common.trainer.forward import factors, logit_shape, own_logprobs, place
 from common.trainer.logits import ChunkedLogprobs
-from common.trainer.parts import all_attentions, attentions_of, body_of, decoder_of, layers_of
+from common.trainer.parts import (
+    all_attentions,
+    attentions_of,
+    body_of,
+    decoder_of,
+    layers_of,
+    reset_iter_state,
+)
 
 PROMPT_TOKENS = 36  # of the first two texts: enough to be shared
 # Of different lengths, so that rows are padded. The prompts of the last two are one token: a state that leaks from the
@@ -155,7 +162,7 @@ def choose_forward(model: nn.Module, model_path: str, world: World, compute: Com
         except NotPackable as error:
             packed = False
             reason = str(error)
-            model.reset_iter_state()  # the error left FSDP in the middle of a forward
+            reset_iter_state(model)  # the error left FSDP in the middle of a forward
     if compute.packing == "on" and not packed:
         reason = reason or "layers or kernels of another rank"
         raise BadInput(f"{refused} with --packing on, because of {reason}")

@@ -26,6 +26,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in decoder_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def reset_iter_state(model: nn.Module) -> None:
+    """Make FSDP forget the forwards that no backward has followed. torch 2.11 can't."""
+    getattr(model, "reset_iter_state", lambda: None)()
+
+
 def all_attentions(model: nn.Module) -> list[nn.Module]:
     """The attention modules of all decoder layers."""
     return [attention for layer in layers_of(model) for attention in attentions_of(layer)]

@@ -12,6 +12,7 @@ same precision, before and after each update, because a shared machine changes i
 """
 
 import dataclasses
+import math
 import statistics
 import tempfile
 import time
@@ -107,7 +108,8 @@ def main(args: Args) -> None:
     batch = random_rollout(args.prompts, config.vocab_size, world.device)
     rows = torch.arange(len(batch))
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        with world.device:  # a CPU would take half a minute for the random numbers of a large model
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         dtype = precision.choose(args.dtype, folder)
         policies = {kind: model.load(folder, world, dtype, batching.Compute(kernels=kind)) for kind in args.kernels}
     optimizers = {
@@ -137,21 +139,27 @@ def main(args: Args) -> None:
                 {"kept": placement.keep_memory, "returned": return_memory}[memory]()
                 update(compute)  # after a change the heap has to grow again
             before = peak(dtype, world.device)
+            if world.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             spent = seconds(lambda compute=compute, tokens=tokens: tokens.append(update(compute)), world.device)
             around = (before + peak(dtype, world.device)) / 2
             if step:
-                results.append((spent, tokens[0], 6 * parameters * tokens[0] / spent, around))
+                memory_used = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else math.nan
+                results.append((spent, tokens[0], 6 * parameters * tokens[0] / spent, around, memory_used))
         for other, values in peaks.items():
             values.append(peak(other, world.device))
     table = [
-        "| layers | freed memory | prompts | token budget | tokens computed | s | GFLOP/s | peak then | share |",
-        "|---" * 9 + "|",
+        "| layers | freed memory | prompts | token budget | tokens computed | s | GFLOP/s | tokens/s | GPU, GiB "
+        "| product then | share |",
+        "|---" * 11 + "|",
     ]
     for (kind, memory, share, budget), results in cases.items():
-        spent, tokens, rate, around = (statistics.median(column) for column in zip(*results))
+        spent, tokens, rate, around, used = (statistics.median(column) for column in zip(*results))
         ratio = statistics.median(result[2] / result[3] for result in results)
         name = "shared" if share else "repeated"
-        figures = f"{tokens:.0f} | {spent:.2f} | {rate / 1e9:.0f} | {around / 1e9:.0f} | {ratio:.0%}"
+        gib = "" if math.isnan(used) else f"{used / 2**30:.1f}"
+        figures = f"{tokens:.0f} | {spent:.2f} | {rate / 1e9:.0f} | {tokens / spent:.0f} | {gib} | {around / 1e9:.0f}"
+        figures += f" | {ratio:.0%}"
         table.append(f"| {kind} | {memory} | {name} | {budget} | {figures} |")
     print(f"{args.size}, {parameters / 1e6:.0f} M parameters, {str(dtype).removeprefix('torch.')}")
     print("\n".join(table))

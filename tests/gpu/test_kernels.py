@@ -131,20 +131,24 @@ def test_a_packed_row_attends_as_each_sequence_does_alone(name, device, dtype, r
     assert max(gradients) <= 5 * bound, "a sink's gradient adds up all queries"
 
 
+@pytest.mark.parametrize("takes_gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in WRITTEN_OUT])
-def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, monkeypatch):
+def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, takes_gqa, monkeypatch):
     """Its arguments on a CPU: where sequences begin, copies of prompts, the window. `dense` computes in its place."""
     layer = LAYERS[name]
 
-    def kernel(query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa):
+    def kernel(
+        query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=None
+    ):
         assert query_ends.dtype == key_ends.dtype == torch.int32 and scale == layer.width**-0.5
         assert [int(ends.diff().max()) for ends in (query_ends, key_ends)] == [most_queries, most_keys]
         assert window_size == (-1 if layer.window is None else layer.window - 1, 0)
-        assert enable_gqa == (layer.heads != layer.keys)
+        assert enable_gqa == (layer.heads != layer.keys if attention.TAKES_GQA else None)
         cut = [query.split(query_ends.diff().tolist()), *(x.split(key_ends.diff().tolist()) for x in (key, value))]
         return torch.cat([dense(*sequence, layer) for sequence in zip(*cut)])
 
     # A stand-in that takes what the real one takes and refuses everything else.
+    monkeypatch.setattr(attention, "TAKES_GQA", takes_gqa)
     monkeypatch.setattr(attention, "varlen_attn", mock.create_autospec(attention.varlen_attn, side_effect=kernel))
 
     def by_kernel(query, key, value, layer: Layer) -> torch.Tensor:
