@@ -92,6 +92,9 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER, SECCOMP_ALLOW, SECCOMP_ERROR = 22, 2, 0x7FF
 KEYRING_CALLS = {"x86_64": (0xC000003E, 248, 250), "aarch64": (0xC00000B7, 217, 219)}
 
 
+KINDS = ("namespaces", "bubblewrap", "limits")  # the strictest first
+
+
 class SandboxFailed(RuntimeError):
     """The sandbox itself has failed. That says nothing about the program."""
 
@@ -125,7 +128,7 @@ class Running:
 class Sandbox:
     """One nursery. Only one thread may call start()."""
 
-    def __init__(self, modules: list[str], kinds: tuple[str, ...] = ("namespaces", "bubblewrap", "limits")):
+    def __init__(self, modules: list[str], kinds: tuple[str, ...] = KINDS):
         """modules: those with the roles, imported before the nursery is locked in. kinds: what is tried, in order.
 
         Raises SandboxFailed if none of them runs a sample program.

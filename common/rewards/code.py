@@ -19,16 +19,17 @@ import socket
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from common.data.rows import lookup
 from common.errors import BadInput, say
+from common.processes import sandbox
 from common.processes.child import Handler
-from common.processes.pool import Failure
-from common.processes.sandbox import Sandbox, SandboxFailed
+from common.processes.pool import START_SECONDS, Failure
+from common.processes.sandbox import KINDS, Sandbox, SandboxFailed
 from common.rewards.grading import Item, Result
 from common.rewards.text import with_think, without_thinking
 from common.rewards.workers import Graders, refused_as_input
@@ -359,12 +360,21 @@ class CodeReward:
         """Raises BadInput if no sandbox starts."""
         self.spec = spec
         self.stop = spec == "code"  # the first failure decides
-        loader = "common.rewards.code:load_sandbox"
-        self.pool = ProgramGraders(spec, loader, [], item_seconds=RUNS_SECONDS + 30, workers=workers)
+        # The kind of the first worker's sandbox. No later worker may fall back to a weaker one: nobody would be told.
+        kinds: list[str] = []
+        self.pool = ProgramGraders(
+            spec,
+            "common.rewards.code:load_sandbox",
+            [kinds],
+            item_seconds=RUNS_SECONDS + 30,
+            workers=workers,
+            start_seconds=START_SECONDS + len(KINDS) * (sandbox.START_SECONDS + sandbox.SAMPLE_SECONDS),
+        )
         with refused_as_input():
-            missing = self.pool.start()
-        if missing:
-            say(f"--reward {spec}: the sandbox is weaker here: {missing}")
+            facts = self.pool.start()
+        kinds.append(facts["kind"])
+        if facts["missing"]:
+            say(f"--reward {spec}: the sandbox is weaker here: {facts['missing']}")
 
     def fault_of(self, prompt) -> str:
         """Why a row has no tests that can be run, or nothing."""
@@ -400,14 +410,15 @@ class CodeReward:
 # Inside a worker
 
 
-def load_sandbox() -> Handler:
-    sandbox = Sandbox(["common.rewards.code_roles"])
+def load_sandbox(kinds: Sequence[str] = ()) -> Handler:
+    """kinds: of sandboxes that are tried. Without any: all of them, the strictest first."""
+    own = Sandbox(["common.rewards.code_roles"], tuple(kinds) or KINDS)
 
     def answer(request: list) -> list[list]:
         (item,), _, _ = request
         tests = json.loads(item["answer"])
         try:
-            verdict = run(sandbox, item["response"], tests)
+            verdict = run(own, item["response"], tests)
         except SandboxFailed as failure:
             return [[None, None, item["response"], {"error": f"the sandbox: {failure}"}]]
         acc = float(not verdict["failure"] and verdict["passed"] > 0)
@@ -417,7 +428,7 @@ def load_sandbox() -> Handler:
             info["failure"] = verdict["failure"]
         return [[score, acc, item["response"], info]]
 
-    return Handler(answer, facts=sandbox.missing)
+    return Handler(answer, facts={"kind": own.kind, "missing": own.missing})
 
 
 def run(sandbox: Sandbox, program: str, tests: dict) -> dict:

@@ -19,8 +19,8 @@ import itertools
 import math
 import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
@@ -95,8 +95,9 @@ class EarlyGrading:
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.reply = reply
-        self.threads = ThreadPoolExecutor(CALLS_AT_ONCE, "grading")
-        self.futures: dict[tuple[str, int], Future] = {}  # (name of the reward, index of the prompt) -> its Graded
+        # Its threads are daemons, so a run that fails can end while they wait for a service.
+        self.threads = ThreadPool(CALLS_AT_ONCE) if rewards else None
+        self.calls: dict[tuple[str, int], AsyncResult] = {}  # (name of the reward, index of the prompt) -> its Graded
 
     def __call__(self, index: int, response_ids: list[list[int]], truncated: list[bool]) -> None:
         """Start to grade the responses to prompts[index]. A second call for a prompt replaces the first."""
@@ -107,7 +108,7 @@ class EarlyGrading:
         items = to_items([self.prompts[index]], responses, response_ids, first_group=index)
         lengths = [len(ids) for ids in response_ids]
         for name, reward in self.rewards.items():
-            self.futures[name, index] = self.threads.submit(grade, name, reward, items, lengths, truncated)
+            self.calls[name, index] = self.threads.apply_async(grade, (name, reward, items, lengths, truncated))
 
     def results(self, name: str) -> Graded | None:
         """One reward's results for all prompts, in their order. None if it was not called for each of them.
@@ -115,13 +116,13 @@ class EarlyGrading:
         Raises what the reward raised.
         """
         # A prompt is missing if the engine does not call done(). Then score() grades all of them.
-        futures = [self.futures.get((name, index)) for index in range(len(self.prompts))]
-        if None in futures:
+        calls = [self.calls.get((name, index)) for index in range(len(self.prompts))]
+        if None in calls:
             return None
-        self.threads.shutdown(wait=False)
+        self.threads.close()
         whole = Graded([], 0.0)
-        for future in futures:
-            part = future.result()
+        for call in calls:
+            part = call.get()
             whole.results += part.results
             whole.seconds += part.seconds
         return whole
@@ -322,11 +323,15 @@ class Rewards:
             reason = f": {why}"
         message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
         if step is not None and total == count and not failures:
-            raise RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")
+            failure = RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")
+            raise_together(failure if missing else None, world.group)  # first that of a rank that knows the reason
+            raise failure
         is_setup = step is not None and step - self.first_step < SETUP_STEPS
         if step is not None and failures and (is_setup or failures > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
-            raise RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
+            failure = RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
+            raise_together(failure if failed else None, world.group)  # first that of a rank that knows the reason
+            raise failure
         say(message)
         # A group has a baseline only as a whole, so its other responses leave, too.
         for group in {row // group_size for row in missing}:

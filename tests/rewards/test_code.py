@@ -881,6 +881,15 @@ def test_a_program_that_could_not_be_limited_is_not_run(monkeypatch):
         sandboxes.Running(ours, keeper_in_reach=True).wait()
 
 
+def test_no_later_worker_has_a_weaker_sandbox_than_the_first():
+    """Only the first one's weakness is told."""
+    assert code.load_sandbox(["limits"]).facts["kind"] == "limits", "a worker takes what it is told"
+    reward = CodeReward("code", workers=2)
+    (kinds,) = reward.pool.program.arguments
+    assert kinds == [code.load_sandbox().facts["kind"]]
+    reward.pool.close()
+
+
 def test_a_response_is_ungraded_if_the_sandbox_or_a_worker_fails(monkeypatch, capfd):
     def fail(*given):
         raise SandboxFailed("the keeper was killed")
