@@ -21,7 +21,7 @@ from common.data import arithmetic, preview
 from common.data import prompts as data
 from common.data.prompts import Prompt
 from common.data.tokenizer import load_tokenizer, resolve_model
-from common.errors import BadInput, say
+from common.errors import BadInput, say, warn
 from common.placement import Layout
 from common.preflight import checks, machine, precision, ranges, roles, run_directory
 from common.preflight.flags import Flags
@@ -171,6 +171,15 @@ def check_inputs(args: Flags, inputs: Inputs) -> int:
     checks.check_held_out(inputs.held_out, inputs.size)
     if not inputs.held_out and args.source.eval_prompts:
         say("nothing is evaluated: --dataset has no test split; --eval-dataset names one, --eval-prompts 0 hides this")
+    # An id is the place of a row, in a file or a split.
+    trained_on = {prompt.id for prompt in inputs.prompts}
+    seen = sum(prompt.id in trained_on for prompt in inputs.held_out)
+    if seen:
+        warn(
+            f"{seen} of {len(inputs.held_out)} prompts of --eval-dataset are rows of --dataset, so eval/accuracy says "
+            "nothing about problems that training never shows; name other rows",
+            "trained-on-evaluation",
+        )
     if len(inputs.prompts) < args.prompts_per_step:
         drawn, given = f"--prompts-per-step {args.prompts_per_step}", len(inputs.prompts)
         say(f"{drawn}, but --dataset has {given} prompts: a step has the same prompt several times")

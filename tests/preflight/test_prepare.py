@@ -58,6 +58,19 @@ def test_a_run_that_is_done_says_so(tmp_path, monkeypatch, capsys, last):
     assert ("not evaluated at its end" in said) == (last == {})
 
 
+@pytest.mark.parametrize("held_out, warned", [("a.jsonl", True), ("b.jsonl", False), ("arithmetic", False)])
+def test_evaluation_on_rows_that_are_trained_on_is_a_warning(tmp_path, monkeypatch, capsys, held_out, warned):
+    """Also if the texts are equal but the rows are not: in some tasks all questions are. A built-in has splits."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    source = TrainSource(eval_dataset=(held_out,), eval_prompts=4)
+    dataset = ("arithmetic",) if held_out == "arithmetic" else ("a.jsonl",)
+    flags = {"dataset": dataset, "source": source, "saving": Saving(dry_run=True)}
+    grpo.main(grpo.Args(**{**grpo.EMBEDDED, **flags}))
+    assert ("warning[trained-on-evaluation]: 1 of 1" in capsys.readouterr().err) == warned
+
+
 @pytest.mark.slow
 def test_the_command_line_says_bad_input_in_one_line_and_at_once(tmp_path):
     """As a process of its own. The table of test_refusals.py has what is refused."""
