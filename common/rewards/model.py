@@ -50,6 +50,11 @@ def conversation(tokenizer, content: str | list[dict], response: str, ended: boo
     return [*ids, tokenizer.eos_token_id] if ended else ids
 
 
+def raw_prompt(meta: dict, rendered: str) -> str | list[dict]:
+    """The prompt as the row has it. rendered: what the policy's chat template has made of it."""
+    return meta.get("prompt", meta.get("question", rendered))
+
+
 def make_batches(lengths: list[int]) -> list[list[int]]:
     """The rows of each forward. A batch holds similar lengths, and the longest conversations come first."""
     # Similar lengths need little padding. If the memory does not suffice, the first batch shows it.
@@ -97,10 +102,26 @@ class RewardModel:
                 "reward models are decoders"
             )
         self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        self.faults: dict[tuple[str, ...], str] = {}  # roles of a prompt -> why the chat template refuses it, or ""
         # Here, because the first call comes after the first rollout. The weights of a name on the Hub are checked then.
         if Path(path).is_dir() and not weights.quantization(self.config):
             described = self.read(device_map="meta")
             weights.check_headers(path, described.all_tied_weights_keys, self.flag)
+
+    def fault_of(self, prompt) -> str:
+        """Why the chat template refuses a row, or "". In a run, one rank would leave the others waiting.
+
+        Templates refuse roles, and their order. So one prompt of each order is tried.
+        """
+        content = raw_prompt(prompt.meta, prompt.text)
+        roles = ("user",) if isinstance(content, str) else tuple(message["role"] for message in content)
+        if roles not in self.faults:
+            try:
+                conversation(self.tokenizer, content, "1", ended=True)
+                self.faults[roles] = ""
+            except BadInput as error:
+                self.faults[roles] = f"{self.flag}: {error}"
+        return self.faults[roles]
 
     def read(self, **options) -> torch.nn.Module:
         """The model with the weights of its files, and no others. Raises BadInput.
@@ -138,8 +159,7 @@ class RewardModel:
             self.load()
         ids = []
         for item, cut in zip(items, truncated):
-            # The raw column, because item.prompt has been through the policy's chat template.
-            content = item.meta.get("prompt", item.meta.get("question", item.prompt))
+            content = raw_prompt(item.meta, item.prompt)
             ids.append(conversation(self.tokenizer, content, item.response, not cut))
         # All ranks raise if one has too long a conversation. Otherwise the others would wait for it in forward().
         positions = getattr(self.config, "max_position_embeddings", None)
@@ -194,7 +214,9 @@ class RewardModelOnCPU:
 
     def __init__(self, path: str, date: str = ""):
         """Reads configuration and tokenizer, no weights. Raises BadInput."""
-        self.parameters = RewardModel(path).parameters
+        model = RewardModel(path, date=date)
+        self.parameters = model.parameters
+        self.fault_of = model.fault_of
         self.spec = f"model-cpu:{path}"
         self.pool = Graders(
             self.spec,

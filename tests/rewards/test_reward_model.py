@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 
 from common import rewards
 from common.data import arithmetic as embedded
+from common.data.prompts import Prompt
 from common.errors import BadInput
 from common.rewards import Item
-from common.rewards.model import RewardModel, conversation, load_on_cpu
+from common.rewards.model import RewardModel, RewardModelOnCPU, conversation, load_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,19 @@ def test_a_template_that_refuses_a_conversation_is_an_error_in_one_line(folder):
     model.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(BadInput, match="system, assistant: System role not supported"):
         conversation(model.tokenizer, [{"role": "system", "content": "1+1="}], "2", ended=True)
+
+
+@pytest.mark.parametrize("make", [RewardModel, RewardModelOnCPU])
+def test_prompts_that_a_template_refuses_are_found_before_the_run(folder, tmp_path, make):
+    """With model-sharded, the rank that has such a prompt would leave the others waiting."""
+    strict = shutil.copytree(folder, tmp_path / "strict")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (strict / "chat_template.jinja").write_text(refuses + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = make(str(strict))
+    system, user = ({"role": role, "content": "1+1="} for role in ("system", "user"))
+    prompt = lambda content: Prompt("rows:1", "1+1=", [1], None, None, {"prompt": content})
+    assert model.fault_of(prompt("1+1=")) == model.fault_of(prompt([user])) == ""
+    assert "system, user, assistant: no system" in model.fault_of(prompt([system, user]))
 
 
 def test_correctness_is_the_graders(folder):
