@@ -234,7 +234,7 @@ def main(args: Args) -> None:
 
             for mini_batch in mini_batches * args.epochs:  # one optimizer step each; the list repeats for each epoch
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
-                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
+                # Then skip the optimizer step: Adam's momentum would move the weights even without a gradient.
                 if not mini_batch.micro_batches:
                     continue
 

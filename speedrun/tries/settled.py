@@ -356,7 +356,7 @@ def main(args: Args) -> None:
             # One optimizer step each; the list repeats for each epoch.
             for number, mini_batch in enumerate(mini_batches * args.epochs):
                 # Ranks with fewer micro-batches get dummies (mask False), so if this rank has none, no rank has any.
-                # Then there is no optimizer step: without a gradient, Adam's momentum would still move the weights.
+                # Then skip the optimizer step: Adam's momentum would move the weights even without a gradient.
                 if not mini_batch.micro_batches:
                     continue
 
