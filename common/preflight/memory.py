@@ -290,7 +290,10 @@ class MemoryPlan:
         # A gradient is whole until it has been reduced over the ranks.
         unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(rest, layer))
         # Models are updated one after the other, so only one of them has gradients at a time.
-        gradients = 0 if self.offload == "all" else self.trainable / self.shards
+        # Offloaded gradients go to the host. But with several copies of the weights, FSDP keeps sums on the GPU until
+        # they are added up over the copies.
+        offloaded = self.offload == "all" and self.shards == self.size
+        gradients = 0 if offloaded else self.trainable / self.shards
         engine = {"asleep": ENGINE_ASLEEP, "copy": self.dtype.itemsize * self.parameters, "elsewhere": 0}[self.engine]
 
         passing = self.dtype.itemsize * gathered + GRADIENT_BYTES * (unreduced + gradients) + LOGITS_BYTES

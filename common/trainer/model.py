@@ -55,10 +55,10 @@ def load(
     such as the embeddings. Collective: every rank calls it. Raises BadInput, on all ranks.
 
     dtype: data type of forward and backward. offload: parameters, gradients and optimizer state live in host memory,
-    and layers come to the GPU one at a time. value_head: one value for each token instead of logits, 0 at the
-    start unless model_path has a trained head. frozen: nothing is trained, and the weights are kept in dtype. FSDP
-    treats some methods of the model as its forward: `token_logprobs` or, with a value head, `token_values`, and those
-    that the check of packing needs.
+    and layers come to the GPU one at a time (with --shard-size, gradients stay there until the last micro-batch).
+    value_head: one value for each token instead of logits, 0 at the start unless model_path has a trained head. frozen:
+    nothing is trained, and the weights are kept in dtype. FSDP treats some methods of the model as its forward:
+    `token_logprobs` or, with a value head, `token_values`, and those that the check of packing needs.
     """
     if world.min(dtype.itemsize) < world.max(dtype.itemsize):  # each rank measures what --dtype auto stands for
         raise BadInput("the ranks' CPUs differ in what --dtype auto chooses: give --dtype float32 or bfloat16")

@@ -107,6 +107,8 @@ def test_what_stays_by_hand(sizes, seven):
         assert ppo.states == pytest.approx(trained * PARAMETERS / 8)
         small = replace(ppo, model=sizes["0.1"])  # its gradients are kept whole unless the policy is offloaded, too
         assert small.whole_gradients == (offload != "all")
+    whole, copies = (replace(seven, offload="all", compute=Compute(shard_size=n)).update(1000) for n in (0, 2))
+    assert copies - whole == pytest.approx(4 * PARAMETERS / 2), "sums that wait for those of the other copies"
     student = replace(seven, model=sizes["0.5"])
     taught = replace(student, others={"teacher": sizes["7"]})
     assert taught.states - student.states == pytest.approx(2 * PARAMETERS / 8)
