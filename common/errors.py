@@ -192,19 +192,22 @@ def recognized(error: BaseException) -> RunFailed | None:
         return RunFailed(f"{here}: out of memory ({first_line}); {cure}", code="out-of-memory")
     if any(words in text for words in FULL):
         return RunFailed(f"{here}: {first_line}; make room, then --resume auto goes on", code="disk-full")
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    tried = f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
+    interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
+    variable = "GLOO_SOCKET_IFNAME, or INTERFACE for scripts/launch/torchrun.sh,"
+    other_interface = f"set {variable} to the interface that other nodes reach; this node has {interfaces}"
     if any(words in text for words in UNREACHABLE):
-        name = os.environ.get("GLOO_SOCKET_IFNAME")
-        tried = f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
-        interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
-        variable = "GLOO_SOCKET_IFNAME, or INTERFACE for scripts/launch/torchrun.sh,"
-        cure = f"set {variable} to the interface that other nodes reach"
         problem = f"no connection to other ranks over {tried} ({first_line})"
-        return RunFailed(f"{here}: {problem}; {cure}; this node has {interfaces}", code="no-network")
+        return RunFailed(f"{here}: {problem}; {other_interface}", code="no-network")
     if isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text:
         if any(words in text for words in LATE):
             return RunFailed(f"{here}: waited in vain for another rank ({first_line})", code="collective-timeout")
         if any(words in text for words in GONE):
-            return RunFailed(f"{here}: lost another rank ({first_line})", code="rank-lost")
+            lost = f"{here}: lost another rank ({first_line})"
+            if phase == "at the start":  # so it looks, too, if the other rank finds first that they can't connect
+                lost += f" over {tried}; if no rank has failed, {other_interface}"
+            return RunFailed(lost, code="rank-lost")
     return None
 
 
