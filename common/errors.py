@@ -192,23 +192,31 @@ def recognized(error: BaseException) -> RunFailed | None:
         return RunFailed(f"{here}: out of memory ({first_line}); {cure}", code="out-of-memory")
     if any(words in text for words in FULL):
         return RunFailed(f"{here}: {first_line}; make room, then --resume auto goes on", code="disk-full")
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    tried = f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
-    interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
-    variable = "GLOO_SOCKET_IFNAME, or INTERFACE for scripts/launch/torchrun.sh,"
-    other_interface = f"set {variable} to the interface that other nodes reach; this node has {interfaces}"
     if any(words in text for words in UNREACHABLE):
-        problem = f"no connection to other ranks over {tried} ({first_line})"
-        return RunFailed(f"{here}: {problem}; {other_interface}", code="no-network")
+        problem = f"no connection to other ranks over {tried_interface()} ({first_line})"
+        return RunFailed(f"{here}: {problem}; {other_interfaces()}", code="no-network")
     if isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text:
         if any(words in text for words in LATE):
             return RunFailed(f"{here}: waited in vain for another rank ({first_line})", code="collective-timeout")
         if any(words in text for words in GONE):
             lost = f"{here}: lost another rank ({first_line})"
             if phase == "at the start":  # so it looks, too, if the other rank finds first that they can't connect
-                lost += f" over {tried}; if no rank has failed, {other_interface}"
+                lost += f" over {tried_interface()}; if no rank has failed, {other_interfaces()}"
             return RunFailed(lost, code="rank-lost")
     return None
+
+
+def tried_interface() -> str:
+    """Over what gloo tries to reach the other nodes."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    return f"GLOO_SOCKET_IFNAME={name}" if name else "the address of this node's host name"
+
+
+def other_interfaces() -> str:
+    """What to do if that is the wrong one."""
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    variable = "GLOO_SOCKET_IFNAME, or INTERFACE for scripts/launch/torchrun.sh,"
+    return f"set {variable} to the interface that other nodes reach; this node has {names}"
 
 
 def print_once(failure: RunFailed) -> None:

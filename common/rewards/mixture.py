@@ -21,6 +21,7 @@ import re
 import time
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import NoReturn
 
 from common.errors import BadInput, RunFailed, raise_together, refuse_all, say
 from common.placement import World
@@ -323,15 +324,11 @@ class Rewards:
             reason = f": {why}"
         message = f"{when}: {total:.0f} of {count:.0f} responses could not be graded{reason}"
         if step is not None and total == count and not failures:
-            failure = RunFailed(f"{message}; at least one reward must apply to some of them", code="reward-failed")
-            raise_together(failure if missing else None, world.group)  # first that of a rank that knows the reason
-            raise failure
+            fail_together(f"{message}; at least one reward must apply to some of them", bool(missing), world)
         is_setup = step is not None and step - self.first_step < SETUP_STEPS
         if step is not None and failures and (is_setup or failures > MAX_UNGRADED_SHARE * count):
             allowed = f"at most {MAX_UNGRADED_SHARE:.0%} of a step, and none in the first {SETUP_STEPS} steps of a run"
-            failure = RunFailed(f"{message}; allowed are {allowed}", code="reward-failed")
-            raise_together(failure if failed else None, world.group)  # first that of a rank that knows the reason
-            raise failure
+            fail_together(f"{message}; allowed are {allowed}", bool(failed), world)
         say(message)
         # A group has a baseline only as a whole, so its other responses leave, too.
         for group in {row // group_size for row in missing}:
@@ -342,6 +339,13 @@ class Rewards:
                 info = {**results[row].info, "ungraded": reason}
                 results[row] = dataclasses.replace(results[row], score=0.0, acc=0.0, info=info)
         return results
+
+
+def fail_together(message: str, knows_why: bool, world: World) -> NoReturn:
+    """Raise RunFailed on all ranks, with the message of a rank that knows why. Collective: every rank calls it."""
+    failure = RunFailed(message, code="reward-failed")
+    raise_together(failure if knows_why else None, world.group)
+    raise failure
 
 
 def no_answer(prompt) -> str:
