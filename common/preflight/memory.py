@@ -286,7 +286,9 @@ class MemoryPlan:
         """Most bytes of this rank in an update whose forwards have that many tokens."""
         layer, rest = unit_sizes(self.model)
         # The rest is gathered for the whole pass, and two layers at a time: one at work, and the next one ahead of it.
-        gathered = self.parameters if self.shards == 1 else rest + 2 * layer
+        # On a single rank layers stay until their backward, unless they come from the host (model.shard).
+        stay = self.shards == 1 and self.offload != "all"
+        gathered = self.parameters if stay else rest + 2 * layer
         # A gradient is whole until it has been reduced over the ranks.
         unreduced = self.trainable if self.whole_gradients else min(self.trainable, max(rest, layer))
         # Models are updated one after the other, so only one of them has gradients at a time.

@@ -166,8 +166,10 @@ def read_weights(model: nn.Module, model_path: str, compute: Compute) -> tuple[d
 def shard(model: nn.Module, world: World, dtype: torch.dtype, offload: bool) -> None:
     """Cut the parameters over the ranks. FSDP gathers one decoder layer at a time, in the compute dtype."""
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
-    if world.mesh.size(-1) == 1:
-        settings["reshard_after_forward"] = False  # a single shard has nothing to free
+    if world.mesh.size(-1) == 1 and not offload:
+        # A layer keeps its weights in the compute dtype until its backward. Freed after the forward, as on several
+        # ranks, they would have to be cast again.
+        settings["reshard_after_forward"] = False
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for module in (*layers_of(model), model):

@@ -12,6 +12,7 @@ from conftest import ROOT, launch, save_model
 from families import config_of, save
 from memory_meter import LargestTensor, bytes_in_use
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common import placement, weight_sync
@@ -20,6 +21,7 @@ from common.preflight.memory import MAX_BUDGET_TOKENS, MemoryPlan, unit_sizes
 from common.rollout.rollout import collate
 from common.trainer import attention, batching, distillation, logits, model, vision
 from common.trainer.batching import Compute
+from common.trainer.parts import layers_of
 
 NOISE = 200_000  # bytes that Python itself may allocate in the meantime
 
@@ -260,6 +262,18 @@ def test_fsdp_is_asked_to_keep_parameters_in_host_memory(offload, models, world)
     assert sharded.call_count == 3  # two layers and the model
     for call in sharded.call_args_list:
         assert isinstance(call.kwargs.get("offload_policy"), CPUOffloadPolicy) == offload
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_from_the_host_leave_the_gpu_after_each_layers_forward(offload, models, world):
+    """Also on a single rank, where weights that live on the GPU keep their copy in the compute dtype."""
+    policy = model.load(models["tied and grouped"], world, torch.bfloat16, offload=offload)
+    (micro,) = batching.pack(four_rows(world), torch.arange(4), Compute(1000), world)
+    logprobs, _ = model.response_logprobs(policy, micro, 1.0)
+    sharded = {isinstance(weight, DTensor) for layer in layers_of(policy) for weight in layer.parameters()}
+    assert sharded == {offload}
+    logprobs.sum().backward()
+    assert all(isinstance(weight, DTensor) for weight in policy.parameters())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="drop_pages is for Linux only")
