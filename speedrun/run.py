@@ -98,10 +98,11 @@ def alone_in(unfinished: Path):
     unfinished.mkdir(parents=True, exist_ok=True)
     handle = os.open(unfinished, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another run.py is writing {unfinished}; wait for it, or take another name") from None
         yield
-    except BlockingIOError:
-        raise Refused(f"another run.py is writing {unfinished}; wait for it, or take another name") from None
     finally:
         os.close(handle)
 

@@ -34,7 +34,7 @@ from common.trainer import lora
 from common.trainer.attention import KERNEL_MAX_WIDTH
 from common.trainer.batching import Compute
 from common.trainer.logits import GPU_LOGITS_PER_CHUNK
-from common.trainer.model import GRADIENT_MEMORY_SHARE, may_leave_unused
+from common.trainer.model import keeps_whole_gradients
 from common.trainer.parts import all_attentions, layers_of
 
 GIB = 2**30  # bytes
@@ -277,10 +277,9 @@ class MemoryPlan:
 
     @property
     def whole_gradients(self) -> bool:
-        """Whether gradients are kept whole between the micro-batches of a mini-batch, as in common/trainer/model.py."""
-        has_room = GRADIENT_BYTES * self.trainable <= GRADIENT_MEMORY_SHARE * self.memory
-        of_two_kinds = self.dtype.itemsize < 4 and may_leave_unused(without_weights(self.model))
-        return has_room and self.offload != "all" and not of_two_kinds
+        """Whether gradients are kept whole between the micro-batches of a mini-batch."""
+        model = without_weights(self.model)
+        return keeps_whole_gradients(model, self.trainable, self.dtype, self.offload == "all", self.memory)
 
     def update(self, tokens: float) -> float:
         """Most bytes of this rank in an update whose forwards have that many tokens."""

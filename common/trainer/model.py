@@ -94,13 +94,8 @@ def load(
     for layer in checkpointed(model, compute):
         layer.training = True
 
-    # plan_gradient_reduction() asks whether a rank keeps whole gradients between micro-batches.
-    gradient_bytes = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # float32
-    has_room = gradient_bytes <= GRADIENT_MEMORY_SHARE * world.min(rank_memory())
-    # FSDP adds up whole gradients in float32. But what the last micro-batch is the first to use, or nothing has used,
-    # still has a gradient in dtype, and FSDP refuses to reduce both kinds together.
-    of_two_kinds = dtype.itemsize < 4 and may_leave_unused(model)
-    model.whole_gradients = has_room and not offload and not of_two_kinds
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    model.whole_gradients = keeps_whole_gradients(model, trained, dtype, offload, world.min(rank_memory()))
     for function in (hidden_states, own_forward, token_values if value_head else token_logprobs):
         add_forward(model, function)
     choose_forward(model, model_path, world, compute, tolerance=0.1 if dtype.itemsize < 4 else 1e-3)
@@ -195,6 +190,18 @@ def checkpointed(model: nn.Module, compute: Compute) -> list[nn.Module]:
 def may_leave_unused(model: nn.Module) -> bool:
     """Whether a micro-batch may use only some of the parameters: without images, or DeepSeek-V4's compressors."""
     return bool(image_tokens(model.config)) or any("compressor" in name for name, _ in model.named_parameters())
+
+
+def keeps_whole_gradients(model: nn.Module, trained: int, dtype: torch.dtype, offload: bool, memory: float) -> bool:
+    """Whether each rank keeps whole gradients between micro-batches, in float32; see plan_gradient_reduction().
+
+    trained: number of trained parameters. memory: bytes of the rank that has least.
+    """
+    has_room = 4 * trained <= GRADIENT_MEMORY_SHARE * memory
+    # FSDP adds up whole gradients in float32. But what the last micro-batch is the first to use, or nothing has used,
+    # still has a gradient in dtype, and FSDP refuses to reduce both kinds together.
+    of_two_kinds = dtype.itemsize < 4 and may_leave_unused(model)
+    return has_room and not offload and not of_two_kinds
 
 
 def fill(model: nn.Module, world: World, state: dict, buffers: dict, offload: bool) -> None:

@@ -426,6 +426,8 @@ def test_a_record_has_one_writer(monkeypatch, tmp_path):
     monkeypatch.setattr(referee, "play", lambda *given: pytest.fail("it has begun"))
     with run.alone_in(tmp_path / "0002-mine.unfinished"), pytest.raises(Refused, match="another run.py is writing"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
+    with pytest.raises(BlockingIOError), run.alone_in(tmp_path / "0002-mine.unfinished"):
+        raise BlockingIOError("of the run itself")  # nobody else writes there
 
 
 @pytest.mark.parametrize("branches", ["", "origin/main"])
