@@ -337,11 +337,15 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
 
 
 def described(task: str, run: str) -> list[dict]:
-    """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed."""
+    """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed.
+
+    And but for the token budget, whose default follows the memory. It only cuts micro-batches, on which the gradient
+    doesn't depend: like another processor, it changes a curve by rounding.
+    """
     files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
     found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
     args = [{name: comparable(value) for name, value in flat(each["args"]).items()} for each in found]
-    shared = set.intersection(*map(set, args)) - {"seed"}
+    shared = set.intersection(*map(set, args)) - {"seed", "token_budget"}
     if any(each[name] != args[0][name] for each in args for name in shared):
         sys.exit(f"error: the seeds in baselines/{task}/{run} were run with different flags; run them again")
     return found

@@ -387,6 +387,20 @@ def test_the_order_of_a_runs_flags_does_not_matter(tmp_path):
     claims.baselines.check_ran(tmp_path, RAN | {"argv": argv}, [{"step": 2}], "arithmetic", "grpo")
 
 
+@pytest.mark.parametrize("flag, one_experiment", [("clip_high", False), ("token_budget", True), ("seed", True)])
+def test_seeds_of_a_row_have_the_same_flags(monkeypatch, tmp_path, flag, one_experiment):
+    """Except those that change a result by rounding alone."""
+    monkeypatch.setattr(claims.baselines, "BASELINES", tmp_path)
+    for seed in (0, 1):
+        args = {"clip_high": 0.2, "token_budget": 2048, "seed": 0} | {flag: seed}
+        claims.baselines.keep("sums", "grpo", {"seed": seed, "args": args}, [{"step": 0, "eval/accuracy": 0.5}])
+    if one_experiment:
+        assert len(claims.baselines.described("sums", "grpo")) == 2
+    else:
+        with pytest.raises(SystemExit, match="different flags"):
+            claims.baselines.described("sums", "grpo")
+
+
 def test_a_seed_that_is_not_done_is_in_no_table(monkeypatch, tmp_path):
     """Its CSV is missing. The JSON would pair it with the curve of another seed."""
     monkeypatch.setattr(claims.baselines, "BASELINES", tmp_path)
