@@ -5,6 +5,10 @@
 # A second call continues the run. With flags that change the training, give it a --run-dir.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case ${1:-} in
+  "" | smollm2 | -*) ;;
+  *) echo "error: $1: the first word is smollm2, or a flag" >&2; exit 2 ;;
+esac
 began=$SECONDS
 bash scripts/install.sh
 echo "installed after $((SECONDS - began)) s"

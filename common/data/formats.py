@@ -6,13 +6,14 @@ file into a cache in the home folder. sources.py uses it for the Hub.
 """
 
 import csv
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from common.data import json_lines
 from common.data.conversations import looks_like
-from common.data.rows import Row, collect, first_line, numbered
+from common.data.rows import Row, collect, did_you_mean, first_line, numbered
 from common.errors import BadInput
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of the files that can be read
@@ -50,7 +51,7 @@ def files_for(folder: Path, split: str) -> list[Path]:
 def read_file(path: Path) -> list[Row]:
     """(file:line, object) of each JSON line, (file:row N, object) of any other row. Raises BadInput."""
     if not path.is_file():
-        raise BadInput(f"{path}: file not found")
+        raise BadInput(f"{path}: file not found{similar_file(path)}")
     if path.suffix not in FILES:
         raise BadInput(f"{path}: this kind of file cannot be read; expected {', '.join(FILES)}")
     try:
@@ -73,6 +74,11 @@ def as_object(where: str, value: Any) -> Row:
     if not isinstance(value, dict):
         raise BadInput(f"{where}: expected an object, got {type(value).__name__}")
     return where, value
+
+
+def similar_file(path: Path) -> str:
+    """A question for the end of an error about a path that is not there: the name in its folder that it resembles."""
+    return did_you_mean(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
 
 
 def read_values(path: Path) -> list | None:

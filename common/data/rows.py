@@ -52,14 +52,18 @@ def lookup(row: dict, column: str, default: Any = None) -> Any:
 def missing(where: str, row: dict, column: str, cure: str = "") -> BadInput:
     """The error for a row without a column."""
     columns = ", ".join(row) or "nothing"
-    return BadInput(f'{where}: missing key "{column}" (found: {columns}){cure}')
+    return BadInput(f'{where}: missing key "{column}" (found: {columns}){did_you_mean(column, row)}{cure}')
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> BadInput:
     """The error for a name that is not known, with the one that it resembles."""
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return BadInput(f'unknown {kind} "{name}"{hint}; known: {", ".join(known)}')
+    return BadInput(f'unknown {kind} "{name}"{did_you_mean(name, known)}; known: {", ".join(known)}')
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question for the end of an error about an unknown name, or "" if it resembles none that is known."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def is_chat(value: Any) -> bool:

@@ -106,6 +106,10 @@ def read(spec: str, split: str, flag: str = "--dataset") -> list[Row]:
     elif not name and (spec.endswith(formats.FILES) or os.path.exists(spec)):
         rows = formats.read(Path(spec), split)
     else:
+        # Before the Hub is asked: data/train.jsnl could be a name there, but not beside a file data/train.jsonl.
+        hint = formats.similar_file(Path(spec)) if "/" in spec and not name else ""
+        if hint:
+            raise BadInput(f"{flag} {spec}: file not found{hint}")
         rows = read_hub(spec, split, flag)
     if name == "gsm8k":
         return collect(rows, gsm8k_row)

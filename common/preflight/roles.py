@@ -95,7 +95,12 @@ def reward_role(name: str, reward: Callable, size: int) -> Role:
         if reward.sharded:
             return Role(name, f"sharded over {size} rank(s)", dtype, device=weights / size)
         return Role(name, "every rank", dtype, device=weights)
-    lives = "a service" if isinstance(reward, RewardService | Judge) else "worker processes or the rank itself"
+    if isinstance(reward, RewardService | Judge):
+        lives = "a service"
+    elif hasattr(reward, "waits"):  # for other processes
+        lives = "worker processes of each rank"
+    else:
+        lives = "every rank itself"
     return Role(name, lives, "")
 
 

@@ -199,8 +199,8 @@ def check_configuration(args, name: str) -> None:
             changed.append(f"--{flag.replace('_', '-')} {before[flag]!r}, now {now.get(flag)!r}{why}")
     if changed:
         raise BadInput(
-            f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with, or a "
-            "new --run-dir. There a run begins anew, or with --resume CHECKPOINT it goes on from that checkpoint",
+            f"--run-dir {args.run_dir}: its run began with {'; '.join(changed)}. Use the flags it began with. With "
+            f"others, give a new --run-dir; to go on from this run, also --resume {args.run_dir}/checkpoints/step_...",
             code="run-changed",
         )
 

@@ -96,6 +96,9 @@ def load_one(spec: str, date: str = "") -> Reward | None:
         raise BadInput(f"--reward {spec}: add the name of its function, as in {spec}:score")
     if "," in spec:
         raise BadInput(f"--reward {spec}: put spaces between several rewards: {' '.join(spec.split(','))}")
+    before, _, weight = spec.rpartition("=")
+    if before in BUILT_IN or before in WITH_PROCESSES:
+        raise BadInput(f'--reward {spec}: the weight "{weight}" is no number')
     raise BadInput(f"--reward: {unknown('reward', spec, [*BUILT_IN, *WITH_PROCESSES])}, {WITH_PARAMETERS}")
 
 

@@ -353,7 +353,13 @@ def no_answer(prompt) -> str:
     if prompt.meta.get("answer") is not None:
         kind = type(prompt.meta["answer"]).__name__
         return f"the reference answer is a {kind}, and not a text or a number"
-    return f'no "answer" (found: {", ".join(prompt.meta)})'
+    if "answer" in prompt.meta:
+        return 'the "answer" is empty'
+    if isinstance(prompt.meta.get("solution"), str):
+        return 'no "answer", and no \\boxed{} or #### in the "solution"'
+    # Every prompt has "prompt" there, whatever its column is called.
+    others = [column for column in prompt.meta if column != "prompt"]
+    return f'no "answer" (found besides the prompt: {", ".join(others) or "nothing"})'
 
 
 def std_over_ranks(scores: list[float], world: World) -> float:

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from common.data.rows import did_you_mean
 from common.errors import BadInput, RunFailed, say, warn
 from common.processes.child import Handler, import_file
 from common.processes.pool import START_SECONDS, Failure, Pool, Program
@@ -126,11 +127,14 @@ class TriedReward:
         return results
 
     def try_out(self, items: list[Item], lengths: list[int], truncated: list[bool]) -> list[Result]:
-        """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies."""
+        """Grade before a model is loaded. Raises BadInput if the code is wrong, raises, hangs or dies.
+
+        No model has written these responses, and the message says so (preflight/checks.py has them).
+        """
         results: list[Result] = []
         # One prompt after the other: a reward that hangs is known after the first, however few workers there are.
         for batch in by_row(items, lengths, truncated):
-            with refused_as_input():
+            with refused_as_input(" (tried before the run on invented responses: the reference, and a wrong one)"):
                 results += self.grade(*batch)
             if self.pool.first_loss:
                 raise BadInput(f'--reward: reward "{self.name}" {self.pool.first_loss}')
@@ -149,12 +153,12 @@ def by_row(items: list[Item], lengths: list[int], truncated: list[bool]) -> list
 
 
 @contextlib.contextmanager
-def refused_as_input() -> Iterator[None]:
+def refused_as_input(when: str = "") -> Iterator[None]:
     """Before a run, a reward that fails is bad input."""
     try:
         yield
-    except RunFailed as failure:
-        raise BadInput(f"--reward: {failure}") from None
+    except (BadInput, RunFailed) as failure:
+        raise BadInput(f"--reward{when}: {failure}") from None
 
 
 class UserReward(TriedReward):
@@ -183,9 +187,9 @@ class UserReward(TriedReward):
         if not isinstance(outcome, Failure):
             return outcome
         if outcome.kind == "wrong":
-            raise BadInput(f'reward "{self.name}": {outcome.message}, {quoted(items[0])}')
+            raise BadInput(f'reward "{self.name}": {outcome.message}, {quoted_all(items)}')
         if outcome.kind == "raised":
-            message = f'reward "{self.name}" raised an error for {quoted(items[0])}:\n{outcome.message}'
+            message = f'reward "{self.name}" raised an error for {quoted_all(items)}:\n{outcome.message}'
             raise RunFailed(message, code="reward-failed")
         return [Result(None, None, None, {outcome.kind: outcome.message})] * len(items)
 
@@ -199,6 +203,13 @@ def warn_of_timeouts(name: str, items: list[Item], results: list[Result]) -> Non
 
 def quoted(item: Item) -> str:
     return f"prompt {item.prompt[:200]!r}, response {item.response[:200]!r}"
+
+
+def quoted_all(items: list[Item]) -> str:
+    """The prompt of a call, and the responses to it. Nobody knows which of them the function could not take."""
+    responses = ", ".join(repr(item.response[:200]) for item in items)
+    which = "response" if len(items) == 1 else f"one of the {len(items)} responses"
+    return f"prompt {items[0].prompt[:200]!r}, {which} {responses}"
 
 
 # Inside a worker
@@ -219,9 +230,11 @@ def load_function(path: str, name: str, memory_gib: float = 8.0) -> Handler:
     """A function of a user's file. Raises what importing the file raises, BadInput for an unknown signature."""
     from common.rewards.signatures import adapt
 
-    function = getattr(import_file(Path(path), "reward"), name, None)
+    module = import_file(Path(path), "reward")
+    function = getattr(module, name, None)
     if not callable(function):
-        raise BadInput(f'{path} has no function "{name}"')
+        own = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise BadInput(f'{path} has no function "{name}"{did_you_mean(name, own)}')
     grade, signature = adapt(function)
     return batch_handler(grade, memory_gib, facts=signature)
 

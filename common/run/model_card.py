@@ -64,13 +64,17 @@ def text(run_dir: Path, step: int) -> str:
 
 
 def table(metrics: list[dict]) -> str:
-    """About ROWS of the rows of metrics.jsonl as Markdown, the first and the last among them."""
+    """Rows of metrics.jsonl as Markdown: about ROWS, the first and the last among them, and those with an evaluation,
+    unless they are more than ROWS.
+    """
     columns = {title: name for title, name in COLUMNS.items() if any(name in row for row in metrics)}
     # Counted from the end, so the last step is there. The first one is added if it is not.
     every = 1 + len(metrics) // ROWS
-    shown = metrics[::-every][::-1]
-    if metrics and shown[0] is not metrics[0]:
-        shown.insert(0, metrics[0])
+    evaluated = [row for row in metrics if "eval/accuracy" in row]
+    wanted = {row["step"] for row in (*metrics[:1], *metrics[::-every])}
+    if len(evaluated) <= ROWS:
+        wanted |= {row["step"] for row in evaluated}
+    shown = [row for row in metrics if row["step"] in wanted]
     lines = [f"| step | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for row in shown:
         cells = [f"{row[name]:.3f}" if name in row else "" for name in columns.values()]

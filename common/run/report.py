@@ -250,6 +250,9 @@ def check_end(args: dict, metrics: Rows) -> Found:
     if not isinstance(wanted, int):
         return []
     if done >= wanted:
+        first = min((row["step"] for row in metrics if row["step"] > 0), default=0)
+        if first > 1:  # it went on from a checkpoint of another run
+            return [(True, f"Steps {first:,} to {wanted:,} are done. Earlier ones are in another folder.")]
         return [(True, f"All {wanted:,} steps are done.")]
     return [(False, f"{done:,} of {wanted:,} steps are done: the run is under way, or it ended early.")]
 

@@ -50,7 +50,7 @@ class StopSignals:
             self.since = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 # The signal may have interrupted a print(), so this does not use one.
-                message = f"{self.asked}: waiting for the end of {self.doing()}, then saving; once more leaves at once"
+                message = f"{self.asked}: finishing {self.doing()}, then saving; again ends the run at once, unsaved"
                 os.write(2, f"\n{message}\n".encode())
         elif time.monotonic() - self.since > ONE_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)

@@ -254,8 +254,8 @@ class Tracker(Metrics):
 
     def doing(self) -> str:
         """The step that a run finishes when it is asked to stop, as a text."""
-        seconds = f"; the last one took {self.step_seconds:.0f} s" if self.step_seconds else ""
-        return f"step {self.step}, which is at its {self.phase}{seconds}"
+        seconds = f"; the step before took {self.step_seconds:.0f} s" if self.step_seconds else ""
+        return f"step {self.step} (now: {self.phase}{seconds})"
 
     def write(self, step: int) -> dict[str, float]:
         """Reduce metrics over ranks, write them to file and console, return them on every rank. Collective.
@@ -351,7 +351,7 @@ class Tracker(Metrics):
             self.report_seconds = self.report_written - began  # Long responses make large files of rollouts.
 
     def close(self) -> None:
-        """Write report.html, give it to the tracker, close that, and print the report's path."""
+        """Write report.html, give it to the tracker, close that, and print where the report and the last model are."""
         if not self.world.is_main:
             return
         path = write_report(self.run_dir)
@@ -361,6 +361,8 @@ class Tracker(Metrics):
         self.bar.close()
         if path:
             print(f"report: {path}", flush=True)
+        if saved := folders.complete(self.run_dir):
+            print(f"model: {saved[-1]}/model", flush=True)
 
 
 def write_report(run_dir: Path) -> Path | None:

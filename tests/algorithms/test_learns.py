@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, launch
 from helpers import metrics, same, weights
 
+from common.preflight import folders
 from common.run.charts import PHASES
 
 GRPO, PATCHED = ROOT / "algos/grpo.py", ROOT / "tests/workers/patched.py"
@@ -44,6 +45,7 @@ def test_it_learns_on_any_layout(tmp_path, ranks, tp, flags):
         for row in times(tmp_path / "run")[2:]
     ]
     assert statistics.median(shares) == pytest.approx(1, rel=0.05)
+    assert f"model: {folders.complete(tmp_path / 'run')[-1]}/model" in result.stdout
     assert "report: " in result.stdout and (tmp_path / "run/report.html").is_file()
     assert "Error" not in result.stderr and "Traceback" not in result.stderr
 

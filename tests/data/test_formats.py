@@ -258,13 +258,20 @@ def test_a_missing_file_is_named(name):
     assert said(name) == f"{name}: file not found"
 
 
+@pytest.mark.parametrize("name", ["data/trian.jsonl", "data/train.jsnl", "data/train"])
+def test_a_misspelt_file_is_not_sought_on_the_hub(name):
+    put("data/train.jsonl", {"prompt": "1+1="})
+    assert said(name).endswith(f"{name}: file not found (did you mean train.jsonl?)")
+
+
 def test_a_row_without_a_prompt_is_refused_with_its_columns_and_the_flag():
     put("rows.jsonl", {"problem": "1+1=", "answer": 2})
     assert said("rows.jsonl").startswith(
-        'rows.jsonl:1: missing key "prompt" (found: problem, answer); --columns prompt='
+        'rows.jsonl:1: missing key "prompt" (found: problem, answer) (did you mean problem?); --columns prompt='
     )
 
 
 def test_columns_that_are_missing_are_not_proposed_again():
     put("rows.jsonl", {"problem": "1+1="})
-    assert said("rows.jsonl", columns=("prompt=probelm",)) == 'rows.jsonl:1: missing key "probelm" (found: problem)'
+    expected = 'rows.jsonl:1: missing key "probelm" (found: problem) (did you mean problem?)'
+    assert said("rows.jsonl", columns=("prompt=probelm",)) == expected

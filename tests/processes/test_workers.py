@@ -227,6 +227,17 @@ def test_a_user_reward_sees_all_responses_to_a_prompt_at_once(mine):
     assert [result.score for result in rewarded(mine, "together", items)] == [3, 3, 3, 2, 2, 1]
 
 
+def test_an_error_shows_all_responses_of_its_call_and_whether_a_model_wrote_them(mine):
+    """Any of them may be the culprit."""
+    items = [Item("a", "fine", "5"), Item("a", "boom", "5")]
+    with pytest.raises(RunFailed, match=r"prompt 'a', one of the 2 responses 'fine', 'boom'"):
+        rewarded(mine, "each", items)
+    reward = UserReward(str(mine), "each")
+    with pytest.raises(BadInput, match="^--reward .*invented responses.*'fine', 'boom'"):
+        reward.try_out(items, [1, 1], [False, False])
+    reward.pool.close()
+
+
 def test_items_arrive_whole(mine):
     items = [Item("p\n\u2028", "r\ud800\0", "a", {"n": 1, "path": Path("x")}, [7, 8])]
     expected = [{**vars(items[0]), "meta": {"n": 1, "path": "x"}}, 2, False]
@@ -264,6 +275,7 @@ def test_a_wrong_user_reward_is_named(mine, function, response, error, words):
     "source, words",
     [
         ("def other(): pass", ['bad.py has no function "f"']),
+        ("def ff(): pass", ['bad.py has no function "f" (did you mean ff?)']),
         ("import absent_module", ["bad.py", "cannot be loaded", "No module named 'absent_module'"]),
         ("def f(:", ["bad.py", "SyntaxError"]),
         ("import sys; sys.exit(4)", ["bad.py", "cannot be loaded: exit status 4"]),

@@ -80,6 +80,8 @@ def test_the_quickstart_trains_the_model_that_it_is_asked_for(tmp_path):
     args = tyro.cli(grpo.Args, args=trained.split()[1:])
     assert args.dataset == ("sums",) and "SmolLM2" in args.model and args.steps == 3
     assert trained.count("--eval-every") == 1
+    refused = subprocess.run(["bash", tmp_path / "scripts/quickstart.sh", "smolm2"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "smolm2: the first word is smollm2" in refused.stderr
     assert tyro.cli(grpo.Args, args=[*trained.split()[1:], "--eval-every", "4"]).eval_every == 4
 
 

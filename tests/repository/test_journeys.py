@@ -62,7 +62,7 @@ def test_stop_by_ctrl_c_sigterm_and_sigkill_and_go_on(tmp_path):
         assert "Traceback" not in said and "it/s" not in said, said  # a log gets no progress bar
         if number == signal.SIGKILL:
             continue  # the command that went on the last time goes on again
-        assert run.returncode == 0 and f"{number.name}: waiting for the end of step" in said, said
+        assert run.returncode == 0 and f"{number.name}: finishing step" in said, said
         command = shlex.split(re.search("to go on: (.*)", said)[1])
     assert command[0] == sys.executable
     assert "resumed after step" in launch(*command[1:], cwd=tmp_path).stdout

@@ -196,6 +196,7 @@ def test_names_and_weights(specs, weights):
     "specs, message",
     [
         (("gms8k",), 'unknown reward "gms8k" .did you mean gsm8k'),
+        (("gsm8k=abc",), '--reward gsm8k=abc: the weight "abc" is no number'),
         (("gsm8k=1", "gsm8k=2"), "--reward gsm8k=1 gsm8k=2: a reward is named twice"),
         (("gsm8k=0", "format=0"), "no reward has a weight other than 0"),
         (("overlong:16:48",), "expected overlong:MAX:CACHE"),
@@ -206,6 +207,21 @@ def test_names_and_weights(specs, weights):
 def test_what_load_refuses(specs, message):
     with pytest.raises(BadInput, match=message):
         rewards.load(specs)
+
+
+@pytest.mark.parametrize(
+    "meta, said",
+    [
+        ({"question": "1+1=", "anwser": 2}, r"no .answer. \(found besides the prompt: question, anwser\)"),
+        ({"answer": None}, "the .answer. is empty"),
+        ({"solution": "It is two."}, r"no .answer., and no .boxed\{\} or #### in the .solution."),
+        ({"answer": {"x": 1}}, "is a dict"),
+    ],
+)
+def test_a_row_without_an_answer_is_told_what_it_has(meta, said):
+    prompt = Prompt("rows.jsonl:7", "1+1=", [1], None, None, {**meta, "prompt": "1+1="}, "rows.jsonl")
+    with pytest.raises(BadInput, match=f"rows.jsonl:7: .*{said}.*, which --reward gsm8k compares with"):
+        rewards.load(("gsm8k",)).check_answers([prompt])
 
 
 BROKEN = [  # contents of a weights file -> what is said of it

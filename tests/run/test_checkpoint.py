@@ -797,6 +797,10 @@ def test_an_exported_model_carries_a_card(tmp_path):
     table = [line for line in body.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert table[0] == "| 0 |  | 0.250 |" and table[-1] == "| 30 | 0.300 |  |" and len(table) <= 14
     assert "/home/me" not in text
+    for row in rows[10::10]:  # an evaluation between the steps that the table would show
+        row["eval/accuracy"] = 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert model_card.text(tmp_path, 30).count(" 0.500 |") == 3
     # A hub does not know the folder of somebody's machine.
     args["model"] = str(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(run | {"uncommitted_changes": True}))

@@ -303,6 +303,12 @@ def test_a_run_in_which_all_is_well_has_no_warning(tmp_path):
     assert warnings(tmp_path, *[row] * 30, max_logprob_gap=0.001) == ""
 
 
+@pytest.mark.parametrize("first, said", [(1, "All 8 steps are done"), (5, "Steps 5 to 8 are done. Earlier ones")])
+def test_a_run_that_went_on_from_another_claims_its_own_steps(tmp_path, first, said):
+    rows = [{"step": 0}] * (first == 1) + [{"step": step} for step in range(first, 9)]
+    assert said in report.write(save(tmp_path, rows, {})).read_text()
+
+
 @pytest.mark.parametrize(
     "rows, args, said",
     [
