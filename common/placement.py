@@ -255,10 +255,10 @@ class MallocInfo(ctypes.Structure):
 def return_holes() -> None:
     """Return the free parts of the heap to the kernel, if they are HOLE_BYTES or more.
 
-    It is called before and after sampling. keep_memory() keeps the holes that sampling and training leave in the heap,
-    and neither can use those of the other, so the heap would grow to the sum of both. With SmolLM2 on `sums` the peak
-    of five steps was 9.7 GiB instead of 10.9. A page that is needed again is cleared again, so small heaps are left as
-    they are.
+    It is called before and after sampling, that of an evaluation included. keep_memory() keeps the holes that sampling
+    and training leave in the heap, and neither can use those of the other, so the heap would grow to the sum of both.
+    With SmolLM2 on `sums` the peak of five steps was 9.7 GiB instead of 10.9. A page that is needed again is cleared
+    again, so small heaps are left as they are.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):  # glibc has it since 2.33

@@ -175,6 +175,7 @@ class Run(offline.Run):
                 tracker.save_rollouts(step, batch, advantages, old_logprobs, rows, values=values)
             if self.evaluates(step):
                 try:
+                    placement.return_holes()  # those that training leaves would come on top of what sampling needs
                     with tracker.time("eval"):
                         self.prefetcher.settle()  # the engine may still be sampling later steps
                         tracker.mean("eval/accuracy", self.accuracy(step))
