@@ -162,14 +162,16 @@ class TrialRun(job.Run):
 
 
 def vary_lengths(batch: Rollout) -> None:
-    """Shorten row i to its first 1 + i mod length tokens.
+    """Shorten row i to its first 1 + i mod length tokens, and mark every fifth row as cut off.
 
-    Sampled lengths may all be equal. A loss that divides by a wrong length would then be right.
+    Sampled lengths may all be equal. A loss that divides by a wrong length would then be right. And a few prompts may
+    have no response that was cut off, for a file that leaves those out.
     """
     columns = torch.arange(batch.response_mask.shape[1], device=batch.response_mask.device)  # (T,)
     rows = torch.arange(len(batch), device=columns.device)  # (N,)
     left = 1 + rows % batch.response_mask.sum(1).clamp(min=1)
     batch.response_mask &= columns < left[:, None]
+    batch.truncated |= rows % 5 == 4
 
 
 def launch(file: str) -> None:

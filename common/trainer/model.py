@@ -333,8 +333,9 @@ def response_logprobs(
     with_entropy: bool = True,
     entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 where there is none.
+    """Log-probs and entropies (n, T) of a micro-batch's response tokens, 0 on padding.
 
+    An environment's tokens have some, too: a loss multiplies by micro.response_mask, which is False there.
     temperature: the temperature of sampling. with_entropy: False gives None in the place of the entropies.
     entropy_gradient: entropies have a gradient, too. It costs the backward one more pass over each chunk of logits.
     With gradients on, the backward must come before the next call, which decides anew whether gradients are reduced.
@@ -349,7 +350,7 @@ def response_logprobs(
 
 
 def response_values(critic: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """Values (n, T) before each response token of a micro-batch, 0 where there is none.
+    """Values (n, T) before each response token of a micro-batch, 0 on padding. Those of an environment have some, too.
 
     Collective: every rank calls it equally often.
     """

@@ -231,7 +231,7 @@ def by_response(case: Case, advantages: list[float], share: Callable[[Row], floa
 def by_token(case: Case, advantages: list[list[float]], bound: float = math.inf) -> Loss:
     """RLOO, REINFORCE++, ReMax, PPO, PRIME, DAPO, OPD: the mean over all tokens of clipped token losses.
 
-    bound: a token with A < 0 costs at most -A times this.
+    It has no KL term. bound: a token with A < 0 costs at most -A times this.
     """
     of_row = dict(zip(map(id, case.rows), advantages))
     case.advantages = of_row
@@ -495,7 +495,7 @@ def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict
         found["reward/greedy_mean"] = mean([row.greedy_score for row in greedy])
     if name == "prime":
         found["prm/pair_accuracy"] = pair_accuracy(case)
-    if name == "ppo":
+    if hasattr(case.args, "critic_learning_rate"):
         found["critic/explained_variance"] = explained_variance(case, graded)
     return found
 

@@ -65,7 +65,9 @@ class StubEngine:
         for ids in prompt_ids:
             a, b = map(int, self.tokenizer.decode(ids).rstrip("=").split("+"))
             for k in range(n):
-                text = embedded.solution(a, b) if k % 2 else f"{embedded.solution(a, b)[: 5 + 2 * k]}\n#### {a * b + k}"
+                is_right = k % (2 + a % 2) == 1  # every second response, or every third: prompts and ranks differ
+                right = embedded.solution(a, b)
+                text = right if is_right else f"{right[: 5 + 2 * k]}\n#### {a * b + k}"
                 rows.append(ids)
                 responses.append([*self.tokenizer(text)["input_ids"], 1])
         logprobs = [[-1.0] * len(response) for response in responses]
