@@ -59,7 +59,7 @@ class Graders(Pool):
         if not isinstance(answer, Failure):
             return [Result(*row) for row in answer]
         if answer.kind in ("timeout", "died"):
-            self.first_loss = self.first_loss or f"{answer.kind}: {answer.message}, {quoted(items[0])}"
+            self.first_loss = self.first_loss or f"{answer.kind}: {answer.message}, {quoted_all(items)}"
         return answer
 
     def verdicts(self, items: list[Item]) -> list[Result]:
