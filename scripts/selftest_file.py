@@ -2,18 +2,23 @@
 
     python scripts/selftest.py algos/grpo.py             (any file, then its own flags: my_fork.py --kl-coef 0.1)
 
-It runs the file's own main() twice, in float32, on few prompts:
+It runs the file's own main() three times, in float32, on few prompts:
 
-    first run     the rows of each optimizer step are in one micro-batch
-    second run    the same rows, in several micro-batches
+    plain     the rows of each optimizer step are in one micro-batch
+    cut       the same rows, in several micro-batches
+    masked    the rows as in the plain run, with other log-probs and values where response_mask is False
 
-Micro-batches only limit memory, so all gradients must agree. They don't if the loss, an advantage or anything else
-depends on how rows are cut. For this, run() replaces a few functions of common/ while main() runs:
+Micro-batches only limit memory, so the plain and the cut run must have the same gradients. They don't if the loss, an
+advantage or anything else depends on how rows are cut. Masked tokens are padding or an environment's text, so the
+masked run must have the same gradients as well. It doesn't if a sum over tokens forgets the mask.
 
-    placement.init          both runs share one process group
-    batching.fill_bins      decides which rows share a micro-batch, see Trial.fill_bins
-    job.Run                 ends after the first updates, and writes nothing, see TrialRun
-    Rewards.score           gives half of the responses a score of 1, so that gradients don't vanish
+For this, run() replaces a few functions of common/ while main() runs:
+
+    placement.init           all runs share one process group
+    batching.fill_bins       decides which rows share a micro-batch, see Trial.fill_bins
+    job.Run                  ends after the first updates, and writes nothing, see TrialRun
+    Rewards.score            gives half of the responses a score of 1, so that gradients don't vanish
+    model.response_logprobs, response_values and whole_rollout    in the masked run, see other_where_masked
 
 A hook of torch keeps the gradients of each optimizer step.
 
@@ -28,7 +33,8 @@ import sys
 import tempfile
 import time
 import zlib
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +55,10 @@ from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout
 from common.run import job
-from common.trainer import batching
+from common.trainer import batching, model
 
 BOUND = 1e-4  # largest relative difference of two gradients in float32
-# Sizes of the second run's micro-batches, repeated. They differ, because a mean of equal micro-batches would be right.
+# Sizes of the cut run's micro-batches, repeated. They differ, because a mean of equal micro-batches would be right.
 ROWS_IN_MICRO_BATCHES = (3, 1, 2)
 ROWS_PER_UPDATE = 24  # at least so many responses in an optimizer step on one rank; and at least two prompts
 MOST_STEPS = 10  # a model that was not updated after so many steps fails
@@ -61,11 +67,13 @@ Gradients = list[torch.Tensor]  # this rank's shards of a model's gradients in o
 
 
 class Trial:
-    """One of the two runs of a file: the batches it trained on, and the gradients of its optimizer steps."""
+    """One of the three runs of a file: the batches it trained on, and the gradients of its optimizer steps."""
 
-    def __init__(self, first: "Trial | None" = None):
-        """first: the run that this one repeats, on the same batches and with smaller micro-batches."""
-        self.first = first
+    def __init__(self, plain: "Trial | None" = None, *, cut: bool = False, masked: bool = False):
+        """plain: the run that this one repeats, on the same batches. cut, masked: what it does otherwise."""
+        self.plain = plain
+        self.cut = cut
+        self.masked = masked
         self.trained: dict = {}  # name -> (model, optimizer), as in job.start()
         self.batches: list[Rollout] = []  # of each step
         self.gradients: dict[str, list[Gradients]] = {}  # name of the model -> gradients of its optimizer steps
@@ -74,10 +82,10 @@ class Trial:
     def fill_bins(
         self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int
     ) -> list[batching.Bin]:
-        """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the second run, a few."""
+        """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the cut run, a few."""
         left = rows.view(-1, unit_size).tolist()
         sizes = itertools.repeat(len(left))
-        if self.first:
+        if self.cut:
             sizes = itertools.cycle(ROWS_IN_MICRO_BATCHES)
         bins = []
         while left:
@@ -87,9 +95,15 @@ class Trial:
         self.micro_batches = max(self.micro_batches, len(bins))
         return bins
 
+    def how(self) -> str:
+        """What this run does otherwise than the plain one."""
+        if self.cut:
+            return f"in {self.micro_batches} micro-batches instead of one"
+        return "with other numbers where response_mask is False"
+
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, *hook_arguments) -> None:
-        """Keep the gradients. The second run then takes those of the first, so that both go on with equal weights.
+        """Keep the gradients. The other runs then take those of the plain one, so that all go on with equal weights.
 
         Otherwise Adam would turn rounding errors of tiny gradients into steps, and the next gradients would differ.
         """
@@ -98,17 +112,20 @@ class Trial:
         gradients = [shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
         updates = self.gradients.setdefault(name, [])
         updates.append([gradient.to("cpu", copy=True) for gradient in gradients])
-        if self.first is None:
+        if self.plain is None:
             return
-        updates_of_first = self.first.gradients.get(name, [])
-        if len(updates) > len(updates_of_first):
-            return  # the first run has no such update; compare() will say so
-        for gradient, of_first in zip(gradients, updates_of_first[len(updates) - 1]):
-            gradient.copy_(of_first)
+        plain_updates = self.plain.gradients.get(name, [])
+        if len(updates) > len(plain_updates):
+            return  # the plain run has no such update; compare() will say so
+        for gradient, plain_gradient in zip(gradients, plain_updates[len(updates) - 1]):
+            gradient.copy_(plain_gradient)
 
     def batch_of(self, step: int, sampler) -> Rollout:
-        """The batch of a step, in place of the file's own sample()."""
-        return self.batches[step - 1]
+        """The batch of a step of the plain run, in place of the file's own sample()."""
+        batch = copy.deepcopy(self.plain.batches[step - 1])  # the file may change its batch
+        if self.masked:
+            batch.rollout_logprobs = other_if_masked(batch.rollout_logprobs, batch.response_mask)
+        return batch
 
     def name_of(self, optimizer: torch.optim.Optimizer) -> str:
         """The name of the model that this optimizer trains."""
@@ -125,26 +142,26 @@ class TrialRun(job.Run):
         super().__init__(settings, world, engine, trained)
         self.trial = trial
         trial.trained = {name: both for name, both in trained.items() if both[1] is not None}
-        for model, _ in trial.trained.values():
+        for trained_model, _ in trial.trained.values():
             # A run keeps gradients apart until the last micro-batch. Here each backward must put them in place, so that
             # an optimizer step that comes too early finds some. compare() then counts one step too many.
-            model.whole_gradients = False
+            trained_model.whole_gradients = False
         if world.is_main:
             self.tracker.bar.leave = False
             self.tracker.bar.close()
 
     def steps(self, sample):
-        """The steps until each model was updated. The second run gets the batches of the first."""
+        """The steps until each model was updated. The other runs get the batches of the plain one."""
         trial = self.trial
         last_step = MOST_STEPS
-        if trial.first:
-            sample = trial.first.batch_of
-            last_step = len(trial.first.batches)
+        if trial.plain:
+            sample = trial.batch_of
+            last_step = len(trial.plain.batches)
         for step, batch in super().steps(sample):
-            if not trial.first:
-                vary_lengths(batch)
+            if not trial.plain:
+                vary_masks(batch)
                 trial.batches.append(copy.deepcopy(batch))  # the file may change its batch
-            # The second run doesn't sample. Without a new seed its later random numbers would be others.
+            # The other runs don't sample. Without a new seed their later random numbers would be others.
             torch.manual_seed(step)
             yield step, batch
             all_updated = trial.trained.keys() <= trial.gradients.keys()
@@ -158,19 +175,21 @@ class TrialRun(job.Run):
         """Nothing is saved."""
 
     def close(self) -> None:
-        """The process group stays, for the second run."""
+        """The process group stays, for the next run."""
 
 
-def vary_lengths(batch: Rollout) -> None:
-    """Shorten row i to its first 1 + i mod length tokens, and mark every fifth row as cut off.
+def vary_masks(batch: Rollout) -> None:
+    """Mask all but the first 1 + i mod length tokens of row i, and its second token if three are left.
 
-    Sampled lengths may all be equal. A loss that divides by a wrong length would then be right. And a few prompts may
-    have no response that was cut off, for a file that leaves those out.
+    Sampled lengths may all be equal. A loss that divides by a wrong length would then be right. The hole is where an
+    environment's text would be. Every fifth row is marked as cut off: a few prompts may have no such response, for a
+    file that leaves those out.
     """
     columns = torch.arange(batch.response_mask.shape[1], device=batch.response_mask.device)  # (T,)
     rows = torch.arange(len(batch), device=columns.device)  # (N,)
     left = 1 + rows % batch.response_mask.sum(1).clamp(min=1)
     batch.response_mask &= columns < left[:, None]
+    batch.response_mask &= (columns != 1) | (left < 3)[:, None]
     batch.truncated |= rows % 5 == 4
 
 
@@ -184,34 +203,33 @@ def launch(file: str) -> None:
 
 
 def main(algorithm: ModuleType, args: Flags) -> None:
-    """Run the file twice and compare all gradients. Collective: every rank calls it. Exits with 1 if they differ."""
+    """Run the file three times and compare all gradients. Collective: every rank calls it.
+
+    Exits with 1 if gradients differ.
+    """
     began = time.perf_counter()
     machine.check_world(1, sharding=args.compute)
     world = placement.init(args.seed, sharding=args.compute)
-    first = Trial()
-    second = Trial(first)
-    run(algorithm, args, first, world)
+    plain = Trial()
+    run(algorithm, args, plain, world)
     verdicts = {}
-    try:
-        run(algorithm, args, second, world)
-    except errors.RunFailed as error:
-        reason = f"with its rows in several micro-batches, but not in one, the run fails: {error}"
-        verdicts["all models"] = Verdict("", reason)
-    else:
-        for name in [*first.trained, *(first.gradients.keys() - first.trained.keys())]:
-            one = first.gradients.get(name, [])
-            several = second.gradients.get(name, [])
-            verdicts[name] = compare(one, several, second.micro_batches, world)
+    for kind, trial in {"loss": Trial(plain, cut=True), "mask": Trial(plain, masked=True)}.items():
+        try:
+            run(algorithm, args, trial, world)
+        except errors.RunFailed as error:
+            verdicts[f"{kind} of all models"] = Verdict("", f"{trial.how()}, and not otherwise, the run fails: {error}")
+            continue
+        for name in [*plain.trained, *(plain.gradients.keys() - plain.trained.keys())]:
+            verdicts[f"{kind} of {name}"] = compare(plain, trial, name, world)
     placement.finish(world)
 
-    for name, verdict in verdicts.items():
-        label = f"loss of {name}"
+    for label, verdict in verdicts.items():
         errors.say(f"{label:<20}  {verdict.measured:<80}  {'FAILS' if verdict.wrong else 'holds'}")
-    failed = {name: verdict.wrong for name, verdict in verdicts.items() if verdict.wrong}
+    failed = {label: verdict.wrong for label, verdict in verdicts.items() if verdict.wrong}
     seconds = time.perf_counter() - began
     errors.say(f"selftest: {len(verdicts) - len(failed)} of {len(verdicts)} hold, {seconds:.1f} s")
-    for name, wrong in failed.items():
-        errors.say(f"loss of {name}: {wrong}")
+    for label, wrong in failed.items():
+        errors.say(f"{label}: {wrong}")
     if failed:
         sys.exit(1)
 
@@ -241,11 +259,43 @@ def run(algorithm: ModuleType, args: Flags, trial: Trial, world: World) -> None:
         mock.patch.object(batching, "fill_bins", trial.fill_bins),
         mock.patch.object(job, "Run", partial(TrialRun, trial)),
         mock.patch.object(reward_mixture.Rewards, "score", score),
+        other_where_masked() if trial.masked else nullcontext(),
     ):
         try:
             algorithm.main(small(args, folder, world.size))
         finally:
             hook.remove()
+
+
+def other_if_masked(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(n, T): where the mask is False, other values with other gradients."""
+    return torch.where(response_mask, values, 1 - 2 * values)
+
+
+@contextmanager
+def other_where_masked() -> Iterator[None]:
+    """Inside it, log-probs, entropies and values are other ones where response_mask is False."""
+    logprobs_of, values_of, whole_rollout = model.response_logprobs, model.response_values, model.whole_rollout
+
+    def response_logprobs(policy, micro, *arguments, **keywords) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logprobs, entropy = logprobs_of(policy, micro, *arguments, **keywords)
+        if entropy is not None:
+            entropy = other_if_masked(entropy, micro.response_mask)
+        return other_if_masked(logprobs, micro.response_mask), entropy
+
+    def response_values(critic, micro) -> torch.Tensor:
+        return other_if_masked(values_of(critic, micro), micro.response_mask)
+
+    def whole(results, rollout: Rollout, micro_batches) -> torch.Tensor:
+        """Those without a gradient, which are 0 where the mask is False."""
+        return other_if_masked(whole_rollout(results, rollout, micro_batches), rollout.response_mask)
+
+    with (
+        mock.patch.object(model, "response_logprobs", response_logprobs),
+        mock.patch.object(model, "response_values", response_values),
+        mock.patch.object(model, "whole_rollout", whole),
+    ):
+        yield
 
 
 def small(args: Flags, folder: str, size: int) -> Flags:
@@ -279,23 +329,23 @@ class Verdict:
     wrong: str = ""
 
 
-def compare(one: list[Gradients], several: list[Gradients], micro_batches: int, world: World) -> Verdict:
-    """Compare a model's gradients of the first and of the second run. Collective: every rank calls it.
-
-    micro_batches: the largest number of micro-batches in the second run.
-    """
+def compare(plain: Trial, trial: Trial, name: str, world: World) -> Verdict:
+    """Compare a model's gradients of the plain run and of another one. Collective: every rank calls it."""
+    one = plain.gradients.get(name, [])
+    other = trial.gradients.get(name, [])
     if not one:
         return Verdict("no update", f"it was not updated in {MOST_STEPS} steps: do all its gradients vanish?")
-    if len(one) != len(several):
-        measured = f"{len(one)} optimizer steps with one micro-batch each, and {len(several)} with several"
-        return Verdict(measured, f"{measured}: does optimizer.step() stand in the loop over micro-batches?")
+    if len(one) != len(other):
+        measured = f"{len(one)} optimizer steps in the plain run, and {len(other)} {trial.how()}"
+        hint = "does optimizer.step() stand in the loop over micro-batches?" if trial.cut else "what decides on a step?"
+        return Verdict(measured, f"{measured}: {hint}")
     lengths = [squares(gradients, world) ** 0.5 for gradients in one]
     longest = max(lengths)
     if not longest > 0:  # NaN is not > 0, either
         return Verdict("gradients of 0", "all its gradients are 0 or NaN")
 
     worst = 0.0
-    for length, a, b in zip(lengths, one, several):
+    for length, a, b in zip(lengths, one, other):
         distance = math.inf
         if len(a) == len(b):
             distance = squares([x - y for x, y in zip(a, b)], world) ** 0.5
@@ -303,17 +353,16 @@ def compare(one: list[Gradients], several: list[Gradients], micro_batches: int, 
             distance = math.inf  # max() would lose a NaN
         worst = max(worst, distance / max(length, NEGLIGIBLE * longest))
 
-    measured = f"{worst:.1e} (<= {BOUND:g}) between 1 and {micro_batches} micro-batches, {len(one)} updates"
-    if micro_batches < 2:
+    measured = f"{worst:.1e} (<= {BOUND:g}) {trial.how()}, {len(one)} updates"
+    if trial.cut and trial.micro_batches < 2:
         return Verdict(measured, "its rows were never cut into micro-batches: does the file pack them with batching?")
     if worst <= BOUND:
         return Verdict(measured)
     percent = f"{100 * worst:.0f}" if worst > 0.1 else f"{100 * worst:.2g}"
-    return Verdict(
-        measured,
-        f"the gradient in {micro_batches} micro-batches differs by {percent} % from that in one: is something divided "
-        "by a number of the micro-batch, in place of `denominator`?",
-    )
+    hint = "does a sum over tokens forget the mask?"
+    if trial.cut:
+        hint = "is something divided by a number of the micro-batch, in place of `denominator`?"
+    return Verdict(measured, f"{trial.how()} the gradient differs by {percent} % from that of the plain run: {hint}")
 
 
 def squares(tensors: list[torch.Tensor], world: World) -> float:

@@ -296,7 +296,7 @@ def fork(tmp_path):
 
 @pytest.fixture
 def holds(world, problems, monkeypatch, tmp_path, capsys):
-    """Tries a file; returns which model's loss holds, and the lines about those that do not. No file may be left."""
+    """Tries a file; returns which model's loss and masks hold, and the lines about the others. No file may be left."""
     monkeypatch.setattr(placement, "init", lambda *given, **named: world)
     monkeypatch.setattr(placement, "finish", lambda *given: None)  # the group is for all tests
     (tmp_path / "temporary").mkdir()
@@ -312,10 +312,14 @@ def holds(world, problems, monkeypatch, tmp_path, capsys):
             code = left.code
         lines = capsys.readouterr().out.splitlines()
         table = [line for line in lines if line.endswith(("  holds", "  FAILS"))]
-        rows = {re.match("loss of (.*?)  ", line)[1]: line.endswith("holds") for line in table}
+        rows = {line.partition("  ")[0]: line.endswith("holds") for line in table}
         assert lines[len(table)].startswith(f"selftest: {sum(rows.values())} of {len(rows)} hold, ")
         assert code == (0 if all(rows.values()) else 1) and not list((tmp_path / "temporary").iterdir())
-        return rows, "\n".join(lines[len(table) + 1 :])
+        models: dict[str, bool] = {}
+        for label, right in rows.items():
+            name = re.fullmatch("(?:loss|mask) of (.*)", label)[1]
+            models[name] = models.get(name, True) and right
+        return models, "\n".join(lines[len(table) + 1 :])
 
     return holds
 
@@ -439,11 +443,15 @@ class Bug:
 
     file: str  # name of the algorithm
     changes: list[tuple[str, str]]  # (lines of the file, what stands there instead)
-    message: str  # a regular expression
+    messages: list[str]  # regular expressions, one for each line
+    flags: dict = dataclasses.field(default_factory=dict)
 
 
 DIFFERS = (
-    r"policy: the gradient in \d+ micro-batches differs by [\d.]+ % from that in one: is something divided by a number"
+    r"loss of policy: in \d+ micro-batches instead of one the gradient differs by [\d.]+ % .*: is something divided by"
+)
+MASK = (
+    r"mask of policy: with other numbers where response_mask is False the gradient differs by [\d.]+ % .*: does a sum"
 )
 DENOMINATOR = "denominator=denominator,\n                        token_weights"
 VALUE_DENOMINATOR = "clip=args.value_clip,\n                        denominator=denominator"
@@ -464,60 +472,77 @@ BUGS = {
     "divided by the rows of the micro-batch": Bug(
         "grpo",
         [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
-        DIFFERS,
+        [DIFFERS],
     ),
     "divided by the tokens of the micro-batch": Bug(
         "rloo",
         [(DENOMINATOR, DENOMINATOR.replace("=denominator", "=micro.response_mask.sum()"))],
-        DIFFERS,
+        [DIFFERS],
     ),
     "the mean of means over rows": Bug(
         "grpo",
         [MEAN_OVER_ROWS, ("loss.backward()", "(loss / len(mini_batch.micro_batches)).backward()")],
-        DIFFERS,
+        [DIFFERS],
     ),
     "divided by the longest response": Bug(
         "grpo",
         [("/ lengths.clamp(min=1)", "/ lengths.max()")],
-        DIFFERS,
+        [DIFFERS],
     ),
     "advantages centred": Bug(
         "grpo",
         [(ADVANTAGES, CENTRED)],
-        DIFFERS,
+        [DIFFERS],
     ),
     "advantages whitened, one row alone": Bug(
         "grpo",
         [(ADVANTAGES, WHITENED)],
-        "all models: with its rows in several .* fails: step 1: train/grad_norm is",
+        [r"loss of all models: in \d+ micro-batches .*, and not otherwise, the run fails: step 1: train/grad_norm is"],
     ),
     "an optimizer step for each micro-batch": Bug(
         "grpo",
         [(update_of("grpo"), textwrap.indent(update_of("grpo"), "    "))],
-        r"policy: 2 optimizer steps with one micro-batch each, and \d+ with several",
+        [r"loss of policy: 2 optimizer steps in the plain run, and \d+ in \d+ micro-batches .*: does optimizer.step"],
     ),
     "the critic's loss": Bug(
         "ppo",
         [(VALUE_DENOMINATOR, VALUE_DENOMINATOR.replace("=denominator", "=len(micro.rows)"))],
-        DIFFERS.replace("policy", "critic"),
+        [DIFFERS.replace("policy", "critic")],
+    ),
+    "a sum of negative log-probs without the mask": Bug(
+        "grpo",
+        [("((per_token * response_mask).sum(1)", "((-advantages * logprobs).sum(1)")],
+        [MASK],
+    ),
+    "advantages through masked tokens": Bug(
+        "ppo",
+        [("in_response = response_mask[:, t].bool()", "in_response = response_mask[:, t] >= 0")],
+        [MASK],  # the critic's targets have a lambda of their own, which is 1
+        {"lam": 0.9},  # with 1 the values of later tokens cancel out
+    ),
+    "a value loss of masked tokens": Bug(
+        "ppo",
+        [("    mask = response_mask.bool()\n    values,", "    mask = response_mask >= 0\n    values,")],
+        [MASK.replace("policy", "critic")],
     ),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_loss_that_depends_on_the_micro_batch_is_found(holds, fork, bug):
+def test_a_loss_that_depends_on_the_micro_batch_or_on_masked_tokens_is_found(holds, fork, bug):
     bug = BUGS[bug]
-    rows, lines = holds(fork(bug.file, *bug.changes))
+    rows, lines = holds(fork(bug.file, *bug.changes), **bug.flags)
     failing = [model for model, right in rows.items() if not right]
-    assert failing == [bug.message.partition(":")[0]]
-    assert re.match(f"loss of {bug.message}", lines) and "\n" not in lines, lines
+    assert failing == [re.match("(?:loss|mask) of (.*?):", message)[1] for message in bug.messages]
+    for line, message in zip(lines.splitlines(), bug.messages, strict=True):
+        assert re.match(message, line), line
 
 
-def test_the_second_run_goes_on_with_the_gradients_of_the_first():
+def test_the_other_runs_go_on_with_the_gradients_of_the_first():
     """Otherwise Adam would turn rounding errors of small gradients into steps, and later gradients would differ."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer, first = torch.optim.SGD([weight], lr=1.0), selftest_file.Trial()
-    second = selftest_file.Trial(first)
+    second = selftest_file.Trial(first, cut=True)
     for trial, gradient in ((first, [1.0, 2.0]), (second, [1.0, 2.1]), (second, [3.0, 4.0])):
         trial.trained, weight.grad = {"policy": (None, optimizer)}, torch.tensor(gradient)
         trial.before_update(optimizer)
@@ -527,7 +552,10 @@ def test_the_second_run_goes_on_with_the_gradients_of_the_first():
 
 def test_what_cannot_be_compared_fails(world):
     def wrong(one: list, several: list, micro_batches: int = 3) -> str:
-        return selftest_file.compare(one, several, micro_batches, world).wrong
+        plain = selftest_file.Trial()
+        cut = selftest_file.Trial(plain, cut=True)
+        plain.gradients["policy"], cut.gradients["policy"], cut.micro_batches = one, several, micro_batches
+        return selftest_file.compare(plain, cut, "policy", world).wrong
 
     gradient = [torch.ones(2)]
     other = [torch.tensor([1.0, 1.0002])]
@@ -570,5 +598,5 @@ def test_the_command_line_takes_a_file_from_anywhere(fork, problems, tmp_path):
     fork("grpo", imported, (DENOMINATOR, DENOMINATOR.replace("=denominator", "=local(micro.rows)")))
     flags = ["--dataset", problems, "--max-response-tokens", 10, "--mini-batches", 2, "--clip-low", 0.1]
     result = launch(ROOT / "scripts/selftest.py", "mine.py", *flags, cwd=tmp_path, check=False)
-    assert result.returncode == 1 and re.search(f"^loss of {DIFFERS}", result.stdout, re.MULTILINE), result.stderr
+    assert result.returncode == 1 and re.search(f"^{DIFFERS}", result.stdout, re.MULTILINE), result.stderr
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"mine.py", "neighbour.py"}
