@@ -89,10 +89,21 @@ class RunFailed(OneLine, RuntimeError):
 
 
 def refuse_all(errors: list[str], code: str = "bad-input") -> None:
-    """Raise one BadInput that quotes the first five errors and counts the rest. Without errors nothing happens."""
-    if errors:
-        more = [f"... and {len(errors) - 5} more"] if len(errors) > 5 else []
-        raise BadInput("\n".join(errors[:5] + more), code=code)
+    """Raise one BadInput that quotes the first five errors and counts the rest. Without errors nothing happens.
+
+    errors: each is "PLACE: what is wrong". Those that say the same are one line with several places.
+    """
+    places: dict[str, list[str]] = {}  # what is wrong -> where
+    for error in errors:
+        place, _, wrong = error.partition(": ")
+        places.setdefault(wrong, []).append(place)
+    lines = []
+    for wrong, where in places.items():
+        others = f" and {len(where) - 3} more" if len(where) > 3 else ""
+        lines.append(f"{', '.join(where[:3])}{others}: {wrong}")
+    if lines:
+        more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
+        raise BadInput("\n".join(lines[:5] + more), code=code)
 
 
 def raise_together(error: OneLine | None, group=None) -> None:

@@ -21,7 +21,7 @@ ENDS_WITH_PARAMETERS = re.compile(r"\?(?:\w+=[^=&]*&)*\w+=[^=&]*$")
 
 
 def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
-    """make(where, row) of all rows. Raises a single BadInput that names the first five bad rows."""
+    """make(where, row) of all rows. Raises a single BadInput that names the first bad rows."""
     made = []
     errors = []
     for where, row in rows:

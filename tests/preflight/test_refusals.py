@@ -422,7 +422,9 @@ bad_rows(jsonl(GOOD, {**GOOD, "answer": "about five"}), "rows.jsonl:2", '"about 
 bad_rows(jsonl(GOOD, b'{"\xff'), "rows.jsonl:2", "byte 3")
 bad_rows("\ufeff".encode("utf-16"), "rows.jsonl:1", "byte 1")
 bad_rows(jsonl({**GOOD, "question": "1" * 70}), "rows.jsonl", "--max-prompt-tokens")
-bad_rows(jsonl(*[{"answer": 2}] * 9), *(f"rows.jsonl:{n}" for n in range(1, 6)), "4 more", lines=6)
+# Rows of one error are one line with three places. Of several errors the first five are quoted.
+bad_rows(jsonl(*[{"answer": 2}] * 9), "rows.jsonl:1", "rows.jsonl:3", "6 more", lines=1)
+bad_rows(jsonl(*[{f"other{n}": 2} for n in range(9)]), *(f"rows.jsonl:{n}" for n in range(1, 6)), "4 more", lines=6)
 for value in ("\ud800", {"a": 1}, 3, None):
     bad_rows(jsonl(GOOD, {**GOOD, "question": value}), "rows.jsonl:2")
 for value in ("x\ud800", [1], {}, None, True, "\x1b[J"):
