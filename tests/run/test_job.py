@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -465,6 +466,29 @@ def test_an_evaluation_waits_for_the_engine_and_has_the_held_out_prompts(run):
     assert [step for step in range(1, 7) if run.evaluates(step)] == [6]
     assert [step for step in range(1, 7) if run.writes_rollouts(step)] == [1, 4, 6]
     assert len(list(run.tracker.run_dir.glob("rollouts/step_*.jsonl"))) == 3
+
+
+def test_holes_in_the_heap_are_returned_between_sampling_and_training(world, tmp_path, monkeypatch):
+    """Otherwise the heap grows to the sum of both: two steps of PPO with evaluations took 10.3 GiB instead of 8.9."""
+    run, events = Run(world, tmp_path, LAYOUTS["here"]), []
+
+    def sample(step: int, sampler) -> Batch:
+        events.append("sample")
+        return run.sample(step, sampler)
+
+    def evaluate(*arguments, **keywords) -> float:
+        events.append("sample")
+        return run.evaluate(*arguments, **keywords)
+
+    run.evaluator.greedy_accuracy = evaluate
+    monkeypatch.setattr(placement, "return_holes", lambda: events.append("holes"))
+    monkeypatch.setattr(tracking, "write_report", lambda run_dir: tmp_path / "report.html")
+    for step, batch in run.steps(sample):
+        events.append("train")
+        run.train(step, batch)
+    run.tracker.bar.close()
+    assert len(run.evaluated) == 2 and events.count("train") == 6
+    assert {"sample", "train"} not in [set(pair) for pair in itertools.pairwise(events)], events
 
 
 def test_responses_are_as_old_as_the_weights_that_sampled_them(run):
