@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from common import placement
+from common.preflight.memory import MemoryPlan
 from common.rollout import rollout
 from common.rollout.hf_engine import HFEngine
 from common.rollout.rollout import Rollout
@@ -62,6 +63,8 @@ class Recording:
     loads: list[dict] = field(default_factory=list)  # the named arguments of these calls
     optimizers: list = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    slept: set[int] = field(default_factory=set)  # after so many calls the engine was sent to sleep
+    plan: MemoryPlan | None = None  # what main announced to prepare()
     steps: list[Step] = field(default_factory=list)
 
     def weights(self) -> list[Weights]:
@@ -127,6 +130,9 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
         answer.rollout_logprobs += recording.noise * up_and_down * answer.response_mask
         return answer
 
+    def slept(engine):
+        recording.slept.add(len(recording.calls))
+
     get = sampling.Prefetcher.get
 
     def got(prefetcher, *given, **named):
@@ -140,6 +146,7 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
         recording.steps[-1].after = recording.weights()
         recording.steps[-1].advantages = named["advantages"]
         recording.steps[-1].rows = named.get("rows")
+        recording.plan = run.settings.plan
         end_step(run, *given, **named)
 
     steps = offline.Run.steps
@@ -161,6 +168,7 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
     monkeypatch.setattr(model, "load", loaded)
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
     monkeypatch.setattr(HFEngine, "generate", generated)
+    monkeypatch.setattr(HFEngine, "sleep", slept)
     monkeypatch.setattr(sampling.Prefetcher, "get", got)
     monkeypatch.setattr(job.Run, "end_step", ended)
     monkeypatch.setattr(offline.Run, "steps", counted)

@@ -20,12 +20,14 @@ from by_hand import Case, Net, Row
 from cases import ALGORITHM_FILES, ALGORITHMS
 from recorder import Recording, Step, Update, watch
 
+from algos import dapo
 from common import rewards
 from common.data import arithmetic
 from common.data import prompts as data
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
+from common.run import sampling
 from common.trainer.batching import Compute
 
 SEED = 11
@@ -64,6 +66,7 @@ PLAIN = COMMON | {
     "max_grad_norm": 1e3,
     "tis_cap": 0.0,
     "kl_coef": 0.0,
+    "offload": "others",
 }
 # What a file needs besides, in the first and in the second run.
 OWN = {
@@ -281,6 +284,13 @@ def order_of_updates(case: Case, name: str) -> list[tuple[str, int]]:
     return [(model, m) for m in passes for model in both]
 
 
+def check_loads(recording: Recording, args) -> None:
+    """Each model that main loads is in its memory plan, and lives where --offload says."""
+    assert len(recording.models) == len(recording.plan.models) + len(recording.plan.others)
+    offloads = [args.offload == "all"] + [args.offload != "none"] * (len(recording.loads) - 1)
+    assert [named["offload"] for named in recording.loads] == offloads
+
+
 def learning_rate(args, model: str, step: int) -> float:
     if model == "critic":
         return args.critic_learning_rate
@@ -308,6 +318,8 @@ def check_calls(recording: Recording, args, name: str) -> None:
             assert call.temperature == args.temperature
             assert call.max_tokens == args.max_response_tokens
             assert call.seed == first + draw
+        sampled_so_far = recording.calls.index(calls_of(recording, number, args)[-1]) + 1
+        assert sampled_so_far in recording.slept, "the engine kept its memory while the models were trained"
     sampled = [call for call in recording.calls if call.temperature > 0]
     asked = [tuple(ids) for call in sampled for ids in call.prompt_ids]
     assert len(set(asked)) == len(asked), "a prompt was asked twice in one epoch"
@@ -324,6 +336,7 @@ def check_every_update(record, tmp_path, name: str, flags: dict) -> None:
     recording, args = record(name, flags)
     assert len(recording.steps) == args.steps
     check_calls(recording, args, name)
+    check_loads(recording, args)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     sides, ungraded = set(), 0
     for step, line in zip(recording.steps, lines):
@@ -389,6 +402,28 @@ def test_the_first_update_of_a_step_clips_nothing(record, tmp_path):
     record("grpo", PLAIN | {"mini_batches": 1, "clip_low": 1e-7, "clip_high": 1e-7})
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["train/clip_frac"] == 0 < json.loads(line)["train/grad_norm"]
+
+
+def test_the_denominator_of_dapo_counts_no_tokens_of_an_environment(record, monkeypatch):
+    """The mask has holes there. The responses above have none."""
+    get, policy_loss = sampling.Prefetcher.get, dapo.policy_loss
+    expected, seen = [], []
+
+    def with_holes(*given, **named):
+        batch = get(*given, **named)
+        batch.response_mask[:, 1] = False
+        tokens = batch.response_mask.sum(1)
+        expected.extend(part.sum().item() for part in tokens.chunk(PLAIN["mini_batches"]))
+        return batch
+
+    def loss(*given, denominator, **named):
+        seen.append(denominator)
+        return policy_loss(*given, denominator=denominator, **named)
+
+    monkeypatch.setattr(sampling.Prefetcher, "get", with_holes)
+    monkeypatch.setattr(dapo, "policy_loss", loss)
+    record("dapo", PLAIN | OWN["dapo"][1])
+    assert len(expected) == 4 and list(dict.fromkeys(seen)) == expected
 
 
 def test_files_without_sampling_are_the_two_that_follow():
