@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -351,6 +352,25 @@ def test_a_run_that_fails_waits_for_the_save_that_is_being_written(models, world
     assert folders.state(tmp_path / "checkpoints/step_000004").position == 2
 
 
+def test_a_resumed_run_that_fails_in_its_first_step_leaves_its_checkpoint_alone(models, world, tmp_path):
+    start(models, world, tmp_path).save(3, {"eval/accuracy": 0.5})
+    folder = tmp_path / "checkpoints/step_000003"
+    resumed = start(models, world, tmp_path)
+    resumed.load(folder)
+    resumed.rescue(3, 0)
+    assert folders.state(folder).accuracy == 0.5, "it was saved once more, without its evaluation"
+
+
+def test_an_asynchronous_save_that_fails_is_noticed_before_the_next_one(models, world, tmp_path, monkeypatch):
+    saver = start(models, world, tmp_path, async_save=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "write_model", lambda *given: os.stat(tmp_path / "absent"))
+        saver.save(3, {})
+        wait([saver.writing])
+    with pytest.raises(FileNotFoundError):
+        saver.save(4, {})
+
+
 def test_a_run_without_git_has_no_commit(world, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     described = directory.describe(grpo.Args(), "grpo", world)
@@ -391,9 +411,14 @@ def test_reward_weights_are_restored_for_the_same_rewards(models, world, tmp_pat
     saver.reward.weights, saver.reward.first_step = {"gsm8k": 1.0, "format": 0.5}, 1
     saver.save(4, {})
     folder = tmp_path / "checkpoints/step_000004"
-    again, other = (start(models, world, tmp_path, reward=reward) for reward in ((str(file),), ("gsm8k=3",)))
+    again = start(models, world, tmp_path, reward=(str(file),))
     again.load(folder)
     assert again.reward.state() == saver.reward.state()
+    # Without a file, the command line has the weights.
+    weighed = start(models, world, tmp_path, reward=("gsm8k", "format=0.2"))
+    weighed.load(folder)
+    assert weighed.reward.state() == {"weights": {"gsm8k": 1.0, "format": 0.2}, "first_step": 1}
+    other = start(models, world, tmp_path, reward=("gsm8k=3",))
     other.load(folder)
     assert other.reward.weights == {"gsm8k": 3.0} and other.reward.first_step is None
 
