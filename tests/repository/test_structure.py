@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,6 +214,20 @@ def test_no_swallowed_errors():
                 caught = "" if node.type is None else ast.unparse(node.type)
                 again = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
                 assert again or caught not in ("", "Exception", "BaseException"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_gradient_norm_is_checked_before_the_optimizer_uses_it(path):
+    """Otherwise NaN would be in the weights, and what is left of the run could not be saved."""
+    blocks = [node.body for node in ast.walk(TREES[path]) if isinstance(node, ast.For)]
+    after = [
+        ast.unparse(following)
+        for block in blocks
+        for statement, following in itertools.pairwise(block)
+        if isinstance(statement, ast.Assign) and "clip_grad_norm_(" in ast.unparse(statement)
+    ]
+    assert len(after) == path.read_text().count("clip_grad_norm_(") >= 1
+    assert all(line.startswith("guards.stop_unless_finite(") for line in after), after
 
 
 def test_importing_an_algorithm_has_no_side_effect():

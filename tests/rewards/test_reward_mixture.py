@@ -16,6 +16,7 @@ from common import rewards
 from common.data import arithmetic
 from common.data.prompts import Prompt
 from common.errors import BadInput, RunFailed
+from common.rewards import weights_file
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
 from common.rollout import rollout
@@ -47,12 +48,15 @@ def test_the_score_is_the_weighted_sum_and_acc_the_first_rewards(world):
     metrics = Metrics(world)
     results = reward.score(*batch(["1", "0"], 2), world, 1, metrics)
     logged = {name: total for name, [(total, _)] in metrics.sums.items()}
+    counts = {name: count for name, [(_, count)] in metrics.sums.items()}
     assert [(r.score, r.acc) for r in results] == [(-1.0, 1.0), (-2.0, 0.0)]
     assert results[0].info["parts"] == {"right": 1.0, "style": 4.0}
     assert logged["reward/right/mean"] == 1.0 and logged["reward/style/contribution"] == -4.0
     assert logged["reward/right/std"] == 0.5 * 2  # a total over two responses, as mean() wants it
     assert logged["reward/style/weight"] == -0.5 and logged["time/reward/right"] >= 0
     assert logged["reward/accuracy"] == 1.0, "the first reward alone says what is right"
+    for name in ("right/mean", "right/std", "style/contribution", "accuracy"):
+        assert counts[f"reward/{name}"] == 2, f"{name} is a mean over two responses"
 
 
 def test_correctness_is_what_the_reward_says_and_without_a_word_a_score_above_zero(world):
@@ -260,6 +264,22 @@ def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path
     write(file, {"gsm8k": 1.0, "format": 0.5})
     reward.score(*batch(["1", "1"], 2), world, 3, metrics)
     assert reward.weights["format"] == 0.5 and metrics.sums["reward/weights_stale"][-1] == (0.0, 1)
+
+
+def test_a_thread_gets_the_weights_through_a_group_of_its_own(world, tmp_path, monkeypatch):
+    """With --max-inflight-batches, begin_step() runs beside the collectives of the trainer."""
+    file = tmp_path / "weights.json"
+    file.write_text('{"weights": {"gsm8k": 1.0, "format": 0.1}}')
+    reward, beside, groups = rewards.load((str(file),)), world.beside(), []
+    broadcast = weights_file.dist.broadcast_object_list
+
+    def noted(*given, group=None, **named):
+        groups.append(group)
+        return broadcast(*given, group=group, **named)
+
+    monkeypatch.setattr(weights_file.dist, "broadcast_object_list", noted)
+    reward.begin_step(1, beside)
+    assert groups == [beside.group] and beside.group is not None
 
 
 def test_a_broken_weights_file_at_the_start_is_fatal(tmp_path):

@@ -249,7 +249,7 @@ class Run(job.Run):
     """A run of six steps without models. The fixture below gives it what the loop uses."""
 
     def __init__(self, world, run_dir, layout: Layout):
-        self.args = grpo.Args(run_dir=str(run_dir), steps=6, eval_every=3, rollouts_every=4)
+        self.args = grpo.Args(run_dir=str(run_dir), steps=6, eval_every=3, rollouts_every=4, layout=layout)
         self.world = world
         self.settings = SimpleNamespace(
             reward=None,
@@ -489,6 +489,18 @@ def test_holes_in_the_heap_are_returned_between_sampling_and_training(world, tmp
     run.tracker.bar.close()
     assert len(run.evaluated) == 2 and events.count("train") == 6
     assert {"sample", "train"} not in [set(pair) for pair in itertools.pairwise(events)], events
+
+
+@pytest.mark.parametrize("updates", ["none", "recompute", "keep"])
+def test_no_gap_is_rounding_where_keys_and_values_may_be_old(world, tmp_path, monkeypatch, updates):
+    """With --inflight-updates keep a token of the current weights may rest on those of older ones."""
+    monkeypatch.setattr(tracking, "write_report", lambda run_dir: tmp_path / "report.html")
+    run = Run(world, tmp_path, Layout("split", max_inflight_batches=2, inflight_updates=updates))
+    for step, batch in run.steps(run.sample):
+        wait_for_all(run)
+        run.train(step, batch)
+        assert ("mismatch/current_tokens" in run.saver.metrics) == (updates != "keep")
+    run.tracker.bar.close()
 
 
 def test_responses_are_as_old_as_the_weights_that_sampled_them(run):

@@ -12,7 +12,8 @@ from common.errors import RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rollout.rollout import Rollout, collate
-from common.run.sampling import Batch, PromptSampler
+from common.run.sampling import Batch, Gates, PromptSampler
+from common.run.sampling import InOrder as InOrderGate
 from common.run.tracking import Metrics
 
 TOKENIZER = arithmetic.tokenizer()
@@ -158,6 +159,31 @@ def test_a_draw_has_its_number_and_its_own_prompts(world):
 
     fill(a_sampler(world), generate, wanted=6)
     assert draws == [(0, ["p0", "p1", "p2"], True), (1, ["p3", "p4", "p5"], True), (2, ["p6", "p7", "p8"], True)]
+
+
+def test_with_batches_in_flight_a_step_draws_until_it_is_full(world):
+    """Only then it is another step's turn."""
+    sampler = a_sampler(world, step=9)
+    sampler.gates = Gates(InOrderGate(9), InOrderGate(9))
+    assert len(fill(sampler).prompts) == 3 and sampler.loader.position == 6, "it took two draws"
+
+
+def test_what_was_graded_while_the_engine_sampled_is_not_graded_again(world):
+    asked = []
+
+    def waits(items, lengths, truncated):
+        asked.append(len(items))
+        return reward(items, lengths, truncated)
+
+    waits.waits = True
+    sampler = a_sampler(world)
+    sampler.reward = Rewards({"r": waits}, {"r": 1.0})
+    prompts = sampler.prompts(2)
+    rollout = rollout_of(prompts, ["yes", "no", "no", "yes"])
+    grading = sampler.grade_early(prompts)
+    for place in range(2):
+        grading(place, rollout.response_ids[2 * place : 2 * place + 2], [False, False])
+    assert sampler.grade(prompts, rollout, grading).correct.tolist() == [1, 0, 0, 1] and asked == [2, 2]
 
 
 def test_a_rank_draws_on_until_the_others_are_full(world):

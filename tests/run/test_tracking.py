@@ -297,3 +297,19 @@ def test_a_resumed_run_tells_its_tracker_which_responses_it_has(world, tmp_path,
     assert (track, folder, start, repeated) == ("wandb", tmp_path, 2, {3, 5})
     left = sorted(file.stem for file in (tmp_path / "rollouts").iterdir())
     assert left == ["step_000001", "step_000002", "step_notes"]
+
+
+def test_the_report_is_written_once_a_minute_and_takes_a_twentieth_of_the_run_at_most(tracker, monkeypatch):
+    clock, written = [1000.0], []
+
+    def write(run_dir) -> None:
+        written.append(clock[0])
+        clock[0] += 5.0  # a report of large files
+
+    monkeypatch.setattr(tracking, "write_report", write)
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
+    tracker.report_written = clock[0]
+    for _ in range(400):  # a step a second
+        clock[0] += 1.0
+        tracker.refresh_report()
+    assert written == [1061.0, 1167.0, 1273.0, 1379.0]
