@@ -336,6 +336,14 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
     return {folder.name: [read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
 
 
+def settings_of(described: dict) -> dict:
+    """The settings in a run.json, by name. Before --critic-lam, --lam took two: the actor's and the critic's."""
+    settings = {name: comparable(value) for name, value in flat(described["args"]).items()}
+    if isinstance(settings.get("lam"), list):
+        settings["lam"], settings["critic_lam"] = settings["lam"]
+    return settings
+
+
 def described(task: str, run: str) -> list[dict]:
     """The run.json of each seed. Seeds of one run must be one experiment: their flags are the same but for the seed.
 
@@ -344,7 +352,7 @@ def described(task: str, run: str) -> list[dict]:
     """
     files = sorted((BASELINES / task / run).glob("seed*.csv"))  # the CSV says that a run is done
     found = [json.loads(file.with_suffix(".json").read_text()) for file in files]
-    args = [{name: comparable(value) for name, value in flat(each["args"]).items()} for each in found]
+    args = [settings_of(each) for each in found]
     shared = set.intersection(*map(set, args)) - {"seed", "token_budget"}
     if any(each[name] != args[0][name] for each in args for name in shared):
         sys.exit(f"error: the seeds in baselines/{task}/{run} were run with different flags; run them again")

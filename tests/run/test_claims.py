@@ -5,6 +5,7 @@ import math
 import re
 import statistics
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -399,6 +400,15 @@ def test_seeds_of_a_row_have_the_same_flags(monkeypatch, tmp_path, flag, one_exp
     else:
         with pytest.raises(SystemExit, match="different flags"):
             claims.baselines.described("sums", "grpo")
+
+
+@pytest.mark.parametrize("lam, one_experiment", [([1.0, 1.0], True), ([0.9, 1.0], False), ([1.0, 0.9], False)])
+def test_a_setting_that_was_split_is_compared_with_its_parts(monkeypatch, tmp_path, lam, one_experiment):
+    monkeypatch.setattr(claims.baselines, "BASELINES", tmp_path)
+    for seed, args in enumerate(({"lam": lam}, {"lam": 1.0, "critic_lam": 1.0})):
+        claims.baselines.keep("sums", "ppo", {"seed": seed, "args": args}, [{"step": 0, "eval/accuracy": 0.5}])
+    with nullcontext() if one_experiment else pytest.raises(SystemExit, match="different flags"):
+        claims.baselines.described("sums", "ppo")
 
 
 def test_a_seed_that_is_not_done_is_in_no_table(monkeypatch, tmp_path):
