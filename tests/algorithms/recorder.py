@@ -61,6 +61,7 @@ class Recording:
     noise: float  # is added to the engine's log-probs, up or down, so that importance weights differ from 1
     models: list = field(default_factory=list)  # in the order in which main loads them
     loads: list[dict] = field(default_factory=list)  # the named arguments of these calls
+    resharded: list = field(default_factory=list)  # models whose gathered weights were freed, one for each time
     optimizers: list = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     slept: set[int] = field(default_factory=set)  # after so many calls the engine was sent to sleep
@@ -100,6 +101,12 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
         recording.models.append(load(*given, **named))
         recording.loads.append(named)
         return recording.models[-1]
+
+    reshard = model.reshard
+
+    def freed(each):
+        recording.resharded.append(each)
+        reshard(each)
 
     class AdamW(torch.optim.AdamW):
         def __init__(self, *given, **named):
@@ -166,6 +173,7 @@ def watch(monkeypatch, world, noise: float = 0.0) -> Recording:
         return batch
 
     monkeypatch.setattr(model, "load", loaded)
+    monkeypatch.setattr(model, "reshard", freed)
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
     monkeypatch.setattr(HFEngine, "generate", generated)
     monkeypatch.setattr(HFEngine, "sleep", slept)

@@ -285,10 +285,14 @@ def order_of_updates(case: Case, name: str) -> list[tuple[str, int]]:
 
 
 def check_loads(recording: Recording, args) -> None:
-    """Each model that main loads is in its memory plan, and lives where --offload says."""
+    """Each model that main loads is in its memory plan, and lives where --offload says. A frozen one is resharded."""
     assert len(recording.models) == len(recording.plan.models) + len(recording.plan.others)
     offloads = [args.offload == "all"] + [args.offload != "none"] * (len(recording.loads) - 1)
     assert [named["offload"] for named in recording.loads] == offloads
+    trained = [recording.model_of(optimizer) for optimizer in recording.optimizers]
+    for frozen in recording.models:
+        if frozen not in trained:
+            assert recording.resharded.count(frozen) >= args.steps, "its gathered weights stay beside its shards"
 
 
 def learning_rate(args, model: str, step: int) -> float:
