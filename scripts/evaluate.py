@@ -196,6 +196,7 @@ def prepare(exam: Exam, args: Args, reward: Rewards, tokenizer, stop_token_ids: 
 
 
 Graded = list[tuple[str, float]]  # responses to a prompt, and whether each is right
+Key = tuple[str, str]  # data set and id of a prompt: rows of two data sets may have one id
 
 
 def question(prompt: Prompt, template: str = "") -> dict[str, Any]:
@@ -206,6 +207,8 @@ def question(prompt: Prompt, template: str = "") -> dict[str, Any]:
     if isinstance(content, str) and not template:
         content += INSTRUCTIONS.get(kind(prompt.dataset), "")
     row = {"prompt": content} | ({} if prompt.answer is None else {"answer": prompt.answer})
+    if prompt.tools:
+        row["tools"] = prompt.tools
     if hasattr(prompt.ids, "images"):
         row["images"] = [f"data:image;base64,{base64.b64encode(image).decode()}" for image in prompt.ids.images]
     return row
@@ -240,26 +243,30 @@ def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> i
     return len(lines)
 
 
-def gather(exam: Exam, graded: evaluation.GradedPrompts, world: placement.World) -> dict[str, evaluation.Graded]:
-    """Id of a prompt -> its graded responses, of all ranks. Collective: every rank calls it."""
+def key(prompt: Prompt) -> Key:
+    return prompt.dataset, prompt.id
+
+
+def gather(graded: evaluation.GradedPrompts, world: placement.World) -> dict[Key, evaluation.Graded]:
+    """key() of a prompt -> its graded responses, of all ranks. Collective: every rank calls it."""
     everyone: list = [None] * world.size
-    dist.all_gather_object(everyone, [(prompt.id, responses) for prompt, responses in graded])
+    dist.all_gather_object(everyone, [(key(prompt), responses) for prompt, responses in graded])
     return {name: responses for rank in everyone for name, responses in rank}
 
 
-def share_truncated(graded: dict[str, evaluation.Graded]) -> float:
+def share_truncated(graded: dict[Key, evaluation.Graded]) -> float:
     cut_off = [response.truncated for responses in graded.values() for response in responses]
     return sum(cut_off) / len(cut_off)
 
 
-def values_of(exam: Exam, by_how: dict[str, dict[str, evaluation.Graded]]) -> results.Problems:
+def values_of(exam: Exam, by_how: dict[str, dict[Key, evaluation.Graded]]) -> results.Problems:
     """The value of each problem. None stands for a prompt whose responses could not be graded."""
     problems = results.Problems(id=[prompt.id for prompt in exam.prompts], greedy=[], right=[])
     for prompt in exam.prompts:
-        responses = by_how["greedy"].get(prompt.id)
+        responses = by_how["greedy"].get(key(prompt))
         problems.greedy.append(None if responses is None else responses[0].acc)
         if exam.n:
-            responses = by_how["sampled"].get(prompt.id)
+            responses = by_how["sampled"].get(key(prompt))
             problems.right.append(None if responses is None else count_right(responses))
     return problems
 
@@ -279,13 +286,13 @@ def measure(exam: Exam, args: Args, engine, tokenizer, world: placement.World) -
     """Sample, grade and count. Returns the result that is printed, and the values behind it. Collective."""
     evaluator = evaluation.Evaluator(engine, exam.reward, tokenizer, world, exam.max_response_tokens)
     greedy, sampled = Metrics(world), Metrics(world)
-    by_how = {"greedy": gather(exam, evaluator.evaluate(exam.prompts, metrics=greedy), world)}
+    by_how = {"greedy": gather(evaluator.evaluate(exam.prompts, metrics=greedy), world)}
     kept = {}
     if exam.n:
         for responses in by_how["greedy"].values():
             count_right(responses)  # refuses a reward before most of the time is spent
         graded = evaluator.evaluate(exam.prompts, exam.n, exam.temperature, args.seed, sampled)
-        by_how["sampled"] = gather(exam, graded, world)
+        by_how["sampled"] = gather(graded, world)
         whole = [(prompt, ended(given)) for prompt, given in graded]
         for name, file, rows_of in (("saved", args.save_right, right), ("pairs", args.save_pairs, pair)):
             if file:

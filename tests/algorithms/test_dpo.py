@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,6 +249,8 @@ def test_kept_rows_have_the_prompt_that_was_answered_and_an_answer_only_if_there
     (asked,), (with_template,) = (evaluate.right(prompt, [("2", 1.0)], template) for template in ("", "{prompt}"))
     assert asked["prompt"].startswith("2 apples?") and len(asked["prompt"]) > len("2 apples?")
     assert with_template == {"prompt": "2 apples?", "solution": "2"}
+    (with_tools,) = evaluate.right(replace(prompt, tools=[{"name": "add"}]), [("2", 1.0)])
+    assert with_tools == {**asked, "tools": [{"name": "add"}]}
 
 
 @pytest.mark.slow

@@ -134,9 +134,17 @@ def test_an_observation_that_the_template_refuses_ends_its_episode_alone(chat_mo
     )
     environment = Environments(f"{file}:Letters", tokenizer, [1])
     environment.suffix = Suffix(tokenizer, [1], "user")
+    ask, ended = environment.pool.ask, []
+
+    def noted(number, problem, texts, ends):
+        ended.append(ends)
+        return ask(number, problem, texts, ends)
+
+    environment.pool.ask = noted
     (turns,) = open_turns([[5]], 1, 64)
     turns.add([7, 1], [0.0, 0.0], False)
     assert environment.reply(problem_of(Prompt("p:1", "?", [5], ""), 1), turns) is None
+    assert ended == [False, True], "the worker keeps no environment of an episode that has ended"
     assert turns.failure == "wrong" and "roles must alternate" in environment.first_failures["wrong"]
 
 

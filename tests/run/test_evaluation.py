@@ -176,13 +176,18 @@ RIGHT = {7: [True] * 4, 8: [False, False, True, False], 9: [False] * 4}  # probl
 def script(models, world, tmp_path, monkeypatch, capsys):
     """run(right, **flags) measures a model with these responses to the problems 7, 8 and 9. Returns what was printed.
 
-    run.engine: the engine of the last run.
+    run.engine: the engine of the last run. run.started: what it was started with.
     """
     (tmp_path / "problems.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in RIGHT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate.placement, "init", lambda *given: world)
     monkeypatch.setattr(evaluate.placement, "finish", lambda *given: None)
-    monkeypatch.setattr(evaluate.engines, "start", lambda *given, **named: run.engine)
+
+    def started(*given, **named):
+        run.started = named
+        return run.engine
+
+    monkeypatch.setattr(evaluate.engines, "start", started)
 
     def run(right=RIGHT, **flags) -> list[str]:
         texts = {i: [f"#### {i}" if each else "#### 1" for each in row] for i, row in right.items()}
@@ -453,12 +458,31 @@ def test_a_suite_chooses_prompt_grader_length_and_sampling(script, tmp_path, mon
     assert (second["name"], second["reward"], "sampled" in second) == ("gsm8k", ["gsm8k"], False)
     asked = [(each["n"], each["temperature"], each["tokens"]) for each in script.engine.asked]
     assert asked == [(1, 0.0, 60), (2, 0.6, 60), (1, 0.0, 64)]
+    longest_prompt = max(len(ids) for each in script.engine.asked for ids in each["prompts"])
+    assert script.started["max_model_len"] >= longest_prompt + 64, "one engine writes the longest response of all"
     assert [each["name"] for each in json.loads((tmp_path / "a.json").read_text())["results"]] == ["amc23", "gsm8k"]
     given = {"n": 1, "temperature": 0.5, "max_response_tokens": 50, "reward": ("gsm8k",)}
     said = json.loads(script(dataset=("arithmetic",), suite=("amc23:amc.jsonl",), **given)[-1])
     assert said["reward"] == ["gsm8k"] and said["settings"]["max_response_tokens"] == 50
     asked = [(each["n"], each["temperature"], each["tokens"]) for each in script.engine.asked]
     assert asked == [(1, 0.0, 50), (1, 0.5, 50)]
+
+
+def test_rows_of_two_data_sets_may_have_one_id(world):
+    prompts = [Prompt("a.jsonl:1", text, [1], "1", dataset=name) for name, text in (("gsm8k", "3-2="), ("own", "3-1="))]
+    graded = [(prompt, [prompt.text]) for prompt in prompts]
+    found = evaluate.gather(graded, world)
+    assert [found[evaluate.key(prompt)] for prompt in prompts] == [["3-2="], ["3-1="]]
+
+
+def test_rows_of_all_ranks_are_kept(world, tmp_path, monkeypatch):
+    def gathered(everyone, own) -> None:
+        everyone[:] = [own, [{"prompt": "2"}]]
+
+    monkeypatch.setattr(evaluate.dist, "all_gather_object", gathered)
+    file = tmp_path / "rows.jsonl"
+    assert evaluate.save(str(file), [{"prompt": "1"}], replace(world, size=2)) == 2
+    assert file.read_text() == '{"prompt": "1"}\n{"prompt": "2"}\n'
 
 
 def test_a_test_set_that_is_not_whole_is_warned_of(script, tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ class Environments:
                     suffix = self.suffix.ids(observations)
             except (BadInput, TemplateError) as error:
                 # For example several messages, where the template wants the roles to alternate.
+                ask(True)  # or the worker would keep the environment open
                 answer = Failure("wrong", f"observed what the chat template refuses: {error}")
         # No room for another turn: ask for the score of the turns so far.
         if suffix is not None and len(suffix) >= turns.room:
