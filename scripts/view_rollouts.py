@@ -14,7 +14,6 @@ import math
 import signal
 import sys
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Literal
 
@@ -92,9 +91,9 @@ def tint(number: float, scale: float, color: str) -> tuple[int, int, int] | None
 def headline(row: dict) -> str:
     """The figures of a response in one line."""
     own = row.get("sampled") or [1] * len(row["response_ids"])
-    given, gap = row["advantage"], numbers(row, "mismatch")
-    gap, versions = [*compress(gap or [], own)], compress(row["weight_versions"], own)
-    given = [*compress(given, own)] if isinstance(given, list) else given
+    gap, versions = traces.own(row, numbers(row, "mismatch") or []), traces.own(row, row["weight_versions"])
+    given = row["advantage"]
+    given = traces.own(row, given) if isinstance(given, list) else given
     shown = {
         "score": "left the step, not graded" if traces.score(row) is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
@@ -123,7 +122,7 @@ def choose(rows: list[dict], args: Args) -> list[dict]:
         "prompt": lambda row: row["index"],
         "score": lambda row: -math.inf if traces.score(row) is None else row["score"],
         "length": lambda row: -len(row["response_ids"]),
-        "mismatch": lambda row: -mean(numbers(row, "mismatch") or []),
+        "mismatch": lambda row: -mean(traces.own(row, numbers(row, "mismatch") or [])),
     }
     return sorted(rows, key=keys[args.sort])[: args.limit or None]
 

@@ -537,7 +537,8 @@ def response_line(row: dict) -> str:
         mark = "<span class=soft>left the step, not graded</span>"
     else:
         mark = f"<span class={'right' if row['acc'] else 'wrong'}>score {score:g}</span>"
-    advantages = row["advantage"] if isinstance(row["advantage"], list) else [row["advantage"] or 0.0]
+    given = row["advantage"]
+    advantages = traces.own(row, given) if isinstance(given, list) else [given or 0.0]
     facts = [
         f"found {short(row['extracted'])}",
         f"advantage {statistics.fmean(advantages or [0.0]):+.2f}",

@@ -5,6 +5,7 @@ People look at them with scripts/view_rollouts.py; scripts/replay.py computes th
 
 import json
 from collections.abc import Collection, Iterator
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -187,6 +188,11 @@ def score(row: dict) -> float | None:
     The file has 0 for such a row, and the reason in `info`.
     """
     return None if "ungraded" in info(row) else row["score"]
+
+
+def own(row: dict, values: list) -> list:
+    """The values of the tokens that the policy sampled. An episode also has the tokens of its environment."""
+    return list(compress(values, row.get("sampled") or [1] * len(values)))
 
 
 def info(row: dict) -> dict:

@@ -174,6 +174,18 @@ def test_turns_of_an_episode_are_counted_and_what_the_environment_said_is_grey(r
     assert grey == [not own for own in row["sampled"]]
 
 
+def test_means_of_an_episode_leave_out_what_the_environment_said(run):
+    """Log-probs and advantages are 0 there, so a long observation would push a response down."""
+    episode, plain, *_ = traces.read(traces.find(run))
+    for row, logprobs, mask in ((episode, [-1.0, -1.0, 0.0, 0.0], [1, 1, 0, 0]), (plain, [-1.0] * 4, [1] * 4)):
+        row["response_ids"], row["rollout_logprobs"], row["sampled"] = [5] * 4, logprobs, mask
+        row["weight_versions"] = [1] * 4
+    episode["old_logprobs"], plain["old_logprobs"] = [-1.3, -1.3, 0.0, 0.0], [-1.2] * 4
+    assert view.choose([plain, episode], view.Args(run, sort="mismatch")) == [episode, plain]
+    episode["advantage"] = [0.5, 0.5, 0.0, 0.0]
+    assert "advantage +0.50" in report.response_line(episode) and "advantage +0.5 " in view.headline(episode)
+
+
 def test_the_terminal_gets_no_control_characters_of_a_response(run, capsys):
     view.main(view.Args(run / "rollouts/step_000007.jsonl"))
     said = capsys.readouterr().out
