@@ -158,7 +158,9 @@ def test_the_token_budget_by_hand(sizes, seven, tmp_path):
     per_token = 28 * (16 * 3584 + 2 * (2 * (28 + 4) * 128 + 4 * 18944))  # 6.31 MB
     assert seven.token_bytes == per_token
     assert 6144 <= room / per_token < 7168 and seven.token_budget() == 6144
-    assert replace(seven, compute=Compute(activation_checkpointing=True)).token_budget() == memory.MAX_BUDGET_TOKENS
+    checkpointed = replace(seven, compute=Compute(activation_checkpointing=True))
+    assert checkpointed.token_bytes == 28 * 2 * 3584 + per_token // 28, "the inputs of all layers, and one layer"
+    assert checkpointed.token_budget() == memory.MAX_BUDGET_TOKENS
     assert replace(seven, model=sizes["0.1"]).token_budget() == memory.MAX_BUDGET_TOKENS
     narrow = replace(seven, dtype=torch.float32)
     wide = AutoConfig.from_pretrained(sizes["7"])
@@ -327,8 +329,16 @@ def test_the_table_of_layouts(capsys, sizes, seven):
     rows = {tuple(map(str.strip, line.split("|")[1:3])): line for line in out.splitlines() if line.startswith("| ")}
     assert "7.62 B" in out and {("1", "1"), ("8", "2"), ("8", "4"), ("8", "8"), ("31", "1")} <= rows.keys()
     needs = seven.update(max(1224, seven.token_budget())) / GIB
-    assert f"| 6,144 | {needs:.1f} |" in rows["8", "1"]
+    rollout = 80e9 * seven.engine_share(1224 * 64) + seven.states
+    assert f"| 6,144 | {needs:.1f} | {rollout / GIB:.1f} |" in rows["8", "1"]
     assert "--offload" in rows["1", "1"] and "--rollout-tp 8" in rows["8", "8"] and "mini-batches" in rows["31", "1"]
+
+
+def test_the_table_of_layouts_has_room_for_a_teacher(sizes):
+    args = tyro.cli(plan.Args, args=["--model", sizes["0.5"], "--gpus", "8"])
+    taught = replace(args, teacher=sizes["7"])
+    alone, both = (plan.row_of(each, 8, 1).update for each in (args, taught))
+    assert both - alone >= 2 * PARAMETERS / 8, "its weights in bfloat16, over eight GPUs"
 
 
 @pytest.mark.parametrize("limit, gib", [("1073741824\n", 1.0), ("max\n", None), (None, None)])

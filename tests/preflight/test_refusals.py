@@ -639,6 +639,16 @@ for content, named in (
 ):
     files = {"run/run.json": content}
     refused("grpo --dataset rows.jsonl --run-dir run", "--run-dir run", named, files=files, code="run-changed")
+for command in ("sft --dataset rows.jsonl", "dpo --dataset pairs.jsonl"):
+    files = PAIRS | {"run/run.json": run_json(command.split()[0], seed=1)}
+    refused(f"{command} --run-dir run", "--run-dir run", "--seed", files=files, code="run-changed")
+
+# The model has 256 positions. Each of these has one prompt that leaves too few of them.
+longer = {"e.jsonl": jsonl({**GOOD, "question": "11111+1="})}
+refused(
+    "grpo --dataset rows.jsonl --eval-dataset e.jsonl --max-response-tokens 250", "--max-response-tokens", files=longer
+)
+refused("dpo --dataset pairs.jsonl --max-response-tokens 300", "--max-response-tokens", files=PAIRS)
 
 # JSON lines, whoever reads them.
 

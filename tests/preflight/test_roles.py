@@ -95,6 +95,28 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(table, monkeypatch
         table(["policy"], memory=2**20)
 
 
+def test_what_does_not_fit_into_the_host_of_a_gpu_is_refused(table, monkeypatch):
+    """The kernel would kill the run while it loads."""
+    monkeypatch.setattr(placement, "host_memory", lambda: 2**20)
+    table(["policy"], gpu=True, memory=80e9)
+    with pytest.raises(BadInput, match="host memory"):
+        table(["policy"], gpu=True, memory=80e9, offload="all")
+
+
+@pytest.mark.parametrize(
+    "size, tp, layout, engines",
+    [
+        (8, 2, Layout(), 4),
+        (8, 1, Layout("split", (8, 9)), 2),
+        (1, 2, Layout("split", (1, 2)), 1),
+        (4, 1, Layout("split", rollout_urls=("http://a:1", "http://b:1")), 2),
+    ],
+)
+def test_an_engine_takes_its_share_of_the_responses(size, tp, layout, engines):
+    """Those of servers are no matter of the number of ranks."""
+    assert placement.engine_count(size, tp, layout) == engines
+
+
 def test_a_reward_model_counts(table):
     reward = object.__new__(RewardModel)
     reward.parameters, reward.sharded = 1000, True

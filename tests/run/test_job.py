@@ -94,6 +94,12 @@ def test_a_user_hears_that_a_step_has_prompts_several_times(parsed, tmp_path, ca
     assert ("several times" in capsys.readouterr().out) == (prompts_per_step == "16")
 
 
+def test_the_memory_plan_knows_what_is_offloaded(parsed, tmp_path):
+    for offload in ("none", "others", "all"):
+        args = parsed("grpo", "--offload", offload, "--run-dir", str(tmp_path / offload))
+        assert prepare(args, models=["policy", "reference"]).plan.offload == offload
+
+
 def test_args_stay_what_the_user_typed(parsed):
     """run.json records the settled values, with which a run can be repeated."""
     args = parsed("grpo")
