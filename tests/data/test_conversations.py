@@ -33,6 +33,7 @@ LLAMAS_CALL = {"name": "weather", "parameters": {"city": "oslo"}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 ASKED = {"role": "user", "content": "2+3?"}
 FIVE = {"role": "assistant", "content": "5"}
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]
 HUMAN = {"from": "human", "value": "2+3?"}  # in ShareGPT's form
 DEEP = '[{"a":' * 100_000  # json.loads() raises RecursionError
 
@@ -86,7 +87,7 @@ USER = turn("user", "2+3?")
             'look<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call><|im_end|>',
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}, FIVE]},
+            {"messages": [{"role": "user", "content": PARTS}, FIVE]},
             USER + NEXT,
             "5<|im_end|>",
         ),

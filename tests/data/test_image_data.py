@@ -91,6 +91,17 @@ user = lambda content: {"role": "user", "content": content}
 ROW = {"prompt": "<image>?", "images": ["0.png"]}
 
 
+def test_control_tokens_that_a_text_spells_are_text_for_a_model_that_sees(llava, tmp_path):
+    tokenizer = load_tokenizer(llava)[0]
+    end, said = tokenizer.eos_token, {"prompt": f"say {tokenizer.eos_token}"}
+    counts = []
+    for control_tokens in ("keep", "text"):
+        source = TrainSource(control_tokens=control_tokens)
+        (prompt,) = load((write(tmp_path, said),), source, "train", tokenizer, 400)
+        counts.append(prompt.ids.count(tokenizer.convert_tokens_to_ids(end)))
+    assert counts[0] == counts[1] + 1
+
+
 @pytest.mark.parametrize("template", [SMOLVLM, LLAVA])
 def test_a_template_that_loops_over_parts_shows_texts(template, llava):
     tokenizer = AutoTokenizer.from_pretrained(llava)

@@ -121,6 +121,9 @@ def test_null_stands_for_a_column_that_a_row_of_a_table_lacks(tmp_path):
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     (chat,) = load(write(tmp_path / "calls.parquet", [{"messages": said}]))
     assert [call["function"]["arguments"] for call in chat.solution["tool_calls"]] == [{"city": "oslo"}, {"unit": "c"}]
+    tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}} for name in ("city", "unit")]
+    (chat,) = load(write(tmp_path / "tools.parquet", [{"messages": asked, "tools": tools}]))
+    assert chat.tools == tools, "no tool has the other one's parameters"
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path):

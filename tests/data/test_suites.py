@@ -215,3 +215,17 @@ def test_whole_data_sets_are_read(name, file):
         assert [prompt.answer for prompt in prompts[:3]] == ["18", "3", "70000"]
     else:
         assert all(prompt.meta["entry_point"] in prompt.meta["prompt"] for prompt in prompts)
+
+
+def test_the_page_has_the_settings_of_each_test_set():
+    rows = [
+        tuple(cell.strip(" `") for cell in line.strip("|").split("|"))
+        for line in (ROOT / "docs/evaluation.md").read_text().splitlines()
+        if line.split("`")[1:2] and line.split("`")[1] in suites.BENCHMARKS and line.count("|") == 8
+    ]
+    said = {name: (problems, grader, n, longest) for name, _, problems, _, grader, n, longest in rows}
+    set_up = {
+        name: (f"{each.problems:,}", each.reward, str(each.n or "greedy"), f"{each.max_response_tokens:,}")
+        for name, each in suites.BENCHMARKS.items()
+    }
+    assert said == set_up

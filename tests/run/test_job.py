@@ -30,7 +30,7 @@ from common.preflight.run_directory import read_metrics
 from common.rewards.grading import Result
 from common.rollout.rollout import collate
 from common.rollout.servers.engine import CallGate, ServerEngine
-from common.run import checkpoint, diagnosis, evaluation, guards, job, tracking
+from common.run import checkpoint, diagnosis, evaluation, guards, job, offline, tracking
 from common.run.sampling import Batch
 from common.run.tracking import Tracker
 
@@ -374,6 +374,24 @@ def test_a_step_whose_update_fails_is_sampled_again_after_a_resume(run, failing)
                 guards.stop_unless_finite(run.tracker, "train/grad_norm", torch.tensor(math.nan))
             break
         run.train(step, batch)
+    assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
+
+
+@failing_step
+def test_a_step_of_sft_or_dpo_whose_update_fails_is_trained_again_after_a_resume(world, tmp_path, monkeypatch, failing):
+    monkeypatch.setattr(tracking, "write_report", lambda run_dir: tmp_path / "report.html")
+    run = object.__new__(offline.Run)
+    run.args, run.world, run.engine = grpo.Args(run_dir=str(tmp_path), steps=6), world, None
+    run.loader = PromptLoader([Prompt("p", "p", [9], "1")], 0)
+    run.saver, run.tracker = Saver(), Tracker(run.args, "sft", world)
+    for step in run.steps():
+        run.loader.take(PROMPTS_PER_STEP)
+        if step == failing:
+            with pytest.raises(RunFailed, match="nan"):
+                guards.stop_unless_finite(run.tracker, "train/grad_norm", torch.tensor(math.nan))
+            break
+        run.end_step(step)
+    run.tracker.bar.close()
     assert run.saver.rescued == [(failing - 1, (failing - 1) * PROMPTS_PER_STEP)]
 
 
