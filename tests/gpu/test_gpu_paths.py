@@ -268,6 +268,27 @@ def test_a_server_without_enough_memory_says_so_too(said, code, named):
     server.stop()
 
 
+def test_a_server_that_hangs_at_its_start_is_given_up(monkeypatch):
+    monkeypatch.setattr(process, "START_SECONDS", 0.3)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 -- stop() closes it
+    running = subprocess.Popen(["sleep", "30"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    server = process.Server("http://127.0.0.1:9", running, log)
+    with pytest.raises(RunFailed) as failed:
+        server.wait_until_ready()
+    server.stop()
+    assert failed.value.code == "server-start" and running.poll() not in (None, 0), "it was still running"
+
+
+@pytest.mark.parametrize("visible, names", [("4,5,6,7", ["4", "7"]), (None, ["0", "3"])])
+def test_a_server_gets_gpus_that_this_process_may_use(monkeypatch, visible, names):
+    """Of a node that is shared with other jobs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [process.device_name(device) for device in (0, 3)] == names
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its device is a core")
 def test_servers_on_devices_of_one_node_are_refused_on_several(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})

@@ -100,6 +100,26 @@ def graded(pool: Graders, *responses: str, answer: str = "5") -> list:
     return list(pool.map(grade, responses))
 
 
+def test_a_loader_that_hangs_has_a_limit_of_its_own(tmp_path):
+    """A reward model takes longer to load than an item to grade, and a user's file should not."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    arguments = [str(tmp_path / "slow.py"), "f", 0.5]
+    pool = Graders("slow", "common.rewards.workers:load_function", arguments, 1.0, 1, start_seconds=2.0)
+    with pytest.raises(RunFailed, match="no answer within 2 s"):
+        pool.start()
+    pool.close()
+
+
+def test_an_answer_ends_its_timer(pool):
+    """Each is a thread, for as long as the limit. A step has thousands of answers."""
+    before = set(threading.enumerate())
+    assert [result.score for result in graded(pool, "fine", "fine")] == [1, 1]
+    left = [thread for thread in set(threading.enumerate()) - before if isinstance(thread, threading.Timer)]
+    for timer in left:
+        timer.join(timeout=1)  # one that was cancelled ends at once, and the limit of an item is 3 s
+    assert not any(timer.is_alive() for timer in left)
+
+
 def test_results(pool):
     results = graded(pool, "fine", "wrong", "of_numpy", "result", "ungraded", "infinite", "nan")
     expected = [(1, 1), (-0.5, 0), (0.5, 1), (2, 1), (None, None), (-math.inf, 0)]

@@ -678,6 +678,21 @@ def test_a_late_program_is_called_late(sandbox, monkeypatch):
     assert time.monotonic() - began < 20
 
 
+def test_all_inputs_of_a_program_have_one_limit(sandbox, monkeypatch):
+    """Otherwise a slow program would exceed the worker's limit, which leaves it ungraded instead of wrong."""
+    monkeypatch.setattr(code, "RUNS_SECONDS", 0.6)
+    runs = code.Tests(cases=[("", "3")] * 20)
+    verdict = tried(sandbox, "import time; time.sleep(0.2); print(3)", runs, stop=False)
+    assert verdict["passed"] < 20 and re.search("timeout|no time left", verdict["failure"])
+
+
+def test_a_worker_keeps_no_file_of_a_program_open(sandbox):
+    before = os.listdir("/proc/self/fd")
+    tried(sandbox, RIGHT)
+    tried(sandbox, "print(3)", code.Tests(cases=[("", "3")] * 3))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 @pytest.mark.parametrize("program", ["print(3); import os; os._exit(1)", "print(3)\nraise ValueError", "print(3, 4)"])
 def test_a_script_is_judged_by_its_output_and_its_end(sandbox, program):
     runs = code.Tests(cases=[("1 2", "3")])

@@ -266,6 +266,23 @@ def test_a_broken_weights_file_keeps_the_old_weights_and_says_so(world, tmp_path
     assert reward.weights["format"] == 0.5 and metrics.sums["reward/weights_stale"][-1] == (0.0, 1)
 
 
+def test_every_reward_is_computed_whatever_has_failed_before(world):
+    """A sharded reward model runs collectives, and on the other ranks nothing has failed."""
+    computed = []
+
+    def fails(*given) -> list[Result]:
+        raise BadInput("no such unit")
+
+    def second(items, *given) -> list[Result]:
+        computed.append(len(items))
+        return [Result(1.0, 1.0)] * len(items)
+
+    reward = Rewards({"first": fails, "second": second}, {"first": 1.0, "second": 1.0})
+    with pytest.raises(BadInput, match="no such unit"):
+        reward.score(*batch(["a", "b"], 2), world, 1)
+    assert computed == [2]
+
+
 def test_a_thread_gets_the_weights_through_a_group_of_its_own(world, tmp_path, monkeypatch):
     """With --max-inflight-batches, begin_step() runs beside the collectives of the trainer."""
     file = tmp_path / "weights.json"

@@ -250,6 +250,14 @@ def test_retry_after(fake, value, least):
     assert least <= server.posts[1]["time"] - server.posts[0]["time"] < 30
 
 
+def test_nobody_waits_for_hours(fake, monkeypatch):
+    """On several ranks the others give up after half an hour."""
+    slept = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", slept.append)
+    server = fake(lambda *given: (429, b"", {"Retry-After": "86400"}) if given[1] == 0 else right(*given))
+    assert scores(ask(quick(server.url))) == [0, 1, 2] and slept == [300]
+
+
 @pytest.mark.parametrize("value", ["soon", "-500", "nan"])
 def test_a_retry_after_that_nobody_can_read(fake, value):
     server = fake(lambda asked, attempt, reply: (429, b"", {"Retry-After": value}))

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import resource
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -336,3 +337,28 @@ def test_ranks_restart_together():
     result = launch(ROOT / "tests/workers/restart.py", ranks=2, engine=False)
     assert result.stdout.count("goes on with version 1 at http://own2") == 2, result.stdout
     assert result.stdout.count("ended: server-gone") == 2 and result.stderr.count("warning[server-restarted]") == 1
+
+
+def test_weights_for_which_there_is_no_room_end_the_run_like_any_loss(world, fake, monkeypatch):
+    """/dev/shm of a container has 64 MiB by default. What can be saved is saved."""
+
+    def full(tensors, path) -> None:
+        raise weights.SafetensorError("No space left on device")
+
+    made, saved = make(world), []
+    made.before_failing = lambda: saved.append("checkpoint")
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(RunFailed, match="no room for") as failed:
+        made.load_weights(Weights(fake.events))
+    assert failed.value.code == "disk-full" and saved == ["checkpoint"]
+
+
+def test_a_run_may_open_a_connection_for_each_request(world, fake):
+    """Steps in flight have hundreds of them, and the usual limit is 1024 files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        make(world)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 2**16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

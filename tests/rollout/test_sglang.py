@@ -449,3 +449,8 @@ def test_the_requests_are_those_that_a_real_server_took():
     assert [len(choice.logprobs) for choice in two] == [6, 6]
     biased = sglang_api.read_choices(json.dumps(REPLIES["without token 5"]["reply"]).encode(), 1)
     assert 5 not in biased[0].token_ids
+
+
+def test_responses_that_nobody_will_train_on_are_ended(server, connect):
+    connect(server).abandon()
+    assert server.asked[-1] == ("/abort_request", {"abort_all": True})

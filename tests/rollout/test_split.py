@@ -302,6 +302,32 @@ def test_each_server_gets_its_own_nccl_ranks(scripted):
     assert all(info["world_size"] == 5 for info in sent.values())
 
 
+def test_responses_that_nobody_will_train_on_are_ended_on_every_server(scripted):
+    transport = scripted({"/abort_requests": (200, {})})
+    Control(["http://a", "http://b"]).abort()
+    assert sorted(url for url, _ in transport.asked) == ["http://a/abort_requests", "http://b/abort_requests"]
+
+
+def test_only_health_checks_in_a_row_take_a_server_for_dead(monkeypatch):
+    """Two fail, the third succeeds, and so on: a server that is slow now and then."""
+    asked = []
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200 if len(asked) % 3 == 0 else 503)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    monkeypatch.setattr(client, "HEALTH_EVERY_SECONDS", 0.001)
+
+    async def until_asked(times: int) -> str:
+        while len(asked) < times:
+            await asyncio.sleep(0.001)
+        return "response"
+
+    watching = client.watched([client.watch("http://a/health", 1)], [until_asked(12)])
+    assert asyncio.run(watching) == ["response"]
+
+
 def test_an_update_ends_with_an_empty_prefix_cache(scripted):
     """The old weights computed its keys and values."""
     transport = scripted(dict.fromkeys(("/finish_weight_update", "/reset_prefix_cache"), (200, {})))
