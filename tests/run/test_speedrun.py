@@ -121,6 +121,9 @@ def edit_csv(folder: Path, old: str, new: str) -> None:
 def test_an_honest_record_repeats_bit_for_bit(honest, capsys):
     record = verify.check(JOB, honest)
     assert verify.counts(JOB, record) and record["seeds"]["0"]["rollouts"] == 2
+    claims, rollouts = record["seeds"]["0"], verify.read_csv(honest / "seed0.csv")
+    assert claims["flops"] > rollouts[-1]["flops"], "training after the last rollout counts"
+    assert claims["weights"] != record["start_model"], "these are the trained weights"
     verify.replay(JOB, honest, record, ())
     assert f"{record['flops']:,} FLOPs" in capsys.readouterr().out
 
@@ -237,6 +240,16 @@ def test_where_commits_are_missing_a_record_is_checked_without_its_commit(record
         monkeypatch.setenv("PATH", "")
     verify.check(JOB, record)
     assert "was not looked for: this is no full git clone" in capsys.readouterr().out
+
+
+def test_a_table_with_another_number_is_found(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(verify, "PAGE", tmp_path / "README.md")
+    page = (ROOT / "speedrun/README.md").read_text()
+    for text, code in ((page, 0), (page.replace("| 0.265 |", "| 0.165 |"), 1)):
+        verify.PAGE.write_text(text)
+        with pytest.raises(SystemExit) as left:
+            verify.main(verify.Args())
+        assert left.value.code == code and ("not up to date" in capsys.readouterr().out) == bool(code)
 
 
 def test_a_record_that_cannot_be_read_is_refused_and_not_a_traceback(honest, monkeypatch, tmp_path, capsys):
@@ -414,6 +427,14 @@ def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, 
         run.main(words, JOB)
 
 
+def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(directory, "git", lambda *words: asked.append(words) or "c0ffee")
+    run.machine(JOB)
+    (status,) = [words for words in asked if words[0] == "status"]
+    assert {"common", "scripts", ":(glob)speedrun/*.py"} <= set(status)
+
+
 def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
     commits = iter("ab")
     monkeypatch.setattr(run, "machine", lambda job: {"commit": next(commits), "cores": 2})
@@ -440,7 +461,8 @@ def test_a_commit_that_no_remote_has_is_named_before_the_training(monkeypatch, c
 
 def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
     """run.py that is asked to end leaves no training behind."""
-    (tmp_path / "waits.py").write_text("import os, time\nopen('id', 'w').write(f'{os.getpid()}\\n')\ntime.sleep(300)\n")
+    said = "f'{os.getpid()} {len(os.sched_getaffinity(0))}\\n'"
+    (tmp_path / "waits.py").write_text(f"import os, time\nopen('id', 'w').write({said})\ntime.sleep(300)\n")
     lines = [
         "import sys",
         "from pathlib import Path",
@@ -453,7 +475,8 @@ def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
         time.sleep(0.1)
     process.terminate()
     assert process.wait() == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{(tmp_path / 'id').read_text().strip()}").exists()
+    number, cores = (tmp_path / "id").read_text().split()
+    assert not Path(f"/proc/{number}").exists() and cores == "1", "it keeps to the cores that it is given"
 
 
 def test_the_code_of_another_clone_is_refused(monkeypatch, tmp_path):
@@ -469,6 +492,13 @@ def test_a_trial_trains_and_is_evaluated_on_training_problems_alone():
     questions = lambda rows: {row["question"] for row in rows}
     assert len(kept_out) == 512 and questions(kept_out) | questions(left) == questions(training)
     assert not questions(kept_out) & questions(left) and not questions(kept_out) & questions(held_out)
+
+
+def test_a_trial_never_sees_the_held_out_problems(monkeypatch):
+    played = []
+    monkeypatch.setattr(referee, "play", lambda job, *given: played.append(job) or OUTCOME)
+    run.main([run.TRIAL, str(GRPO)], JOB)
+    assert played == [JOB.trial()]
 
 
 @pytest.mark.slow
@@ -649,6 +679,28 @@ def test_nothing_runs_after_the_last_reading_of_the_clock(tmp_path):
     assert not (tmp_path / "late").exists()
 
 
+REFUSED_IN_THE_PROCESS = {  # a line of a file -> a part of the error
+    "prepare(SimpleNamespace(), [])": "the speedrun sets",
+    "model.load('other', None)": "is not the start model",
+    "engines.start('vllm', 'other')": "the speedrun has one engine",
+}
+
+
+def test_the_entrys_process_has_all_of_its_guards(tmp_path):
+    """They are tested one by one below. Here they are where a file meets them."""
+    lines = ["from types import SimpleNamespace", "from common.preflight.prepare import prepare"]
+    lines += ["from common.rollout import engines", "from common.trainer import model"]
+    for line, part in REFUSED_IN_THE_PROCESS.items():
+        lines += ["try:", f"    {line}", "except RuntimeError as error:", f"    assert {part!r} in str(error)"]
+        lines += ["else:", "    raise SystemExit('it was not refused')"]
+    lines += [
+        "import threading, torch",
+        "thread = threading.Thread(target=lambda: torch.ones(4, 4) @ torch.ones(4, 4))",
+    ]
+    code, told = told_by(tmp_path, [*lines, "thread.start()", "thread.join()"])
+    assert code == 0 and json.loads(told) == {"done": True, "flops": 2 * 4**3}
+
+
 def test_a_run_that_is_asked_to_stop_has_not_reached_its_end(tmp_path):
     """Otherwise it would save, and end as if it had trained for all of its steps."""
     lines = ["import os, signal", "from common.run.stopping import StopSignals", "signals = StopSignals()"]
@@ -668,6 +720,11 @@ def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
     changing = {name for name in passed_on if name.startswith(referee.NOT_PASSED_ON)}
     assert changing == {"TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"}
     assert passed_on["TORCHDYNAMO_DISABLE"] == "1" and passed_on["HOME"] == "/here"
+    assert (passed_on["PYTHONHASHSEED"], passed_on["CUDA_VISIBLE_DEVICES"], passed_on["HF_HUB_OFFLINE"]) == (
+        "0",
+        "",
+        "1",
+    )
 
 
 # The referee
@@ -703,6 +760,33 @@ def test_the_evaluation_takes_the_weights_of_the_entry_and_nothing_else(tmp_path
     save_file(other, checkpoint / "model/model.safetensors")
     with pytest.raises(Refused, match="other tensors"):
         referee.trained_model(JOB, tmp_path, tmp_path / "private")
+
+
+def test_the_evaluation_is_of_the_trained_model_under_rule_2(monkeypatch, tmp_path):
+    asked = []
+
+    def finish(words, folder, log, cores):
+        asked.append([str(word) for word in words])
+        (folder / "evaluation.json").write_text(json.dumps({"results": [{"problems": {"greedy": [1.0, 0.0]}}]}))
+        return 0
+
+    monkeypatch.setattr(referee, "finish", finish)
+    assert referee.evaluate(referee.SPEEDRUN, Path("trained"), [], tmp_path) == [1, 0]
+    (words,) = asked
+    assert words[words.index("--max-response-tokens") + 1] == "24" and words[words.index("--model") + 1] == "trained"
+
+
+def test_a_run_is_judged_by_what_it_trained_and_by_its_last_reading_of_the_clock(monkeypatch):
+    def watch(job, trace, folder, flags):
+        trace.rows.append(dict.fromkeys(referee.COLUMNS, 5))
+        return 9
+
+    monkeypatch.setattr(referee, "watch", watch)
+    monkeypatch.setattr(referee, "trained_model", lambda *given: Path("trained"))
+    monkeypatch.setattr(referee, "digest_of", lambda model: f"digest of {model}")
+    monkeypatch.setattr(referee, "evaluate", lambda job, model, *given: [int(model == Path("trained"))] * 4)
+    claims = referee.play(JOB, GRPO, FLAGS, 0).claims
+    assert (claims["flops"], claims["weights"], claims["right"]) == (9, "digest of trained", 4)
 
 
 def a_trace() -> referee.Trace:
@@ -782,6 +866,26 @@ def test_a_process_that_is_killed_amid_a_message_has_not_reached_its_end(tmp_pat
         )
         with pytest.raises(Refused, match=says):
             referee.converse(listener, process, a_trace(), tmp_path / "log")
+
+
+def test_a_run_that_goes_on_after_its_end_is_refused(tmp_path):
+    """A second end would have fewer FLOPs."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "referee"))
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / "referee"))
+            connection.sendall(b'{"done": true, "flops": 9}\n{"done": true, "flops": 1}\n')
+        process = SimpleNamespace(poll=lambda: None, wait=lambda: 0)
+        with pytest.raises(Refused, match="went on after its end"):
+            referee.converse(listener, process, a_trace(), tmp_path / "log")
+
+
+def test_a_replay_that_samples_more_than_the_record_is_refused():
+    trace = a_trace()
+    trace.expected = []
+    with pytest.raises(Refused, match="the record ends before it"):
+        trace.compare(1)
 
 
 @pytest.mark.parametrize("prompts, responses", [(["47+38="], []), ([], []), (["47+38=", "10+11="], [[5]])])
