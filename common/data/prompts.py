@@ -167,8 +167,9 @@ def load_one(
         tools = tools_of(where, source.tools, found.tools)
         text = templates.render(where, question, tokenizer, tools, images, continues=continues)
         messages = templates.as_messages(question)
-        # The processor encodes a prompt with images again, and knows no quoted tokens.
-        quoted = [] if images and images.files else spelled.found(where, messages)
+        quoted = spelled.found(where, messages)
+        if quoted and images and images.files:  # the processor encodes the prompt again, and knows no quoted tokens
+            raise BadInput(f"{where}: --control-tokens text: it spells {spelled.example}, and has images")
         ids = templates.tokenize(where, text, tokenizer, quoted)
         if images:
             ids = images.expand(text, ids)

@@ -378,7 +378,15 @@ def tokenize(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: 
 
 
 def with_quotes(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quoted: Sequence[str]) -> list[int]:
-    """Token ids of a text in which the quoted parts have no control tokens. Raises BadInput if one is not in it."""
+    """Token ids of a text in which the quoted parts have no control tokens.
+
+    Raises BadInput if one is not in it, or if its place can't be told, because the template writes the same: a message
+    that says nothing but <|im_end|>.
+    """
+    for quote in quoted:
+        if text.count(quote.strip()) > sum(other.count(quote.strip()) for other in quoted):
+            said = conversations.shown(quote)
+            raise BadInput(f"{where}: --control-tokens text: the chat template itself writes what this says: {said}")
     ids = []
     for quote in quoted:
         before, found, text = text.partition(quote.strip())

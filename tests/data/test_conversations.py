@@ -270,6 +270,18 @@ def test_control_tokens_that_a_prompt_spells_are_counted_or_encoded_as_text(tmp_
     assert not capsys.readouterr().err and plain.ids.count(end) == 1
 
 
+@pytest.mark.parametrize("said", ["<|im_end|>", "<|im_start|>user"])
+def test_a_message_that_is_a_control_token_and_nothing_else_cannot_become_text(tmp_path, said):
+    """It can't be told from those of the template. The system prompt's end became text in its place."""
+    with pytest.raises(BadInput, match="rows.jsonl:1: --control-tokens text: the chat template itself"):
+        one(tmp_path, {"system": "add", "prompt": said}, control_tokens="text")
+    row = {"messages": [{"role": "user", "content": f"is it {said}?"}] * 2}
+    prompt, tokenizer = one(
+        tmp_path, row | {"messages": [*row["messages"][:1], FIVE, *row["messages"][1:], FIVE]}, control_tokens="text"
+    )
+    assert prompt.ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
+
+
 def test_control_tokens_in_a_text_that_the_template_rewrites_cannot_become_text(tmp_path):
     """What is not found in the text of the chat template would have stood behind its end."""
     rewrites = CHATML.replace("{{ m.content }}", "{{ m.content | replace('what', '') }}", 1)

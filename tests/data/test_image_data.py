@@ -100,6 +100,8 @@ def test_control_tokens_that_a_text_spells_are_text_for_a_model_that_sees(llava,
         (prompt,) = load((write(tmp_path, said),), source, "train", tokenizer, 400)
         counts.append(prompt.ids.count(tokenizer.convert_tokens_to_ids(end)))
     assert counts[0] == counts[1] + 1
+    with pytest.raises(BadInput, match="rows.jsonl:1: --control-tokens text: it spells .*, and has images"):
+        load((write(tmp_path, said | ROW | {"prompt": f"<image> say {end}"}),), source, "train", tokenizer, 400)
 
 
 @pytest.mark.parametrize("template", [SMOLVLM, LLAVA])
