@@ -58,6 +58,7 @@ EVERYTHING = COMMON | {
     "schedule": "linear",
     "warmup_steps": 2,
     "max_grad_norm": 0.03,
+    "offload": "others",
 }
 PLAIN = COMMON | {
     "steps": 2,
@@ -66,7 +67,7 @@ PLAIN = COMMON | {
     "max_grad_norm": 1e3,
     "tis_cap": 0.0,
     "kl_coef": 0.0,
-    "offload": "others",
+    "offload": "all",
 }
 # What a file needs besides, in the first and in the second run.
 OWN = {
@@ -289,6 +290,8 @@ def check_loads(recording: Recording, args) -> None:
     assert len(recording.models) == len(recording.plan.models) + len(recording.plan.others)
     offloads = [args.offload == "all"] + [args.offload != "none"] * (len(recording.loads) - 1)
     assert [named["offload"] for named in recording.loads] == offloads
+    if getattr(args, "teacher_rate", 1.0) < 1:  # it moves, so it keeps float32 weights
+        assert recording.loads[1]["frozen"] is False
     trained = [recording.model_of(optimizer) for optimizer in recording.optimizers]
     for frozen in recording.models:
         if frozen not in trained:

@@ -135,6 +135,11 @@ USER = turn("user", "2+3?")
             "5<|im_end|>",
         ),
         (
+            {"tools": json.dumps(TOOLS), "prompt": "2+3?", "solution": "5"},
+            turn("system", json.dumps(TOOLS)) + USER + NEXT,
+            "5<|im_end|>",
+        ),
+        (
             {"tools": json.dumps(TOOLS), "messages": [ASKED, FIVE]},
             turn("system", json.dumps(TOOLS)) + USER + NEXT,
             "5<|im_end|>",
@@ -173,6 +178,11 @@ def test_what_a_row_says_is_what_is_learned(tmp_path, row, text, learned):
         ({"messages": [ASKED, FIVE | {"thinking": "two and three make five"}]}, CHATML, ["thinking"]),
         ({"messages": [ASKED, FIVE | {"tool_calls": [CALL]}]}, GEMMA, ["tool_calls", "weather"]),
         ({"messages": [ASKED, FIVE | {"tool_calls": [CALL]}]}, "", ["tool_calls", "chat template"]),
+        (
+            {"messages": [ASKED, FIVE | {"tool_calls": [CALL]}]},
+            CHATML.replace("c.function | tojson", "c.function.name"),
+            ["tool_calls", "oslo"],
+        ),
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, CHATML, ["message 2", "null"]),
         ({"prompt": USER + NEXT, "solution": "5"}, CHATML, ["<|im_start|>"]),
         ({"prompt": "<|begin_of_text|><|start_header_id|>user"}, CHATML, ["<|begin_of_text|>"]),

@@ -44,6 +44,7 @@ CONVERSATIONS = [  # row -> text of the prompt, solution
     ({"messages": [USER, GPT]}, "1+1=\n", "2"),
     ({"messages": [SYSTEM, USER, GPT, MORE, GPT]}, "Add.\n1+1=\n2\nand 1+2=?\n", "2"),
     ({"messages": [USER]}, "1+1=\n", None),
+    ({"prompt": [USER, {"role": "assistant", "content": "it is "}]}, "1+1=\nit is ", None),
     ({"messages": [USER, GPT, MORE]}, "1+1=\n2\nand 1+2=?\n", None),
     ({"messages": [USER, GPT], "solution": "two"}, "1+1=\n", "two"),
     ({"messages": [USER, GPT], "prompt": "1+3="}, "1+3=", None),

@@ -287,6 +287,7 @@ def test_many_requests_at_once_and_never_more_than_allowed(fake, settings):
 
 SCORES = [  # what the judge writes, the score from 0 to 10
     ('{"score": 7}', 7),
+    ("3 " + "x " * 15_000 + '{"score": 7}', 7),  # what a long reasoning ends with
     ('Fine.\n```json\n{"score": 7.5, "why": "fine"}\n```', 7.5),
     ('{"reason": "a {b}", "score": "7"}', 7),
     ('{"score": 7, "parts": {"score": 1}}', 7),
@@ -433,7 +434,8 @@ def test_a_judge_that_hangs_leaves_responses_ungraded(fake, settings):
     began = time.monotonic()
     results = grade(judge, "five", "six")
     assert time.monotonic() - began < 20
-    assert len([post for post in server.posts if "five" in post["messages"][0]["content"]]) <= 5
+    asked = [post for post in server.posts if "five" in post["messages"][0]["content"]]
+    assert 2 <= len(asked) <= 5, "it is asked again, while three time-outs last"
     assert [result.score for result in results] == [None, 0.3] and "imed" in results[0].info["error"]
     release.set()
 

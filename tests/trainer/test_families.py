@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -24,7 +25,7 @@ from common.errors import BadInput
 from common.preflight import checks
 from common.rollout import engines
 from common.run import checkpoint
-from common.trainer import batching, forward, lora, model, packing_check, parts
+from common.trainer import batching, distillation, forward, lora, model, packing_check, parts
 from common.weight_sync import FullParameters
 
 SERVED = [name for name, family in FAMILIES.items() if not family.refused]
@@ -288,6 +289,10 @@ def test_logits_that_the_trainer_does_not_know_are_the_models_own(
     monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", rows_of_a_piece * 128)
     policy = check_against_transformers(str(tmp_path), batching.Compute(400), world)
     assert not policy.knows_logits
+    known = SimpleNamespace(knows_logits=True, config=policy.config)
+    for flag, pair in (("--model", (policy, known)), ("--teacher", (known, policy))):
+        with pytest.raises(BadInput, match=flag):
+            distillation.check_heads(*pair)
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(saved, world, monkeypatch):

@@ -264,6 +264,13 @@ def test_a_rank_that_could_pack_ends_with_the_rank_that_cannot(world, models, mo
         model.load(models["untied"], world, torch.float32, Compute(packing="on"))
 
 
+def test_ranks_of_two_data_types_end_together(world, models, monkeypatch):
+    """--dtype auto on nodes whose CPUs differ: what the ranks gather would have two sizes."""
+    monkeypatch.setattr(type(world), "min", lambda self, value: 2.0)
+    with pytest.raises(BadInput, match="--dtype"):
+        model.load(models["untied"], world, torch.float32)
+
+
 def test_rows_without_packing_fill_the_budget_with_their_padding(world):
     """Rows times the longest one, prompts included; a longer unit has a bin of its own. Each row is in one."""
     rollout = groups_of(random_rollout(8), 4, 40)
