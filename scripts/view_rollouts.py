@@ -92,12 +92,11 @@ def headline(row: dict) -> str:
     """The figures of a response in one line."""
     own = row.get("sampled") or [1] * len(row["response_ids"])
     gap, versions = traces.own(row, numbers(row, "mismatch") or []), traces.own(row, row["weight_versions"])
-    given = row["advantage"]
-    given = traces.own(row, given) if isinstance(given, list) else given
+    given = traces.advantage(row)
     shown = {
         "score": "left the step, not graded" if traces.score(row) is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
-        "advantage": "none" if given is None else f"{mean(given) if isinstance(given, list) else given:+.3g}",
+        "advantage": "none" if given is None else f"{given:+.3g}",
         "tokens": f"{sum(own)} ({row['finish_reason']})",
         **({"turns": sum(now > before for before, now in zip([0, *own], own))} if "sampled" in row else {}),
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",

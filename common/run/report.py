@@ -537,11 +537,9 @@ def response_line(row: dict) -> str:
         mark = "<span class=soft>left the step, not graded</span>"
     else:
         mark = f"<span class={'right' if row['acc'] else 'wrong'}>score {score:g}</span>"
-    given = row["advantage"]
-    advantages = traces.own(row, given) if isinstance(given, list) else [given or 0.0]
     facts = [
         f"found {short(row['extracted'])}",
-        f"advantage {statistics.fmean(advantages or [0.0]):+.2f}",
+        f"advantage {traces.advantage(row) or 0.0:+.2f}",
         html.escape(str(row["finish_reason"])),
     ]
     return f"{mark} <small>{', '.join(facts)}{why_not(traces.info(row))}</small>"

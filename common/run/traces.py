@@ -195,6 +195,15 @@ def own(row: dict, values: list) -> list:
     return list(compress(values, row.get("sampled") or [1] * len(values)))
 
 
+def advantage(row: dict) -> float | None:
+    """The advantage of a row, or the mean of those of its tokens. None: it has none."""
+    given = row["advantage"]
+    if isinstance(given, list):
+        given = own(row, given)
+        return sum(given) / max(1, len(given))
+    return given
+
+
 def info(row: dict) -> dict:
     """The notes of the grader on a row; {} if they are not a dictionary."""
     return row["info"] if isinstance(row["info"], dict) else {}
