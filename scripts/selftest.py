@@ -20,7 +20,8 @@ After you have changed an algorithm, try its file alone. It may be anywhere, and
 
     python scripts/selftest.py algos/grpo.py             (or with flags: my_fork.py --kl-coef 0.1)
 
-Are its gradients the same in one and in several micro-batches? See scripts/selftest_file.py.
+Are its gradients the same in one and in several micro-batches, and with other numbers on masked tokens? See
+scripts/selftest_file.py.
 """
 
 import dataclasses

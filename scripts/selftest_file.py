@@ -1,4 +1,4 @@
-"""The part of scripts/selftest.py that tries an algorithm's file: its gradients in one and in several micro-batches.
+"""The part of scripts/selftest.py that tries an algorithm's file: do cuts or masked tokens change its gradients?
 
     python scripts/selftest.py algos/grpo.py             (any file, then its own flags: my_fork.py --kl-coef 0.1)
 

@@ -464,6 +464,11 @@ def sdpo(case: Case) -> dict[str, Loss]:
 # What a step reports besides losses and norms (docs/metrics.md)
 
 
+def has_critic(args) -> bool:
+    """Of PPO, or of a copy of it under another name."""
+    return hasattr(args, "critic_learning_rate")
+
+
 def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict[str, float]:
     """updates: for each update of the policy its mini-batch and the policy before it, whose loss has been computed."""
     graded = [row for row in case.rows if row.graded]
@@ -495,7 +500,7 @@ def metrics(case: Case, name: str, updates: list[tuple[list[Row], Net]]) -> dict
         found["reward/greedy_mean"] = mean([row.greedy_score for row in greedy])
     if name == "prime":
         found["prm/pair_accuracy"] = pair_accuracy(case)
-    if hasattr(case.args, "critic_learning_rate"):
+    if has_critic(case.args):
         found["critic/explained_variance"] = explained_variance(case, graded)
     return found
 

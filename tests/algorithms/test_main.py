@@ -212,11 +212,6 @@ def calls_of(recording: Recording, number: int, args) -> list:
     return recording.calls[number * per_step : (number + 1) * per_step]
 
 
-def has_critic(args) -> bool:
-    """Of PPO, or of a copy of it under another name."""
-    return hasattr(args, "critic_learning_rate")
-
-
 def case_of(recording: Recording, step: Step, args, name: str) -> Case:
     """All facts of a step that the formulas need, computed with transformers' own forward."""
     case = Case(args, rows_of(recording, step, args), recording.steps.index(step) + 1)
@@ -224,7 +219,7 @@ def case_of(recording: Recording, step: Step, args, name: str) -> Case:
         for row, in_update in zip(case.rows, step.rows.tolist()):
             row.in_update = in_update
     policy, reference = Net(MODEL, step.before[0]), Net(MODEL)
-    critic = Net(MODEL, step.before[1]) if has_critic(args) else None
+    critic = Net(MODEL, step.before[1]) if by_hand.has_critic(args) else None
     if name == "opd":
         case.teacher = Net(str(arithmetic.TEACHER))
     if name == "sdpo":
@@ -279,7 +274,7 @@ def order_of_updates(case: Case, name: str) -> list[tuple[str, int]]:
     if name == "prime":
         return [("prm", m) for m in mini_batches] + [("policy", m) for m in mini_batches]
     passes = mini_batches * getattr(case.args, "epochs", 1)
-    if not has_critic(case.args):
+    if not by_hand.has_critic(case.args):
         return [("policy", m) for m in passes]
     both = ["critic"] if case.step <= case.args.critic_warmup_steps else ["critic", "policy"]
     return [(model, m) for m in passes for model in both]

@@ -285,10 +285,8 @@ def test_a_message_that_is_a_control_token_and_nothing_else_cannot_become_text(t
     """It can't be told from those of the template. The system prompt's end became text in its place."""
     with pytest.raises(BadInput, match="rows.jsonl:1: --control-tokens text: the chat template itself"):
         one(tmp_path, {"system": "add", "prompt": said}, control_tokens="text")
-    row = {"messages": [{"role": "user", "content": f"is it {said}?"}] * 2}
-    prompt, tokenizer = one(
-        tmp_path, row | {"messages": [*row["messages"][:1], FIVE, *row["messages"][1:], FIVE]}, control_tokens="text"
-    )
+    asked = {"role": "user", "content": f"is it {said}?"}
+    prompt, tokenizer = one(tmp_path, {"messages": [asked, FIVE, asked, FIVE]}, control_tokens="text")
     assert prompt.ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3
 
 

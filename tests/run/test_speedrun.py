@@ -720,11 +720,8 @@ def test_variables_that_change_numbers_do_not_reach_the_entry(monkeypatch):
     changing = {name for name in passed_on if name.startswith(referee.NOT_PASSED_ON)}
     assert changing == {"TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"}
     assert passed_on["TORCHDYNAMO_DISABLE"] == "1" and passed_on["HOME"] == "/here"
-    assert (passed_on["PYTHONHASHSEED"], passed_on["CUDA_VISIBLE_DEVICES"], passed_on["HF_HUB_OFFLINE"]) == (
-        "0",
-        "",
-        "1",
-    )
+    fixed = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    assert fixed.items() <= passed_on.items()
 
 
 # The referee
