@@ -295,6 +295,21 @@ def test_logits_that_the_trainer_does_not_know_are_the_models_own(
             distillation.check_heads(*pair)
 
 
+@pytest.mark.parametrize("policy_name, teacher_name", [("llama", "cohere"), ("granite", "gemma2"), ("gemma2", "llama")])
+def test_a_teachers_logits_are_scaled_and_capped_as_its_own_family_does(policy_name, teacher_name, saved, world):
+    """The KL to a teacher of another family, against transformers' own tables of both."""
+    rollout, compute = rows_longer_than_a_window(), batching.Compute(400)
+    policy = model.load(saved(policy_name), world, torch.float32, compute)
+    teacher = distillation.load_teacher(saved(teacher_name), policy, world, torch.float32, compute, offload=False)
+    for micro in batching.pack(rollout, torch.arange(4), compute, world):
+        with torch.no_grad():
+            found, _ = distillation.divergences(policy, teacher, micro, TEMPERATURE)
+            names = (policy_name, teacher_name)
+            ours, theirs = (own_tables(families.transformers_own(saved(name)), rollout, micro.rows) for name in names)
+        right = (ours.exp() * (ours - theirs)).sum(-1)
+        assert right.max() > 0.1 and (found - right).abs().max() <= 1e-5
+
+
 def test_a_model_whose_tokens_see_later_ones_is_refused(saved, world, monkeypatch):
     """BERT's layers say so themselves. A Llama with another mask is found by its numbers: padding changes them."""
     config = transformers.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
