@@ -5,12 +5,14 @@
     python scripts/claims.py std length --seeds 0 1           # two rows, two seeds
     python scripts/claims.py embedded --folder baselines/claims     # what made the committed runs; skips those there
     python scripts/claims.py sums --folder baselines/claims         # the same for SmolLM2, an hour a run and 10 GB
-    python scripts/claims.py --rebuild                        # the page's tables from the committed runs alone
+    python scripts/claims.py --rebuild                        # the page's tables and picture, from the committed runs
 
 A claim compares an arm with a control. Both are runs of an algorithm's file, or of a variant of it (docs/variants.md),
-with the same task, flags and seeds, except for what ARMS says. The verdict is a rule, and was written down before the
-runs (`verdict`). FOLDER/TASK/ARM/seedS.csv has the steps of a run. The JSON next to it says where it ran, and how its
-last checkpoint does on the held-out problems: greedy, sampled (mean@8) and pass@8.
+with the same task, flags and seeds, except for what ARMS says. Two claims have no control: they compare the trained
+model with the model before training. The verdict is a rule, and was written down before the runs (`verdict`).
+
+FOLDER/TASK/ARM/seedS.csv has the steps of a run. The JSON next to it says where it ran, and how its last checkpoint
+does on the held-out problems: greedy, sampled (mean@8) and pass@8.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,9 +31,12 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parent))
 import blocks
+import pictures
 import study
 import variants
 
@@ -43,6 +49,7 @@ from common.preflight.docstrings import help_text
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "baselines/claims"
 PAGE = ROOT / "docs/claims.md"
+PICTURE = COMMITTED / "intervals.svg"
 ONE_PROBLEM = "runs/one-problem.jsonl"
 REVERSAL = "runs/reversal"  # folder of the task `reversal`: its problems, and the model that its runs start from
 REVERSED = 5  # digits of a problem of `reversal`
@@ -154,7 +161,6 @@ MEASURES = {
     "sampled": Measure("mean@8, %", lambda run: run.about["evaluation"]["sampled"]),
     "pass@8": Measure("pass@8, %", lambda run: run.about["evaluation"]["pass@8"]),
     "greedy": Measure("greedy, %", lambda run: run.about["evaluation"]["greedy"]),
-    "greedy gain": Measure("greedy, % minus start", lambda run: run.about["evaluation"]["greedy"] - start(run)),
     "entropy": Measure("entropy, nats", lambda run: run.last("train/entropy", 0.5), scale=1, digits=3),
     "length": Measure("tokens", lambda run: run.last("response/length_mean", 0.2), scale=1, digits=2),
 }
@@ -163,7 +169,7 @@ SHOWN = ("greedy", "sampled", "pass@8")
 
 
 def start(run: Run) -> float:
-    """Greedy accuracy before the first step."""
+    """Greedy accuracy before the first step. A claim without a control is compared with it."""
     return run.rows[0]["eval/accuracy"]
 
 
@@ -171,9 +177,9 @@ def start(run: Run) -> float:
 class Claim:
     """One row of the page. The paper's words and ours are in docs/claims.md."""
 
-    source: str
+    source: str  # "NAME, ARXIV NUMBER, SECTION", "NAME, ADDRESS, SECTION", or "ours" for an expectation of our own
     arm: str
-    control: str  # "" where the measure is itself a difference
+    control: str  # "": the arm's own model before training, by its greedy accuracy
     measure: str
     expected: Literal["more", "less", "equal"]  # what the paper expects of the arm, compared with the control
     margin: float  # the smallest difference that would matter, in the measure's own unit
@@ -188,20 +194,31 @@ CLAIMS = {
     "clip-higher": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "entropy", "more", 0.01),
     "zero-variance": Claim("ScaleRL, 2510.13786, 3.2", "zero-variance-filter", "grpo", "sampled", "more", 0.02),
     "sequence-ratio": Claim("GSPO, 2507.18071, 4", "gspo-four-epochs", "four-epochs", "sampled", "more", 0.02),
-    "lora": Claim("LoRA Without Regret, 2025", "lora-1", "grpo", "sampled", "equal", 0.02),
-    "pairs": Claim("It Takes Two, 2510.00977", "pairs", "grpo", "sampled", "equal", 0.02),
-    "critic": Claim("VAPO, 2504.05118", "ppo-one-response", "reinforce-one-response", "sampled", "more", 0.02),
-    "delight": Claim("Delightful PG, 2603.14608", "delight-gate", "grpo", "sampled", "more", 0.02),
-    "random-reward": Claim("Spurious Rewards, 2506.10947", "random-reward", "", "greedy gain", "more", 0.02),
-    "one-problem": Claim("1-shot RLVR, 2504.20571", "one-problem", "", "greedy gain", "more", 0.02),
-    "max-rl": Claim("MaxRL, 2602.02710", "max_rl", "grpo", "pass@8", "more", 0.02, task="maze"),
-    "negatives": Claim("NSR, 2506.01347", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "lora": Claim(
+        "LoRA Without Regret, https://thinkingmachines.ai/blog/lora/, Reinforcement learning",
+        "lora-1",
+        "grpo",
+        "sampled",
+        "equal",
+        0.02,
+    ),
+    "pairs": Claim("It Takes Two, 2510.00977, abstract", "pairs", "grpo", "sampled", "equal", 0.02),
+    "critic": Claim(
+        "VAPO, 2504.05118, abstract", "ppo-one-response", "reinforce-one-response", "sampled", "more", 0.02
+    ),
+    "delight": Claim("Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more", 0.02),
+    "random-reward": Claim("Spurious Rewards, 2506.10947, abstract", "random-reward", "", "greedy", "more", 0.02),
+    "one-problem": Claim("1-shot RLVR, 2504.20571, abstract", "one-problem", "", "greedy", "more", 0.02),
+    "max-rl": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "negatives": Claim("NSR, 2506.01347, abstract", "negative-only", "grpo", "pass@8", "more", 0.02, task="maze"),
     "entropy-bonus": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="maze"),
-    "kl": Claim("ProRL, 2505.24864", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
+    "kl": Claim("ProRL, 2505.24864, abstract", "kl", "grpo", "pass@8", "more", 0.02, task="maze"),
     "tpo": Claim("TPO, 2604.06159, 3.6", "tpo", "grpo", "sampled", "more", 0.02, task="reversal"),
     "kl-sparse": Claim("TPO, 2604.06159, 3.6", "kl", "grpo", "sampled", "more", 0.02, task="reversal"),
-    "max-rl-sums": Claim("MaxRL, 2602.02710", "max_rl", "grpo", "pass@8", "more", 0.02, task="sums"),
-    "delight-sums": Claim("Delightful PG, 2603.14608", "delight-gate", "grpo", "sampled", "more", 0.02, task="sums"),
+    "max-rl-sums": Claim("MaxRL, 2602.02710, abstract", "max_rl", "grpo", "pass@8", "more", 0.02, task="sums"),
+    "delight-sums": Claim(
+        "Delightful PG, 2603.14608, abstract", "delight-gate", "grpo", "sampled", "more", 0.02, task="sums"
+    ),
     "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="sums"),
     "clip-higher-sums": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "sampled", "more", 0.02, task="sums"),
     "temperature-sums": Claim("ProRL, 2505.24864", "temperature", "grpo", "sampled", "more", 0.02, task="sums"),
@@ -219,7 +236,7 @@ class Args:
     seeds: tuple[int, ...] = ()  # Default: 0 to 4, and 0 to 2 for sums.
     jobs: int = 1  # Runs at a time, each on a core of its own.
     folder: str = "runs/claims"  # Where the runs are kept. Those that are there are skipped.
-    rebuild: bool = False  # Write the page's tables from the committed runs.
+    rebuild: bool = False  # Write the page's tables and its picture from the committed runs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,21 +368,13 @@ def read_runs(folder: Path, task: str, arm: str) -> dict[int, Run]:
 
 
 def compared(folder: Path, claim: Claim, measure: Measure) -> tuple[dict[int, float], dict[int, float]]:
-    """A measure of a claim's arm and of its control, seed -> number, over the seeds that both have.
-
-    Without a control the arm keeps all its seeds, and there are no numbers of the control.
-    """
+    """A measure of a claim's arm and of its control, seed -> number, over the seeds that both have."""
     arm = read_runs(folder, claim.task, claim.arm)
     if not claim.control:
-        return {seed: measure.of(run) for seed, run in arm.items()}, {}
+        return {seed: measure.of(run) for seed, run in arm.items()}, {seed: start(run) for seed, run in arm.items()}
     control = read_runs(folder, claim.task, claim.control)
     both = sorted(arm.keys() & control.keys())
     return {seed: measure.of(arm[seed]) for seed in both}, {seed: measure.of(control[seed]) for seed in both}
-
-
-def difference(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> study.Estimate | None:
-    """Arm minus control. A measure that is itself a difference, to the start, is compared with 0. None: no run yet."""
-    return study.paired(arm, control if claim.control else dict.fromkeys(arm, 0.0))
 
 
 def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> float:
@@ -374,7 +383,7 @@ def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) 
     Student's. The claim expects "more" or "less".
     """
     sign = -1 if claim.expected == "less" else 1
-    beyond = difference(claim, {seed: value - sign * claim.margin for seed, value in arm.items()}, control)
+    beyond = study.paired({seed: value - sign * claim.margin for seed, value in arm.items()}, control)
     falls_short = sign * beyond.mean < 0
     return beyond.p / 2 if falls_short else 1 - beyond.p / 2
 
@@ -409,16 +418,13 @@ def table(folder: Path, names: tuple[str, ...] = tuple(CLAIMS), *, unfinished: b
 
 
 def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Iterator[str]:
-    yield (
-        "| claim | verdict | the claim expects | difference | measure | arm | control | task | seeds "
-        "| the arm is | the control is | source |"
-    )
-    yield "|---" * 12 + "|"
+    yield "| claim | verdict | the claim expects | difference | measure | arm | control | task | seeds |"
+    yield "|---" * 9 + "|"
     for name in names:
         claim = CLAIMS[name]
         measure = MEASURES[claim.measure]
         arm, control = compared(folder, claim, measure)
-        estimate = difference(claim, arm, control)
+        estimate = study.paired(arm, control)
         seeds = len(arm)
         said = verdict(claim, estimate, seeds)
         if seeds < SEEDS[claim.task] and not unfinished:
@@ -433,11 +439,28 @@ def table_lines(folder: Path, names: tuple[str, ...], unfinished: bool) -> Itera
             measure.mean(control),
             claim.task,
             str(seeds),
-            ARMS[claim.arm].text(),
-            ARMS[claim.control].text() if claim.control else "its start",
-            claim.source,
         )
         yield f"| {' | '.join(fields)} |"
+
+
+def linked(source: str) -> str:
+    """A claim's source as a link and the section."""
+    name, *rest = source.split(", ", maxsplit=2)
+    if not rest:
+        return name
+    address, *section = rest
+    if re.fullmatch(r"\d{4}\.\d{5}", address):
+        address = f"https://arxiv.org/abs/{address}"
+    return ", ".join([f"[{name}]({address})", *section])
+
+
+def arms_table() -> str:
+    """What each row compares, and who claims it."""
+    lines = ["| claim | arm | control | source |", "|---" * 4 + "|"]
+    for name, claim in CLAIMS.items():
+        control = ARMS[claim.control].text() if claim.control else "the model before training"
+        lines.append(f"| [{name}](#{name}) | {ARMS[claim.arm].text()} | {control} | {linked(claim.source)} |")
+    return "\n".join(lines)
 
 
 def summary(folder: Path) -> str:
@@ -450,37 +473,77 @@ def summary(folder: Path) -> str:
         arm, control = compared(folder, claim, MEASURES[claim.measure])
         if len(arm) < SEEDS[claim.task]:
             continue
-        estimate = difference(claim, arm, control)
+        estimate = study.paired(arm, control)
         verdicts.append(verdict(claim, estimate, len(arm)))
         p_values[name] = estimate.p
         if claim.expected != "equal":
             short_of_margin[name] = p_of_margin(claim, arm, control)
         if estimate.excludes_zero:
             excluding.append(name)
-    remaining = [f"[{name}](#{name})" for name in study.holm(p_values)]
-    falling_short = [f"[{name}](#{name})" for name in study.holm(short_of_margin, level=0.025)]
+    remaining = study.holm(p_values)
+    falling_short = study.holm(short_of_margin, level=0.025)
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
     return (
-        f"{len(verdicts)} of {len(CLAIMS)} rows have a verdict: {counts}.\n"
-        f"Taken one by one, {len(excluding)} of these {len(verdicts)} intervals exclude 0.\n"
-        f"Tested together, with Holm's correction at 5 %, {len(remaining)} of these differences remain: "
-        f"{', '.join(remaining) or 'none'}.\n"
-        f"Tested together against their margins (Holm, one-sided, 2.5 %), {len(falling_short)} of the "
-        f"{len(short_of_margin)} rows that expect an increase or a decrease fall short of it: "
-        f"{', '.join(falling_short) or 'none'}."
+        f"- Of {len(CLAIMS)} rows, {len(verdicts)} have a verdict: {counts}.\n"
+        f"- {len(excluding)} intervals exclude 0. If all rows are tested together (Holm, 5 %), "
+        f"{listed(remaining)} remain.\n"
+        f"- {len(short_of_margin)} rows expect an increase or a decrease. If these are tested together against their "
+        f"margins (Holm, one-sided, 2.5 %), {listed(falling_short)} fall short of it."
     )
 
 
+def listed(names: list[str]) -> str:
+    """How many rows these are, and links to them."""
+    links = ", ".join(f"[{name}](#{name})" for name in names)
+    return f"{len(names)} ({links})" if names else "0"
+
+
 def measures_table(folder: Path) -> str:
-    """Arm minus control by all measures of SHOWN, for the rows that have a control and all their seeds."""
+    """Arm minus control by all measures of SHOWN, for the rows that have a control and all their seeds.
+
+    The last column is no difference: it has the steps whose gradients were clipped, in percent, of arm and control.
+    """
     shown = [MEASURES[name] for name in SHOWN]
-    lines = [f"| claim | {' | '.join(measure.label for measure in shown)} |", "|---" * (len(shown) + 1) + "|"]
+    labels = [*(measure.label for measure in shown), "steps with clipped gradients, %: arm, control"]
+    lines = [f"| claim | {' | '.join(labels)} |", "|---" * (len(labels) + 1) + "|"]
     for name, claim in CLAIMS.items():
         pairs = [compared(folder, claim, measure) for measure in shown]
         if claim.control and len(pairs[0][0]) >= SEEDS[claim.task]:
-            fields = [measure.text(difference(claim, *pair)) for measure, pair in zip(shown, pairs)]
+            fields = [measure.text(study.paired(*pair)) for measure, pair in zip(shown, pairs)]
+            fields.append(", ".join(clipped(folder, claim.task, arm) for arm in (claim.arm, claim.control)))
             lines.append(f"| [{name}](#{name}) | {' | '.join(fields)} |")
     return "\n".join(lines)
+
+
+def clipped(folder: Path, task: str, arm: str) -> str:
+    """Percentage of an arm's steps, of all seeds, whose gradient norm is over 1 in the mean of the step's updates.
+
+    A step without an update isn't counted. "?" if no run has recorded the norm.
+    """
+    norms = []
+    for run in read_runs(folder, task, arm).values():
+        norms += [row["train/grad_norm"] for row in run.rows if "train/grad_norm" in row]
+    return f"{100 * statistics.mean(norm > 1 for norm in norms):.0f}" if norms else "?"
+
+
+def entropy_table(folder: Path) -> str:
+    """Entropies of the arms on `sums`: the lowest and the highest of the seeds, in step 15 and over steps 21 to 40."""
+    lines = ["| arm | step 15 | steps 21 to 40 |", "|---|---|---|"]
+    arms = dict.fromkeys(["grpo", *(claim.arm for claim in CLAIMS.values() if claim.task == "sums")])
+    for arm in arms:
+        early, late = [], []
+        for run in read_runs(folder, "sums", arm).values():
+            entropies = {int(row["step"]): row["train/entropy"] for row in run.rows if "train/entropy" in row}
+            early.append(entropies[15])
+            late.append(statistics.mean(entropy for step, entropy in entropies.items() if step > 20))
+        if early:
+            lines.append(f"| {ARMS[arm].text()} | {extent(early)} | {extent(late)} |")
+    return "\n".join(lines)
+
+
+def extent(values: list[float]) -> str:
+    """The lowest and the highest: "0.11 to 0.12"."""
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def page_parts(folder: Path) -> dict[str, str]:
@@ -489,13 +552,66 @@ def page_parts(folder: Path) -> dict[str, str]:
         "claims": table(folder, unfinished=False),
         "claims summary": summary(folder),
         "claims measures": measures_table(folder),
+        "claims arms": arms_table(),
+        "claims entropy": entropy_table(folder),
     }
 
 
+EDGE = 25  # points, at both ends of the picture
+ROW, HEAD, FOOT = 0.2, 0.45, 0.55  # inches
+COLORS = {"confirmed": pictures.BLUE, "refuted here": "#b3261e", "unresolved": "0.45"}  # verdict -> its color
+
+
+@pictures.styled
+def draw(folder: Path, file: Path) -> None:
+    """Draw the differences that are in points, with their intervals, in the order and by the verdicts of the page.
+
+    Behind them is a band of two points either way, which is the margin of all of these rows.
+    """
+    shown = {}
+    for name, claim in CLAIMS.items():
+        arm, control = compared(folder, claim, MEASURES[claim.measure])
+        if MEASURES[claim.measure].scale == 100 and len(arm) >= SEEDS[claim.task]:
+            estimate = study.paired(arm, control)
+            shown[name] = estimate, verdict(claim, estimate, len(arm))
+    height = len(shown) * ROW + HEAD + FOOT
+    figure = Figure(figsize=(pictures.WIDTH, height))
+    axis = figure.subplots()
+    left, right = 1.45 / pictures.WIDTH, 1 - 0.95 / pictures.WIDTH
+    figure.subplots_adjust(left=left, right=right, bottom=FOOT / height, top=1 - HEAD / height)
+    axis.axvspan(-2, 2, color="0.93")
+    axis.axvline(0, color=pictures.GREY, linewidth=0.8)
+    for place, (estimate, said) in enumerate(shown.values()):
+        draw_interval(axis, place, estimate, COLORS[said])
+    axis.set_xlim(-EDGE, EDGE)
+    axis.set_ylim(len(shown) - 0.5, -0.5)  # the first row on top
+    axis.set_yticks(range(len(shown)), list(shown), size=9)
+    axis.grid(False)
+    for place, (said, color) in enumerate(COLORS.items()):
+        x = (0.1 + 1.5 * place) / pictures.WIDTH
+        figure.text(x, 1 - 0.1 / height, said, va="top", size=10, weight="bold", color=color)
+    below = "arm minus control, in points, with 95 % intervals; grey: 2 points"
+    figure.text(left, 0.1 / height, below, size=10, color=pictures.GREY)
+    pictures.save(figure, file)
+
+
+def draw_interval(axis: Axes, place: int, estimate: study.Estimate, color: str) -> None:
+    """An interval, its mean as a dot, and the mean in numbers. An arrow stands for a mean beyond the edge."""
+    low, mean, high = 100 * estimate.low, 100 * estimate.mean, 100 * estimate.high
+    axis.plot([low, high], [place, place], color=color, linewidth=2)
+    if abs(mean) <= EDGE:
+        axis.plot([mean], [place], marker="o", markersize=5, color=color)
+    else:
+        axis.plot([EDGE if mean > 0 else -EDGE], [place], marker=">" if mean > 0 else "<", color=color, clip_on=False)
+    beside = (1.05, place)
+    axis.annotate(f"{mean:+z.1f}", beside, xycoords=("axes fraction", "data"), va="center", size=9, color=color)
+
+
 def rebuild() -> None:
-    """Write what the committed runs say into the page."""
+    """Write what the committed runs say into the page, and draw its picture."""
     for name, text in page_parts(COMMITTED).items():
         blocks.write(PAGE, name, text)
+    draw(COMMITTED, PICTURE)
 
 
 def check_rows(rows: tuple[str, ...]) -> tuple[str, ...]:

@@ -338,14 +338,14 @@ def test_a_value_forgets_the_more_the_further_the_policy_has_moved():
 
 def test_spo_whitens_the_graded_scores_minus_values():
     module = variants.load("spo")
-    scores = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    values = torch.tensor([0.5, 0.5, 0.9, 0.5])
+    scores = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    values = torch.tensor([0.5, 0.5, 0.9, 0.5], dtype=torch.float64)
     graded = torch.tensor([True, True, True, False])
     found = module.compute_advantages(scores, values, graded)
     differences = [0.5, -0.5, 0.1]
     average = 0.1 / 3
     std = math.sqrt(sum((a - average) ** 2 for a in differences) / 2)
-    assert found.tolist() == pytest.approx([(a - average) / std for a in differences] + [0.0], rel=1e-5)
+    assert found.tolist() == pytest.approx([(a - average) / (std + 1e-8) for a in differences] + [0.0], rel=1e-9)
     assert not module.compute_advantages(torch.full((50,), 0.7), torch.full((50,), 0.5), torch.ones(50).bool()).any()
 
 

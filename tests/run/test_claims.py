@@ -62,8 +62,9 @@ def finished(
     Greedy accuracy is 10 points below the share of right samples, and pass@8 10 points above it. above: what is added.
     """
     for seed, share in sampled.items():
-        steps = range(len(columns["accuracy"]) if columns else 2)
+        steps = range(len(next(iter(columns.values()), [0, 1])))
         names = {"accuracy": "eval/accuracy", "entropy": "train/entropy", "length": "response/length_mean"}
+        names["grad_norm"] = "train/grad_norm"
         rows = [{"step": step} | {names[name]: values[step] for name, values in columns.items()} for step in steps]
         evaluation = {"sampled": share, "greedy": share - 0.1 + above[0], "pass@8": share + 0.1 + above[1]}
         about = {"seed": seed, "evaluation": evaluation}
@@ -97,7 +98,7 @@ def test_the_page_shows_no_number_of_a_row_until_all_its_seeds_have_run(tmp_path
     assert (found["arm"], found["control"], found["difference"]) == ("90.0", "80.0", "10.0")
     on_page = claims.table(tmp_path, ("std",), unfinished=False)
     assert "4 of 5 seeds" in on_page and "90.0" not in on_page and "10.0" not in on_page
-    assert "[std]" not in claims.measures_table(tmp_path) and claims.summary(tmp_path).startswith("0 of 27")
+    assert "[std]" not in claims.measures_table(tmp_path) and "Of 27 rows, 0 have" in claims.summary(tmp_path)
 
 
 def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path):
@@ -107,7 +108,9 @@ def test_the_second_table_has_all_measures_of_a_row_with_all_its_seeds(tmp_path)
     finished(tmp_path, "grpo", shares)
     finished(tmp_path, "random-reward", shares, accuracy=[0.5, 0.1])
     found = claims.measures_table(tmp_path).splitlines()[2:]
-    assert found == ["| [std](#std) | 8.0 | 5.0 | 7.0 |"]
+    assert found == ["| [std](#std) | 8.0 | 5.0 | 7.0 | ?, ? |"]
+    finished(tmp_path, "no-std", shares, grad_norm=[1.5, 0.2, 1.01, 1.0])
+    assert claims.measures_table(tmp_path).endswith("| 50, ? |"), "a norm of 1 isn't clipped"
 
 
 def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
@@ -117,9 +120,9 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     finished(tmp_path, "token-mean", {seed: 0.52 + (seed - 2) / 115 for seed in range(5)})
     finished(tmp_path, "delight-gate", {seed: 0.5 + (seed - 2) / 1000 for seed in range(5)})
     said = claims.summary(tmp_path)
-    assert "3 of 27 rows have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
-    assert "2 of these 3 intervals exclude 0" in said and "1 of these differences remain: [std](#std).\n" in said
-    assert "1 of the 3 rows" in said and said.endswith("fall short of it: [delight](#delight).")
+    assert "Of 27 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
+    assert "2 intervals exclude 0" in said and "1 ([std](#std)) remain" in said
+    assert "3 rows expect" in said and "1 ([delight](#delight)) fall short" in said
 
 
 @pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
@@ -169,7 +172,8 @@ def test_a_row_without_runs_says_so(tmp_path):
 def test_a_gain_is_greedy_accuracy_over_that_of_the_first_row(tmp_path):
     """After training 70 and 80 % are right at temperature 0 (0.8 and 0.9 of the samples). Before, it was 50 %."""
     finished(tmp_path, "random-reward", {0: 0.8, 1: 0.9, 2: 0.8, 3: 0.9, 4: 0.85}, accuracy=[0.5, 0.1])
-    assert line(tmp_path, "random-reward")["difference"].startswith("25.0 [")
+    found = line(tmp_path, "random-reward")
+    assert (found["arm"], found["control"]) == ("75.0", "50.0") and found["difference"].startswith("25.0 [")
 
 
 def test_entropy_is_of_the_second_half_and_length_of_the_last_fifth(tmp_path):
@@ -186,6 +190,47 @@ def test_pass_at_8_has_a_measure_of_its_own(tmp_path):
     finished(tmp_path, "grpo", dict.fromkeys(range(5), 0.4), task="maze")
     found = line(tmp_path, "max-rl")
     assert (found["arm"], found["control"], found["difference"]) == ("70.0", "50.0", "20.0")
+
+
+def test_entropies_are_those_of_the_seeds_that_differ_most(tmp_path):
+    """In step 15 the entropy is the seed's number over 10. From step 21 on it is half of that. Step 20 isn't counted."""
+    for seed in range(3):
+        entropy = [9.0] * 15 + [seed / 10] + [9.0] * 5 + [seed / 20] * 20
+        finished(tmp_path, "grpo", {seed: 0.5}, task="sums", accuracy=[0.1] * 41, entropy=entropy)
+    assert claims.entropy_table(tmp_path).splitlines()[2:] == ["| `grpo.py` | 0.00 to 0.20 | 0.00 to 0.10 |"]
+
+
+@pytest.mark.parametrize(
+    "source, link",
+    [
+        ("TPO, 2604.06159, 3.6", "[TPO](https://arxiv.org/abs/2604.06159), 3.6"),
+        ("A blog, https://a.b/c/, its end", "[A blog](https://a.b/c/), its end"),
+        ("ours", "ours"),
+    ],
+)
+def test_a_source_is_a_link(source, link):
+    assert claims.linked(source) == link
+
+
+def test_the_picture_has_a_line_for_each_row_in_points_with_all_its_seeds(monkeypatch, tmp_path):
+    """`length` is in tokens. A mean of 59 points is beyond the edge, and an arrow there."""
+    drawn = []
+    monkeypatch.setattr(claims.pictures, "save", lambda figure, file: drawn.append(figure))
+    for seed in range(5):
+        finished(tmp_path, "grpo", {seed: 0.2}, length=[1.0, 2.0])
+        finished(tmp_path, "no-std", {seed: 0.79 + seed / 1000}, length=[1.0, 2.0])
+        finished(tmp_path, "dr_grpo", {seed: 0.2}, length=[1.0, 2.0 + seed])
+        finished(tmp_path, "delight-gate", {seed: 0.1 + seed / 1000})
+    finished(tmp_path, "token-mean", {0: 0.5})
+    claims.draw(tmp_path, tmp_path / "picture.svg")
+    (axis,) = drawn[0].axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["std", "delight"]
+    _, std, arrow, delight, dot = axis.lines  # the first is at 0
+    assert std.get_color() == claims.COLORS["confirmed"] and delight.get_color() == claims.COLORS["refuted here"]
+    assert arrow.get_marker() == ">" and list(arrow.get_xdata()) == [claims.EDGE]
+    assert list(dot.get_xdata()) == pytest.approx([-9.8]) and list(dot.get_ydata()) == [1]
+    assert list(delight.get_xdata()) == pytest.approx([-9.8 - 0.196, -9.8 + 0.196], abs=1e-3)
+    assert [text.get_text() for text in axis.texts] == ["+59.2", "-9.8"]
 
 
 def test_each_run_is_made_once_and_a_seed_of_all_comes_before_the_next():
@@ -530,7 +575,7 @@ def test_an_arm_differs_from_its_control_in_one_thing():
 
 
 def test_every_claim_has_a_section_on_the_page():
-    titles = re.findall(r"^## (.+)$", claims.PAGE.read_text(), re.MULTILINE)
+    titles = re.findall(r"^### (.+)$", claims.PAGE.read_text(), re.MULTILINE)
     assert titles == list(claims.CLAIMS)
 
 
@@ -538,21 +583,20 @@ def without_seed_0(name: str) -> str:
     """Difference and interval of a row, by the claim's own measure."""
     measure = claims.MEASURES[claims.CLAIMS[name].measure]
     arm, control = claims.compared(claims.COMMITTED, claims.CLAIMS[name], measure)
-    return measure.text(claims.difference(claims.CLAIMS[name], {seed: arm[seed] for seed in arm if seed}, control))
+    return measure.text(study.paired({seed: arm[seed] for seed in arm if seed}, control))
 
 
 def test_a_section_quotes_the_intervals_of_its_own_row():
     """A run that is repeated changes the tables, and would leave the text as it was."""
     tables = "\n".join(claims.page_parts(claims.COMMITTED).values()).splitlines()
     quoted = []
-    for section in re.split(r"^## ", claims.PAGE.read_text(), flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^### ", claims.PAGE.read_text(), flags=re.MULTILINE)[1:]:
         name, _, text = section.partition("\n")
         text = " ".join(text.split())
         known = [line for line in tables if line.startswith(f"| [{name}]")]
         known += [without_seed_0(name)] if re.search("ithout (it|seed 0)", text) else []
         known += ["[-27.9, -3.0]"] if name == "random-reward" else []  # of runs that were replaced
         found = re.findall(r"\[-?\d+\.\d+, -?\d+\.\d+\]", text)
-        found += [f"[{a}, {b}]" for a, b in re.findall(r"interval(?: goes)? from (-?\d+\.\d+) to (-?\d+\.\d+)", text)]
         strange = [interval for interval in found if not any(interval in each for each in known)]
         assert not strange, f"{name}: {strange}"
         quoted += found
@@ -567,7 +611,7 @@ def test_the_pages_count_the_verdicts_of_the_table():
         words[verdicts.count(kind)] for kind in ("confirmed", "refuted here", "unresolved")
     )
     says = f"{confirmed} are confirmed, {refuted} refuted on these tasks, and {unresolved} unresolved"
-    assert f"Of {len(verdicts)} claims, {says}" in (ROOT / "docs/evidence.md").read_text()
+    assert f"Of {len(verdicts)} rows, {says}" in (ROOT / "docs/evidence.md").read_text()
 
 
 def test_the_committed_tables_are_what_the_runs_give():
@@ -575,8 +619,13 @@ def test_the_committed_tables_are_what_the_runs_give():
         assert claims.blocks.read(claims.PAGE, name) == text, name
 
 
+def test_the_committed_picture_is_what_the_runs_give(tmp_path):
+    claims.draw(claims.COMMITTED, tmp_path / "intervals.svg")
+    assert (tmp_path / "intervals.svg").read_text() == claims.PICTURE.read_text()
+
+
 def test_the_pages_table_of_tasks_has_their_flags():
-    """| `arithmetic` | model | start | steps | prompts x responses | updates per step | learning rate | seeds |"""
+    """| task | problem | model | start | steps | prompts x responses | updates per step | learning rate | seeds |"""
 
     def flag(words: list[str], name: str) -> str:
         return words[words.index(f"--{name}") + 1] if f"--{name}" in words else "1"
