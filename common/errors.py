@@ -6,6 +6,7 @@ torch is imported inside the functions that need it: worker processes of rewards
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
@@ -88,22 +89,25 @@ class RunFailed(OneLine, RuntimeError):
     """Training cannot go on. Raised on all ranks together."""
 
 
-def refuse_all(errors: list[str], code: str = "bad-input") -> None:
+def refuse_all(errors: list[tuple[str, str]], code: str = "bad-input") -> None:
     """Raise one BadInput that quotes the first five errors and counts the rest. Without errors nothing happens.
 
-    errors: each is "PLACE: what is wrong". Those that say the same are one line with several places.
+    errors: (place, what is wrong). Those that say the same are one line with several places. The place "" isn't named.
     """
     places: dict[str, list[str]] = {}  # what is wrong -> where
-    for error in errors:
-        place, _, wrong = error.partition(": ")
+    for place, wrong in errors:
         places.setdefault(wrong, []).append(place)
     lines = []
-    for wrong, where in places.items():
-        others = f" and {len(where) - 3} more" if len(where) > 3 else ""
-        lines.append(f"{', '.join(where[:3])}{others}: {wrong}")
+    for wrong, where in itertools.islice(places.items(), 5):
+        named = list(dict.fromkeys(filter(None, where)))
+        others = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        lines.append(f"{', '.join(named[:3])}{others}: {wrong}" if named else wrong)
+    if len(places) > 5:
+        left = sum(map(len, itertools.islice(places.values(), 5, None)))
+        kinds = len(places) - 5
+        lines.append(f"... and {left} more" + (f", which say {kinds} other things" if kinds < left else ""))
     if lines:
-        more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
-        raise BadInput("\n".join(lines[:5] + more), code=code)
+        raise BadInput("\n".join(lines), code=code)
 
 
 def raise_together(error: OneLine | None, group=None) -> None:

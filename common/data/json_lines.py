@@ -37,7 +37,7 @@ def read(
 
     hint: text that follows the message about a line that is not JSON. torn: ignore a last line without an end, which
     a crash has cut off. names: the values to keep, None keeps all; only one line at a time is in memory whole. Raises
-    BadInput, which names the first five bad lines.
+    BadInput, which quotes the first five errors.
     """
     if not path.is_file():
         raise BadInput(f"{path}: file not found")
@@ -51,10 +51,10 @@ def read(
             try:
                 row = parse_text(line.removesuffix(b"\n"))
             except ValueError as error:
-                errors.append(f"{path}:{number}: {error}{hint}")
+                errors.append((f"{path}:{number}", f"{error}{hint}"))
                 continue
             if not isinstance(row, dict):
-                errors.append(f"{path}:{number}: expected an object, got {type(row).__name__}")
+                errors.append((f"{path}:{number}", f"expected an object, got {type(row).__name__}"))
             elif names is not None:
                 row = {name: row[name] for name in names if name in row}
             rows.append((number, row))

@@ -31,9 +31,17 @@ def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
             # An error with another code concerns more than this row, such as a chat template.
             if error.code != "bad-input":
                 raise
-            errors.append(str(error))
+            errors.append(divided(where, str(error)))
     refuse_all(errors)
     return made
+
+
+def divided(where: str, error: str) -> tuple[str, str]:
+    """(place, what is wrong) of an error about the row at `where`. It may name a place in the row, or the row not."""
+    if not error.startswith(where):
+        return "", error
+    within, _, wrong = error.removeprefix(where).partition(": ")
+    return (where + within, wrong) if wrong else ("", error)
 
 
 def numbered(prefix: str, values: Iterable, start: int = 1) -> list[Row]:

@@ -84,7 +84,7 @@ def read(model_class: type, model_path: str, where: str, *, value_head: bool = F
     for tied, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if tied not in model.all_tied_weights_keys:
             wrong.append(not_tied(tied, source))
-    refuse_all([f"{where}: {text}" for text in wrong])
+    refuse_all([(where, text) for text in wrong])
     return model
 
 
@@ -106,7 +106,7 @@ def check_headers(folder: str, tied: dict[str, str], where: str) -> None:
     for name, source in tied.items():
         if name in files and source in files and not equal(files, name, source):
             wrong.append(not_tied(name, source))
-    refuse_all([f"{where}: {text}" for text in sorted(wrong)])
+    refuse_all([(where, text) for text in sorted(wrong)])
 
 
 def not_tied(name: str, source: str) -> str:

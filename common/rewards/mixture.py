@@ -163,11 +163,11 @@ class Rewards:
         for name in self.rewards:
             if name in COMPARING_REWARDS:
                 cure = f"which --reward {name} compares with; --columns answer=COLUMN if another column holds it"
-                refuse_all([f"{p.id}: {no_answer(p)}, {cure}" for p in prompts if p.answer is None])
+                refuse_all([(p.id, f"{no_answer(p)}, {cure}") for p in prompts if p.answer is None])
         for reward in self.rewards.values():
             # Some rewards need more of a row than its answer.
             if hasattr(reward, "fault_of"):
-                refuse_all([f"{p.id}: {fault}" for p in prompts if (fault := reward.fault_of(p))])
+                refuse_all([(p.id, fault) for p in prompts if (fault := reward.fault_of(p))])
         answers = {prompt.answer for prompt in prompts}  # many prompts have the same one
         for name in self.rewards:
             if name in NUMERIC_REWARDS:
@@ -187,7 +187,7 @@ class Rewards:
             else:
                 continue
             # All at once, and the number of them, because one cure often helps all.
-            refuse_all([f'{p.id}: gold answer "{p.answer[:60]}" {fault}' for p in prompts if p.answer in unreadable])
+            refuse_all([(p.id, f'gold answer "{p.answer[:60]}" {fault}') for p in prompts if p.answer in unreadable])
 
     def begin_early(self, prompts: list, tokenizer, step: int = 0, seed: int = 0) -> EarlyGrading:
         """Pass it to engine.generate(done=...) and its reply to reply=..., then to score(early=...)."""

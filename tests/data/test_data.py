@@ -10,8 +10,9 @@ from transformers import Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 from common.data import arithmetic, demonstrations, pairs, templates
 from common.data.prompts import INSTRUCTIONS, Prompt, PromptLoader, Source, TrainSource, load_eval, parse, turns
 from common.data.prompts import load as load_prompts
+from common.data.rows import collect
 from common.data.tokenizer import has_safetensors, load_tokenizer
-from common.errors import BadInput
+from common.errors import BadInput, refuse_all
 from common.preflight import checks
 
 TOKENIZER = arithmetic.tokenizer()
@@ -138,6 +139,34 @@ def test_one_bos_whoever_writes_it():
     text = templates.render("here", "1+1", tokenizer)
     ids = templates.tokenize("here", text, tokenizer)
     assert text == "<bos>1+1=" and ids.count(0) == 1 and ids[0] == 0
+
+
+def test_rows_that_are_refused_alike_are_one_line_and_all_are_counted():
+    """Errors name their row, a place in it, or no row at all."""
+
+    def make(where: str, number: int) -> None:
+        kinds = {
+            0: f"{where}: no answer",
+            1: f"{where}, message 2: no text",
+            2: "--model m: has no chat template",
+            3: "it went wrong",
+        }
+        raise BadInput(kinds.get(number, f"{where}: number {number}"))
+
+    rows = [(f"d:{i}", i % 4 if i < 16 else i // 4) for i in range(60)]
+    with pytest.raises(BadInput) as refused:
+        collect(rows, make)
+    assert str(refused.value).splitlines() == [
+        "d:0, d:4, d:8 and 1 more: no answer",
+        "d:1, message 2, d:5, message 2, d:9, message 2 and 1 more: no text",
+        "--model m: has no chat template",
+        "it went wrong",
+        "d:16, d:17, d:18 and 1 more: number 4",
+        "... and 40 more, which say 10 other things",
+    ]
+    with pytest.raises(BadInput, match="\\.\\.\\. and 2 more$"):
+        refuse_all([(f"d:{i}", f"wrong {i}") for i in range(7)])
+    refuse_all([])
 
 
 def test_two_bos_are_refused(rows):
