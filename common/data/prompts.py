@@ -70,6 +70,11 @@ class Prompt:
     messages: list[dict] = field(default_factory=list)  # what the chat template was given
     tools: list[dict] | None = None  # schemas that it has written before them
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """It tells prompts apart. Two data sets may have the same id, if one file is read with two SPECs."""
+        return self.dataset, self.id
+
 
 def load(
     dataset: tuple[str, ...] | str,
@@ -167,9 +172,14 @@ def load_one(
         tools = tools_of(where, source.tools, found.tools)
         text = templates.render(where, question, tokenizer, tools, images, continues=continues)
         messages = templates.as_messages(question)
-        quoted = spelled.found(where, messages)
+        said = [message["content"] for message in messages]
+        if images:
+            said = [images.without_marks(content) for content in said]
+        quoted = spelled.found(where, said)
         if quoted and images and images.files:  # the processor encodes the prompt again, and knows no quoted tokens
-            raise BadInput(f"{where}: --control-tokens text: it spells {spelled.example}, and has images")
+            token = spelled.first_in(quoted[0])
+            cure = "reword it, or use --control-tokens keep"
+            raise BadInput(f"{where}: --control-tokens text: it spells {token}, and has images; {cure}")
         ids = templates.tokenize(where, text, tokenizer, quoted)
         if images:
             ids = images.expand(text, ids)
@@ -248,19 +258,22 @@ class SpelledTokens:
         self.pattern = control_token_pattern(tokenizer) if tokenizer.chat_template else None
         self.treatment = treatment
         self.rows: list[str] = []  # their places
-        self.example = ""  # the first control token
+        self.example = ""  # the first control token of the first of them
 
-    def found(self, where: str, messages: list[dict]) -> list[str]:
-        """The contents that are to be encoded as text."""
+    def found(self, where: str, contents: list[str]) -> list[str]:
+        """Those of a row's messages that are to be encoded as text."""
         if self.pattern is None:
             return []
-        contents = [message["content"] for message in messages]
         with_tokens = [content for content in contents if self.pattern.search(content)]
         if not with_tokens:
             return []
         self.rows.append(where)
-        self.example = self.example or self.pattern.search(with_tokens[0])[0]
+        self.example = self.example or self.first_in(with_tokens[0])
         return with_tokens if self.treatment == "text" else []
+
+    def first_in(self, content: str) -> str:
+        """The first control token that is spelled in one of found()."""
+        return self.pattern.search(content)[0]
 
     def warn(self, spec: str, count: int) -> None:
         if self.rows and self.treatment != "text":

@@ -82,7 +82,7 @@ class Hinter:
         messages[last] = {**messages[last], "content": said}
         continues = messages[-1]["role"] == "assistant"
         text = templates.chat_text(messages, self.tokenizer, prompt.tools, continues=continues)
-        quoted = self.spelled.found(prompt.id, messages)
+        quoted = self.spelled.found(prompt.id, [message["content"] for message in messages])
         return templates.tokenize(prompt.id, text, self.tokenizer, quoted)
 
     def batch(self, batch: Batch, hints: Sequence[str | None], tracker: Tracker) -> tuple[Batch, torch.Tensor]:

@@ -100,8 +100,21 @@ def test_control_tokens_that_a_text_spells_are_text_for_a_model_that_sees(llava,
         (prompt,) = load((write(tmp_path, said),), source, "train", tokenizer, 400)
         counts.append(prompt.ids.count(tokenizer.convert_tokens_to_ids(end)))
     assert counts[0] == counts[1] + 1
-    with pytest.raises(BadInput, match="rows.jsonl:1: --control-tokens text: it spells .*, and has images"):
-        load((write(tmp_path, said | ROW | {"prompt": f"<image> say {end}"}),), source, "train", tokenizer, 400)
+    other = tokenizer.pad_token  # the first row spells this one, and has no image
+    rows = {"prompt": f"say {other}"}, ROW | {"prompt": f"<image> say {end}"}
+    assert other not in (None, end)
+    with pytest.raises(BadInput, match=f"rows.jsonl:2: --control-tokens text: it spells {re.escape(end)}, and has im"):
+        load((write(tmp_path, *rows),), source, "train", tokenizer, 400)
+
+
+@pytest.mark.parametrize("control_tokens", ["keep", "text"])
+@pytest.mark.parametrize("family", ["llava", "smolvlm"])
+def test_the_mark_of_an_image_is_no_control_token_that_a_text_spells(family, control_tokens, llava, tmp_path, capsys):
+    """Both tokenizers have a control token <image>."""
+    tokenizer = load_tokenizer(llava if family == "llava" else str(ROOT / "baselines/images-start"))[0]
+    assert "<image>" in tokenizer.get_added_vocab()
+    (prompt,) = load((write(tmp_path, ROW),), TrainSource(control_tokens=control_tokens), "train", tokenizer, 400)
+    assert len(prompt.ids.images) == 1 and "control-tokens" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("template", [SMOLVLM, LLAVA])
