@@ -243,14 +243,10 @@ def save(file: str, own_rows: list[dict[str, str]], world: placement.World) -> i
     return len(lines)
 
 
-def key(prompt: Prompt) -> Key:
-    return prompt.dataset, prompt.id
-
-
 def gather(graded: evaluation.GradedPrompts, world: placement.World) -> dict[Key, evaluation.Graded]:
-    """key() of a prompt -> its graded responses, of all ranks. Collective: every rank calls it."""
+    """Key of a prompt -> its graded responses, of all ranks. Collective: every rank calls it."""
     everyone: list = [None] * world.size
-    dist.all_gather_object(everyone, [(key(prompt), responses) for prompt, responses in graded])
+    dist.all_gather_object(everyone, [(prompt.key, responses) for prompt, responses in graded])
     return {name: responses for rank in everyone for name, responses in rank}
 
 
@@ -263,10 +259,10 @@ def values_of(exam: Exam, by_how: dict[str, dict[Key, evaluation.Graded]]) -> re
     """The value of each problem. None stands for a prompt whose responses could not be graded."""
     problems = results.Problems(id=[prompt.id for prompt in exam.prompts], greedy=[], right=[])
     for prompt in exam.prompts:
-        responses = by_how["greedy"].get(key(prompt))
+        responses = by_how["greedy"].get(prompt.key)
         problems.greedy.append(None if responses is None else responses[0].acc)
         if exam.n:
-            responses = by_how["sampled"].get(key(prompt))
+            responses = by_how["sampled"].get(prompt.key)
             problems.right.append(None if responses is None else count_right(responses))
     return problems
 

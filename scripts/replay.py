@@ -171,14 +171,16 @@ class ReplayLoader(data.PromptLoader):
 
     def __init__(self, rows: list[dict], prompts: list[data.Prompt], *arguments):
         super().__init__(prompts, *arguments)
-        by_id = {prompt.id: prompt for prompt in prompts}
+        by_id: dict[str, list[data.Prompt]] = {}  # rows of two data sets may have one id
+        for prompt in prompts:
+            by_id.setdefault(prompt.id, []).append(prompt)
         self.waiting = []
         for _, group in itertools.groupby(rows, lambda row: row["index"]):
             row = next(group)
-            prompt = by_id.get(row["id"])
-            if prompt is None or prompt.ids != row["prompt_ids"]:
+            same = [prompt for prompt in by_id.get(row["id"], []) if prompt.ids == row["prompt_ids"]]
+            if not same:
                 raise errors.BadInput(f"{row['id']}: the data set or the tokenizer is not the one of the run")
-            self.waiting.append(prompt)
+            self.waiting.append(same[0])
 
     def take(self, count: int) -> list[data.Prompt]:
         prompts = self.waiting[:count]

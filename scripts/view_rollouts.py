@@ -90,15 +90,16 @@ def tint(number: float, scale: float, color: str) -> tuple[int, int, int] | None
 
 def headline(row: dict) -> str:
     """The figures of a response in one line."""
-    own = row.get("sampled") or [1] * len(row["response_ids"])
-    gap, versions = traces.own(row, numbers(row, "mismatch") or []), traces.own(row, row["weight_versions"])
+    sampled = traces.sampled(row, len(row["response_ids"]))
+    gap = traces.of_policy(row, numbers(row, "mismatch") or [])
+    versions = traces.of_policy(row, row["weight_versions"])
     given = traces.advantage(row)
     shown = {
         "score": "left the step, not graded" if traces.score(row) is None else f"{row['score']:g}",
         "right": {None: "?", 0: "no", 1: "yes"}.get(row["acc"], row["acc"]),
         "advantage": "none" if given is None else f"{given:+.3g}",
-        "tokens": f"{sum(own)} ({row['finish_reason']})",
-        **({"turns": sum(now > before for before, now in zip([0, *own], own))} if "sampled" in row else {}),
+        "tokens": f"{sum(sampled)} ({row['finish_reason']})",
+        **({"turns": sum(now > before for before, now in zip([0, *sampled], sampled))} if "sampled" in row else {}),
         "gap": f"{mean(gap):.1e}" if gap else "not trained on",
         "found": "nothing" if row["extracted"] is None else str(row["extracted"])[:200],
         "reference": "none" if row["answer"] is None else row["answer"][:200],
@@ -121,7 +122,7 @@ def choose(rows: list[dict], args: Args) -> list[dict]:
         "prompt": lambda row: row["index"],
         "score": lambda row: -math.inf if traces.score(row) is None else row["score"],
         "length": lambda row: -len(row["response_ids"]),
-        "mismatch": lambda row: -mean(traces.own(row, numbers(row, "mismatch") or [])),
+        "mismatch": lambda row: -mean(traces.of_policy(row, numbers(row, "mismatch") or [])),
     }
     return sorted(rows, key=keys[args.sort])[: args.limit or None]
 
@@ -141,9 +142,10 @@ def tokens(row: dict, tokenizer, scale: float, color: str) -> list[tuple[str, tu
     if tokenizer is None:
         return [(row["response"].translate(VISIBLE), None, "")]
     given = numbers(row, color)
-    own, out = row.get("sampled") or [1] * len(row["response_ids"]), []
+    sampled = traces.sampled(row, len(row["response_ids"]))
+    out = []
     for t, text in enumerate(pieces(row["response_ids"], tokenizer)):
-        if not own[t]:
+        if not sampled[t]:
             out.append((text.translate(VISIBLE), GREY, f"token {row['response_ids'][t]}, from the environment"))
             continue
         said = f"token {row['response_ids'][t]}, engine {row['rollout_logprobs'][t]:.4f}"

@@ -106,12 +106,12 @@ class Evaluator:
 def outcomes_of(prompts: list[Prompt], graded: GradedPrompts) -> list[outcomes.Outcome]:
     """The outcome of each graded prompt, whose first response counts. prompts: those of all ranks."""
     # The prompts that could not be graded are missing, so a place in `graded` is not the place of a prompt.
-    places = {(prompt.dataset, prompt.id): place for place, prompt in enumerate(prompts)}
+    places = {prompt.key: place for place, prompt in enumerate(prompts)}
     found = []
     for prompt, (response, *_) in graded:
         found.append(
             outcomes.Outcome(
-                index=places[prompt.dataset, prompt.id],
+                index=places[prompt.key],
                 id=prompt.id,
                 dataset=prompt.dataset,
                 prompt=prompt.text,

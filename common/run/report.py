@@ -63,7 +63,9 @@ def write(run_dir: Path) -> Path:
         evaluated = {}
         unreadable.append(str(error))
     try:
-        rollouts = traces.read(traces.find(run_dir), SHOWN_VALUES) if traces.saved(run_dir) else []
+        rollouts = []
+        if traces.saved(run_dir):
+            rollouts = traces.read(traces.find(run_dir), SHOWN_VALUES, optional=("sampled",))
         shown = responses(rollouts)
     except BadInput as error:
         shown = ""

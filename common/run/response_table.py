@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,16 +66,13 @@ def read(path: Path, step: int, responses: int, characters: int) -> Table:
 
 def cells(row: dict) -> dict[str, Cell]:
     """The cells of a row of rollouts/ by their columns. Texts have their full length."""
-    advantage = row["advantage"]
-    if isinstance(advantage, list):  # one for each token
-        advantage = statistics.fmean(advantage) if advantage else None
     shown = {
         "prompt": text(row["prompt"]),
         "response": text(row["response"]),
         "extracted": text(row["extracted"]),
         "reference": text(row["answer"]),
         "score": number(traces.score(row)),
-        "advantage": number(advantage),
+        "advantage": number(traces.advantage(row)),
         "finish_reason": row["finish_reason"],
         # The oldest weights: the engine may get new ones while it samples a response.
         "weight_version": min(row["weight_versions"], default=None),

@@ -168,12 +168,15 @@ def find(run_dir: Path, step: int = 0) -> Path:
     return files[step or max(files)]
 
 
-def read(path: Path, names: Collection[str] = ()) -> list[dict]:
-    """The rows of a file that write() wrote. names: the values to keep; () keeps all. Raises BadInput.
+def read(path: Path, names: Collection[str] = (), optional: Collection[str] = ()) -> list[dict]:
+    """The rows of a file that write() wrote. Raises BadInput, also if one of `names` is missing.
 
-    A step of long responses has gigabytes, and as Python objects the values of its tokens take four times as much.
+    names: the values to keep; () keeps all. A step of long responses has gigabytes, and as Python objects the values of
+    its tokens take four times as much. optional: more to keep, where there are any: only episodes have "sampled".
     """
-    rows = json_lines.read(path, hint="; runs write it whole, so it was changed or cut", names=names or None)
+    rows = json_lines.read(
+        path, hint="; runs write it whole, so it was changed or cut", names=[*names, *optional] or None
+    )
     if not rows:
         raise BadInput(f"{path}: holds no responses")
     for number, row in rows:
@@ -190,17 +193,22 @@ def score(row: dict) -> float | None:
     return None if "ungraded" in info(row) else row["score"]
 
 
-def own(row: dict, values: list) -> list:
-    """The values of the tokens that the policy sampled. An episode also has the tokens of its environment."""
-    return list(compress(values, row.get("sampled") or [1] * len(values)))
+def sampled(row: dict, length: int) -> list[int]:
+    """1 for each token of the policy, 0 for each of an environment. length: tokens of the response."""
+    return row.get("sampled") or [1] * length
+
+
+def of_policy(row: dict, values: list) -> list:
+    """The values of the tokens that the policy sampled, of values of all tokens of the response."""
+    return list(compress(values, sampled(row, len(values))))
 
 
 def advantage(row: dict) -> float | None:
-    """The advantage of a row, or the mean of those of its tokens. None: it has none."""
+    """The advantage of a row, or the mean of those of the policy's tokens. None: it has none."""
     given = row["advantage"]
     if isinstance(given, list):
-        given = own(row, given)
-        return sum(given) / max(1, len(given))
+        given = of_policy(row, given)
+        return sum(given) / len(given) if given else None
     return given
 
 

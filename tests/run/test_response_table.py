@@ -59,6 +59,7 @@ def test_a_row_by_hand(tmp_path):
 
 CELLS = [  # keys of a row in rollouts/, cells of its row in the table
     ({"advantage": [1.0, 2.0, 6.0]}, {"advantage": 3.0}),
+    ({"advantage": [1.0, 2.0, 0.0], "sampled": [1, 1, 0]}, {"advantage": 1.5}),  # the environment has no advantage
     ({"advantage": [], "weight_versions": []}, {"advantage": None, "weight_version": None}),
     ({"advantage": None, "score": None}, {"advantage": None, "score": None}),
     ({"score": 0.0, "info": {"ungraded": "the judge is down"}}, {"score": None}),

@@ -183,7 +183,27 @@ def test_means_of_an_episode_leave_out_what_the_environment_said(run):
     episode["old_logprobs"], plain["old_logprobs"] = [-1.3, -1.3, 0.0, 0.0], [-1.2] * 4
     assert view.choose([plain, episode], view.Args(run, sort="mismatch")) == [episode, plain]
     episode["advantage"] = [0.5, 0.5, 0.0, 0.0]
-    assert "advantage +0.50" in report.response_line(episode) and "advantage +0.5 " in view.headline(episode)
+    assert "advantage +0.5 " in view.headline(episode)
+
+
+def test_the_report_has_the_advantage_of_the_policys_tokens(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    path = traces.find(tmp_path / "run")
+    row, *_ = traces.read(path)
+    row |= {"advantage": [0.5, 0.5, 0.0, 0.0], "sampled": [1, 1, 0, 0]}
+    path.write_text(json.dumps(row) + "\n")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 7}\n')
+    assert "advantage +0.50" in report.write(tmp_path / "run").read_text()
+
+
+def test_a_replayed_prompt_is_found_by_its_tokens_if_two_data_sets_have_its_id():
+    """One file that is read with two instructions, as in --dataset gsm8k:data data/train.jsonl."""
+    row = {"index": 0, "id": "data/train.jsonl:1", "prompt_ids": [5, 6]}
+    prompts = [Prompt(row["id"], "", ids, None, dataset=name) for name, ids in (("a", [5, 6]), ("b", [5, 7]))]
+    for order in (prompts, prompts[::-1]):
+        assert replay.ReplayLoader([row], order, 0).take(1) == [prompts[0]]
+    with pytest.raises(errors.BadInput, match="the data set or the tokenizer is not the one of the run"):
+        replay.ReplayLoader([row], prompts[1:], 0)
 
 
 def test_the_terminal_gets_no_control_characters_of_a_response(run, capsys):
