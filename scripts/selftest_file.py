@@ -18,7 +18,8 @@ For this, run() replaces a few functions of common/ while main() runs:
     batching.fill_bins       decides which rows share a micro-batch, see Trial.fill_bins
     job.Run                  ends after the first updates, and writes nothing, see TrialRun
     Rewards.score            gives half of the responses a score of 1, so that gradients don't vanish
-    model.response_logprobs, response_values and whole_rollout    in the masked run, see other_where_masked
+    model.response_logprobs, response_values, whole_rollout and distillation.divergences    in the masked run, see
+                             other_where_masked
 
 A hook of torch keeps the gradients of each optimizer step.
 
@@ -39,6 +40,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -55,7 +57,7 @@ from common.rewards import mixture as reward_mixture
 from common.rewards.grading import Result
 from common.rollout.rollout import Rollout
 from common.run import job
-from common.trainer import batching, model
+from common.trainer import batching, distillation, model
 
 BOUND = 1e-4  # largest relative difference of two gradients in float32
 # Sizes of the cut run's micro-batches, repeated. They differ, because a mean of equal micro-batches would be right.
@@ -67,17 +69,21 @@ Gradients = list[torch.Tensor]  # this rank's shards of a model's gradients in o
 
 
 class Trial:
-    """One of the three runs of a file: the batches it trained on, and the gradients of its optimizer steps."""
+    """One of the three runs of a file: the batches it trained on, and the gradients of its optimizer steps.
 
-    def __init__(self, plain: "Trial | None" = None, *, cut: bool = False, masked: bool = False):
-        """plain: the run that this one repeats, on the same batches. cut, masked: what it does otherwise."""
+    plain: rows as they are, each mini-batch in one micro-batch. cut: in several. masked: with other numbers where
+    response_mask is False.
+    """
+
+    def __init__(self, kind: Literal["plain", "cut", "masked"], plain: "Trial | None" = None):
+        """plain: the run that this one repeats, on the same batches."""
+        self.kind = kind
         self.plain = plain
-        self.cut = cut
-        self.masked = masked
         self.trained: dict = {}  # name -> (model, optimizer), as in job.start()
         self.batches: list[Rollout] = []  # of each step
         self.gradients: dict[str, list[Gradients]] = {}  # name of the model -> gradients of its optimizer steps
         self.micro_batches = 0  # the largest number of micro-batches that rows were cut into
+        self.masked_models: set[int] = set()  # ids of the models whose numbers with a gradient were other ones
 
     def fill_bins(
         self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int
@@ -85,7 +91,7 @@ class Trial:
         """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the cut run, a few."""
         left = rows.view(-1, unit_size).tolist()
         sizes = itertools.repeat(len(left))
-        if self.cut:
+        if self.kind == "cut":
             sizes = itertools.cycle(ROWS_IN_MICRO_BATCHES)
         bins = []
         while left:
@@ -97,9 +103,11 @@ class Trial:
 
     def how(self) -> str:
         """What this run does otherwise than the plain one."""
-        if self.cut:
+        if self.kind == "masked":
+            return "with other numbers where response_mask is False"
+        if self.micro_batches:
             return f"in {self.micro_batches} micro-batches instead of one"
-        return "with other numbers where response_mask is False"
+        return "before it cut any rows"
 
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer, *hook_arguments) -> None:
@@ -123,7 +131,7 @@ class Trial:
     def batch_of(self, step: int, sampler) -> Rollout:
         """The batch of a step of the plain run, in place of the file's own sample()."""
         batch = copy.deepcopy(self.plain.batches[step - 1])  # the file may change its batch
-        if self.masked:
+        if self.kind == "masked":
             batch.rollout_logprobs = other_if_masked(batch.rollout_logprobs, batch.response_mask)
         return batch
 
@@ -182,8 +190,8 @@ def vary_masks(batch: Rollout) -> None:
     """Mask all but the first 1 + i mod length tokens of row i, and its second token if three are left.
 
     Sampled lengths may all be equal. A loss that divides by a wrong length would then be right. The hole is where an
-    environment's text would be. Every fifth row is marked as cut off: a few prompts may have no such response, for a
-    file that leaves those out.
+    environment's text would be. Every fifth row is marked as cut off. So a file that leaves such rows out meets some,
+    also if none of these few prompts has one.
     """
     columns = torch.arange(batch.response_mask.shape[1], device=batch.response_mask.device)  # (T,)
     rows = torch.arange(len(batch), device=columns.device)  # (N,)
@@ -210,10 +218,10 @@ def main(algorithm: ModuleType, args: Flags) -> None:
     began = time.perf_counter()
     machine.check_world(1, sharding=args.compute)
     world = placement.init(args.seed, sharding=args.compute)
-    plain = Trial()
+    plain = Trial("plain")
     run(algorithm, args, plain, world)
     verdicts = {}
-    for kind, trial in {"loss": Trial(plain, cut=True), "mask": Trial(plain, masked=True)}.items():
+    for kind, trial in {"loss": Trial("cut", plain), "mask": Trial("masked", plain)}.items():
         try:
             run(algorithm, args, trial, world)
         except errors.RunFailed as error:
@@ -259,7 +267,7 @@ def run(algorithm: ModuleType, args: Flags, trial: Trial, world: World) -> None:
         mock.patch.object(batching, "fill_bins", trial.fill_bins),
         mock.patch.object(job, "Run", partial(TrialRun, trial)),
         mock.patch.object(reward_mixture.Rewards, "score", score),
-        other_where_masked() if trial.masked else nullcontext(),
+        other_where_masked(trial.masked_models) if trial.kind == "masked" else nullcontext(),
     ):
         try:
             algorithm.main(small(args, folder, world.size))
@@ -273,18 +281,31 @@ def other_if_masked(values: torch.Tensor, response_mask: torch.Tensor) -> torch.
 
 
 @contextmanager
-def other_where_masked() -> Iterator[None]:
-    """Inside it, log-probs, entropies and values are other ones where response_mask is False."""
+def other_where_masked(models: set[int]) -> Iterator[None]:
+    """Inside it, log-probs, entropies, values and divergences are other ones where response_mask is False.
+
+    models: gets the id of each model whose numbers the file takes with their gradients.
+    """
     logprobs_of, values_of, whole_rollout = model.response_logprobs, model.response_values, model.whole_rollout
+    divergences_of = distillation.divergences
+
+    def other(of: torch.nn.Module, values: torch.Tensor, micro: batching.MicroBatch) -> torch.Tensor:
+        if values.requires_grad:
+            models.add(id(of))
+        return other_if_masked(values, micro.response_mask)
 
     def response_logprobs(policy, micro, *arguments, **keywords) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs, entropy = logprobs_of(policy, micro, *arguments, **keywords)
         if entropy is not None:
-            entropy = other_if_masked(entropy, micro.response_mask)
-        return other_if_masked(logprobs, micro.response_mask), entropy
+            entropy = other(policy, entropy, micro)
+        return other(policy, logprobs, micro), entropy
 
     def response_values(critic, micro) -> torch.Tensor:
-        return other_if_masked(values_of(critic, micro), micro.response_mask)
+        return other(critic, values_of(critic, micro), micro)
+
+    def divergences(policy, teacher, micro, *arguments, **keywords) -> tuple[torch.Tensor, torch.Tensor]:
+        kl, entropy = divergences_of(policy, teacher, micro, *arguments, **keywords)
+        return other(policy, kl, micro), other(policy, entropy, micro)
 
     def whole(results, rollout: Rollout, micro_batches) -> torch.Tensor:
         """Those without a gradient, which are 0 where the mask is False."""
@@ -294,6 +315,7 @@ def other_where_masked() -> Iterator[None]:
         mock.patch.object(model, "response_logprobs", response_logprobs),
         mock.patch.object(model, "response_values", response_values),
         mock.patch.object(model, "whole_rollout", whole),
+        mock.patch.object(distillation, "divergences", divergences),
     ):
         yield
 
@@ -337,7 +359,9 @@ def compare(plain: Trial, trial: Trial, name: str, world: World) -> Verdict:
         return Verdict("no update", f"it was not updated in {MOST_STEPS} steps: do all its gradients vanish?")
     if len(one) != len(other):
         measured = f"{len(one)} optimizer steps in the plain run, and {len(other)} {trial.how()}"
-        hint = "does optimizer.step() stand in the loop over micro-batches?" if trial.cut else "what decides on a step?"
+        hint = "does a condition before optimizer.step() read masked tokens?"
+        if trial.kind == "cut":
+            hint = "does optimizer.step() stand in the loop over micro-batches?"
         return Verdict(measured, f"{measured}: {hint}")
     lengths = [squares(gradients, world) ** 0.5 for gradients in one]
     longest = max(lengths)
@@ -354,13 +378,19 @@ def compare(plain: Trial, trial: Trial, name: str, world: World) -> Verdict:
         worst = max(worst, distance / max(length, NEGLIGIBLE * longest))
 
     measured = f"{worst:.1e} (<= {BOUND:g}) {trial.how()}, {len(one)} updates"
-    if trial.cut and trial.micro_batches < 2:
+    if trial.kind == "cut" and trial.micro_batches < 2:
         return Verdict(measured, "its rows were never cut into micro-batches: does the file pack them with batching?")
+    if trial.kind == "masked" and name in trial.trained and id(trial.trained[name][0]) not in trial.masked_models:
+        return Verdict(
+            measured,
+            "its log-probs or values stayed as they were: does the file call model.response_logprobs() or "
+            "model.response_values(), with `model.` in front?",
+        )
     if worst <= BOUND:
         return Verdict(measured)
     percent = f"{100 * worst:.0f}" if worst > 0.1 else f"{100 * worst:.2g}"
     hint = "does a sum over tokens forget the mask?"
-    if trial.cut:
+    if trial.kind == "cut":
         hint = "is something divided by a number of the micro-batch, in place of `denominator`?"
     return Verdict(measured, f"{trial.how()} the gradient differs by {percent} % from that of the plain run: {hint}")
 

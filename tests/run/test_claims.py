@@ -193,7 +193,7 @@ def test_pass_at_8_has_a_measure_of_its_own(tmp_path):
 
 
 def test_entropies_are_those_of_the_seeds_that_differ_most(tmp_path):
-    """In step 15 the entropy is the seed's number over 10. From step 21 on it is half of that. Step 20 isn't counted."""
+    """In step 15 it is the seed's number over 10. From step 21 on it is half of that. Step 20 isn't counted."""
     for seed in range(3):
         entropy = [9.0] * 15 + [seed / 10] + [9.0] * 5 + [seed / 20] * 20
         finished(tmp_path, "grpo", {seed: 0.5}, task="sums", accuracy=[0.1] * 41, entropy=entropy)

@@ -468,6 +468,8 @@ def update_of(name: str) -> str:
     return re.search(r"^ *grad_norm = .*?zero_grad\(\)\n", text, re.DOTALL | re.MULTILINE)[0]
 
 
+NOT_REPLACED = r"mask of policy: its log-probs or values stayed as they were: does the file call model.response_logp"
+
 BUGS = {
     "divided by the rows of the micro-batch": Bug(
         "grpo",
@@ -514,6 +516,24 @@ BUGS = {
         [("((per_token * response_mask).sum(1)", "((-advantages * logprobs).sum(1)")],
         [MASK],
     ),
+    "log-probs that the masked run cannot replace": Bug(
+        "grpo",
+        [
+            ("import torch\n", "import torch\nfrom common.trainer.model import response_logprobs\n"),
+            ("= model.response_logprobs(policy, micro", "= response_logprobs(policy, micro"),
+        ],
+        [NOT_REPLACED],
+    ),
+    "an update that masked tokens decide on": Bug(
+        "grpo",
+        [
+            (
+                "                optimizer.step()\n",
+                "                if not (logprobs > 0.5).any():\n                    optimizer.step()\n",
+            )
+        ],
+        [r"mask of policy: 2 optimizer steps in the plain run, and 0 with .*: does a condition before optimizer.step"],
+    ),
     "advantages through masked tokens": Bug(
         "ppo",
         [("in_response = response_mask[:, t].bool()", "in_response = response_mask[:, t] >= 0")],
@@ -541,8 +561,8 @@ def test_a_loss_that_depends_on_the_micro_batch_or_on_masked_tokens_is_found(hol
 def test_the_other_runs_go_on_with_the_gradients_of_the_first():
     """Otherwise Adam would turn rounding errors of small gradients into steps, and later gradients would differ."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer, first = torch.optim.SGD([weight], lr=1.0), selftest_file.Trial()
-    second = selftest_file.Trial(first, cut=True)
+    optimizer, first = torch.optim.SGD([weight], lr=1.0), selftest_file.Trial("plain")
+    second = selftest_file.Trial("cut", first)
     for trial, gradient in ((first, [1.0, 2.0]), (second, [1.0, 2.1]), (second, [3.0, 4.0])):
         trial.trained, weight.grad = {"policy": (None, optimizer)}, torch.tensor(gradient)
         trial.before_update(optimizer)
@@ -552,8 +572,8 @@ def test_the_other_runs_go_on_with_the_gradients_of_the_first():
 
 def test_what_cannot_be_compared_fails(world):
     def wrong(one: list, several: list, micro_batches: int = 3) -> str:
-        plain = selftest_file.Trial()
-        cut = selftest_file.Trial(plain, cut=True)
+        plain = selftest_file.Trial("plain")
+        cut = selftest_file.Trial("cut", plain)
         plain.gradients["policy"], cut.gradients["policy"], cut.micro_batches = one, several, micro_batches
         return selftest_file.compare(plain, cut, "policy", world).wrong
 
