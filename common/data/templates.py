@@ -383,17 +383,22 @@ def with_quotes(where: str, text: str, tokenizer: PreTrainedTokenizerBase, quote
     Raises BadInput if one is not in it, or if its place can't be told, because the template writes the same: a message
     that says nothing but <|im_end|>.
     """
+
+    def refused(quote: str, why: str) -> BadInput:
+        cure = "remove the row, reword it, or use --control-tokens keep"
+        return BadInput(
+            f"{where}: --control-tokens text: the chat template {why}: {conversations.shown(quote)}; {cure}"
+        )
+
     quoted = [quote.strip() for quote in quoted]
     for quote in quoted:
         if text.count(quote) > sum(other.count(quote) for other in quoted):
-            said = conversations.shown(quote)
-            raise BadInput(f"{where}: --control-tokens text: the chat template itself writes what this says: {said}")
+            raise refused(quote, "itself writes what this says")
     ids = []
     for quote in quoted:
         before, found, text = text.partition(quote)
         if not found:
-            said = conversations.shown(quote)
-            raise BadInput(f"{where}: --control-tokens text: the chat template does not write this as it is: {said}")
+            raise refused(quote, "does not write this as it is")
         ids += tokenizer(before, add_special_tokens=False)["input_ids"]
         ids += tokenizer(quote, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return ids + tokenizer(text, add_special_tokens=False)["input_ids"]
