@@ -7,8 +7,9 @@ ours() and our_variants() map a line of the table to our result. verl_lines() an
 calls it" to theirs; tests/parity.json holds those. Every line must be equal to 1e-6, except those in DIFFERENT.
 
 The peers' packages come from wheels, without their dependencies. The script calls verl's trainer/ppo/core_algos.py, and
-methods of TRL's GRPOTrainer, RLOOTrainer, DPOTrainer and CPOTrainer on a stand-in that hands them the batch. They also
-import packages that are never called here (ray, tensordict ...); stand-ins replace those. Neither peer has PRIME.
+methods of TRL's GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer and CPOTrainer on stand-ins that hand them the batch.
+The packages also import others that are never called here (ray, tensordict ...); stand-ins replace those. Neither peer
+has PRIME.
 """
 
 import ast
@@ -50,6 +51,7 @@ HIGH = 0.28  # the ratio is clipped at 1 + HIGH
 BETA = 0.04  # weight of the KL term
 ENTROPY_COEF = 0.3  # weight of the entropy bonus
 SIMPO_MARGIN = 0.7  # SimPO's gamma
+KTO_WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
 LONGEST = 16  # the length by which Dr. GRPO divides
 Tensors = dict[str, torch.Tensor]
 
@@ -281,7 +283,7 @@ def our_variants() -> Tensors:
         )
 
     ref_sums = (b.ref * b.mask).sum(1).view(-1, 2)
-    ipo, simpo, apo_zero = (variants.load(name) for name in ("ipo", "simpo", "apo-zero"))
+    ipo, simpo, apo_zero, kto = (variants.load(name) for name in ("ipo", "simpo", "apo-zero", "kto"))
 
     def ipo_loss(logprobs: torch.Tensor) -> torch.Tensor:
         return ipo.ipo_loss(ipo.mean_log_ratios(logprobs, ref_sums, b.mask), 0.1).mean()
@@ -294,11 +296,18 @@ def our_variants() -> Tensors:
     def apo_loss(logprobs: torch.Tensor) -> torch.Tensor:
         return apo_zero.apo_loss(apo_zero.implicit_rewards(logprobs, ref_sums, b.mask, 0.1)).mean()
 
+    def kto_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        """The responses are those to other prompts as well, with the same log-probs, which have no gradient there."""
+        z = kto.implicit_rewards(b.logprobs, ref_sums, b.mask, 0.1).mean().clamp(min=0).item()
+        rewards = kto.implicit_rewards(logprobs, ref_sums, b.mask, 0.1)
+        return kto.kto_loss(rewards, z, **KTO_WEIGHTS).mean()
+
     all_graded = torch.ones(12, dtype=torch.bool)
     return {
         "variant ipo loss": with_gradient("logprobs", ipo_loss),
         "variant simpo loss": with_gradient("logits", simpo_loss),
         "variant apo-zero loss": with_gradient("logprobs", apo_loss),
+        "variant kto loss": with_gradient("logprobs", kto_loss),
         "variant entropy-bonus loss": with_gradient("logits", loss_with_entropy),
         "variant no-std advantages": variants.load("no-std").compute_advantages(b.scores, G),
         "variant token-mean loss": loss(variants.load("token-mean"), denominator=tokens),
@@ -511,7 +520,7 @@ def identity(tensor: torch.Tensor, *_, **__) -> torch.Tensor:
 
 def trl_lines() -> Tensors:
     """The TRL lines by the trainers' own methods."""
-    from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+    from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 
     cpo = import_with_stand_ins("trl.experimental.cpo.cpo_trainer")
     gold = import_with_stand_ins("trl.experimental.gold.gold_trainer")
@@ -604,6 +613,27 @@ def trl_lines() -> Tensors:
 
         return DPOTrainer._compute_loss(dpo_trainer(loss_type), forward, inputs, False)
 
+    def kto_loss(logprobs: torch.Tensor) -> torch.Tensor:
+        """KTOTrainer's loss of the responses, every second of which is rejected. They answer other prompts, too."""
+        completion = torch.cat([torch.zeros(12, 1), mask], 1).long()
+        inputs = {
+            "input_ids": completion,
+            "completion_mask": completion,
+            "attention_mask": completion,
+            "label": torch.tensor([1, 0] * 6),
+            "ref_logps": (b.ref * mask).sum(1),
+            "ref_KL_logps": (b.ref * mask).sum(1),
+        }
+        outputs = MagicMock(log_probs=logprobs * mask, entropy=torch.zeros(12, 9), mean_logits=torch.zeros(12, 9))
+        trainer = dpo_trainer("kto")
+        vars(trainer).update(
+            calculate_KL=True,
+            loss_type="kto",
+            _compute_kl_logps=lambda *_: (b.logprobs * mask).sum(1),
+            **KTO_WEIGHTS,
+        )
+        return KTOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+
     def without_reference(logits: torch.Tensor) -> torch.Tensor:
         """CPOTrainer's loss of the same pairs. The response has token 0 everywhere."""
         trainer = SimpleNamespace(
@@ -682,6 +712,7 @@ def trl_lines() -> Tensors:
             "logprobs",
             partial(preference_loss, loss_type="apo_zero"),
         ),
+        "variant kto loss|KTOTrainer, kto": with_gradient("logprobs", kto_loss),
         "variant simpo loss|CPOTrainer, simpo": with_gradient("logits", without_reference),
         "opd loss over the vocabulary|generalized_jsd_loss, beta 1": with_gradient("logits", divergence),
         "sdpo peers|use_successful_as_teacher": peers_of(sdpo_module, b.scores > 0),
@@ -770,7 +801,7 @@ def peers_of(sdpo_module, right: torch.Tensor) -> torch.Tensor:
 
 
 def dpo_trainer(loss_type: str) -> SimpleNamespace:
-    """A stand-in for DPOTrainer, with beta 0.1 and the reference's log-probs in its inputs."""
+    """A stand-in for DPOTrainer or KTOTrainer, with beta 0.1 and the reference's log-probs in its inputs."""
     return SimpleNamespace(
         model=MagicMock(training=True),
         accelerator=SimpleNamespace(device="cpu", gather=identity, gather_for_metrics=identity),

@@ -14,8 +14,8 @@ import pytest
 import test_main
 import torch
 from by_hand import Case, Loss, Net, Row
-from helpers import load
-from recorder import Step, watch
+from helpers import load, metrics
+from recorder import Recording, Step, watch
 from test_main import (
     EVERYTHING,
     MODEL,
@@ -32,6 +32,8 @@ from test_main import judged as in_test_main
 
 from common import errors, rewards
 from common.data import arithmetic
+from common.data.pairs import load_pairs
+from common.data.tokenizer import load_tokenizer
 from common.processes.child import import_algorithm
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
@@ -395,29 +397,84 @@ class Response:
 )
 def test_every_update_on_pairs_is_the_formula(world, monkeypatch, tmp_path, name, pair_loss, flags):
     """The mean over the pairs, in several micro-batches. The reference is the model before its first update."""
-    pairs = [json.loads(line) for line in arithmetic.PAIRS.read_text().splitlines()[:16]]  # more than a run takes
-    own = {"model": MODEL, "dataset": written(tmp_path, pairs), "max_prompt_tokens": 64, "max_response_tokens": 48}
-    algorithm = variant(name, tmp_path)
-    folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
-    args = algorithm.Args(**OFFLINE | own | flags | {"max_grad_norm": 0.02} | folders)
-    recording = watch(monkeypatch, world)
-    algorithm.main(args)
+    recording, args = on_pairs(world, monkeypatch, tmp_path, name, flags)
     reference = Net(MODEL)
-
-    def response(net: Net, row: Row) -> Response:
-        with torch.no_grad():
-            start = reference.logprobs(row, 1.0).sum().item()
-        return Response(net.logprobs(row, 1.0).sum(), start, len(row.response))
 
     def loss_of(step: Step):
         def loss(_, net: Net) -> torch.Tensor:
-            responses = [response(net, row_of(step, number)) for number in range(len(step.batch))]
+            responses = [response_of(net, reference, row_of(step, number)) for number in range(len(step.batch))]
             losses = [pair_loss(args, *responses[first : first + 2]) for first in range(0, len(responses), 2)]
             return sum(losses) / len(losses)
 
         return loss
 
     check_offline(recording, args, tmp_path, loss_of)
+
+
+def on_pairs(world, monkeypatch, tmp_path, name: str, flags: dict) -> tuple[Recording, object]:
+    """A run of a variant of dpo.py, and its flags."""
+    pairs = [json.loads(line) for line in arithmetic.PAIRS.read_text().splitlines()[:16]]  # more than a run takes
+    own = {"model": MODEL, "dataset": written(tmp_path, pairs), "max_prompt_tokens": 64, "max_response_tokens": 48}
+    algorithm = variant(name, tmp_path)
+    folders = {"output": str(tmp_path / "out"), "run_dir": str(tmp_path / "run")}
+    args = algorithm.Args(**OFFLINE | own | {"max_grad_norm": 0.02} | flags | folders)
+    recording = watch(monkeypatch, world)
+    algorithm.main(args)
+    return recording, args
+
+
+def response_of(net: Net, reference: Net, row: Row) -> Response:
+    with torch.no_grad():
+        start = reference.logprobs(row, 1.0).sum().item()
+    return Response(net.logprobs(row, 1.0).sum(), start, len(row.response))
+
+
+def test_every_update_of_kto_is_the_formula(world, monkeypatch, tmp_path):
+    """The mean over responses of lambda (1 - sigma(+-(r - z))). z is of the responses to the file's next prompt, and
+    those to the first one for the last.
+    """
+    own = {
+        "beta": 0.3,
+        "desirable_weight": 2.0,
+        "undesirable_weight": 0.3,
+        "learning_rate": 3e-4,
+        "batch_size": 6,
+        "max_grad_norm": 1e-3,
+    }
+    recording, args = on_pairs(world, monkeypatch, tmp_path, "kto", own)
+    tokenizer = load_tokenizer(MODEL)[0]
+    prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, 64, 48)
+    following = {tuple(prompts[i - 1].ids): pairs[prompts[i].id] for i in range(len(prompts))}
+    assert len(following) == len(prompts)
+    reference, seen = Net(MODEL), []
+
+    def loss_of(step: Step):
+        rows = [row_of(step, number) for number in range(len(step.batch))]
+        others = [replace(row, response=following[tuple(row.prompt)][i % 2]) for i, row in enumerate(rows)]
+
+        def loss(_, net: Net) -> torch.Tensor:
+            rewards = [args.beta * (r.sum - r.start) for r in (response_of(net, reference, row) for row in others)]
+            z = max(0.0, by_hand.mean([reward.item() for reward in rewards]))
+            seen.append(z)
+            losses = []
+            for number, response in enumerate(response_of(net, reference, row) for row in rows):
+                reward = args.beta * (response.sum - response.start)
+                sign, weight = ((1, args.desirable_weight), (-1, args.undesirable_weight))[number % 2]
+                losses.append(weight * (1 - (sign * (reward - z)).sigmoid()))
+            return sum(losses) / len(losses)
+
+        return loss
+
+    check_offline(recording, args, tmp_path, loss_of)
+    assert max(seen) > 0.01 and seen == pytest.approx([row["reward/z"] for row in metrics(tmp_path / "run")], abs=1e-4)
+
+
+def test_kto_needs_a_second_prompt(monkeypatch, tmp_path):
+    algorithm = variant("kto", tmp_path)
+    pairs = [json.loads(arithmetic.PAIRS.read_text().splitlines()[0])]
+    args = algorithm.Args(**algorithm.EMBEDDED | {"dataset": written(tmp_path, pairs)})
+    with pytest.raises(errors.BadInput, match="--dataset .*: one prompt"):
+        algorithm.main(args)
 
 
 def small_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
