@@ -337,9 +337,9 @@ def curves(task: str) -> dict[str, list[list[dict]]]:
     return {folder.name: [read_curve(path) for path in sorted(folder.glob("seed*.csv"))] for folder in runs}
 
 
-def settings_of(described: dict) -> dict:
+def settings_of(run: dict) -> dict:
     """The settings in a run.json, by name. Before --critic-lam, --lam took two: the actor's and the critic's."""
-    settings = {name: comparable(value) for name, value in flat(described["args"]).items()}
+    settings = {name: comparable(value) for name, value in flat(run["args"]).items()}
     if isinstance(settings.get("lam"), list):
         settings["lam"], settings["critic_lam"] = settings["lam"]
     return settings

@@ -429,12 +429,23 @@ def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, 
         run.main(words, JOB)
 
 
-def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch):
-    asked = []
-    monkeypatch.setattr(directory, "git", lambda *words: asked.append(words) or "c0ffee")
-    run.machine(JOB)
-    (status,) = [words for words in asked if words[0] == "status"]
-    assert {"common", "scripts", ":(glob)speedrun/*.py"} <= set(status)
+def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch, tmp_path):
+    """The file of the entry and the page may change."""
+    counts = {"common/run/a.py": True, "scripts/bench/b.py": True, "speedrun/c.py": True}
+    counts |= {"speedrun/README.md": False, "speedrun/tries/d.py": False, "algos/mine.py": False}
+    git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e"]
+    for name in counts:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(directory, "ROOT", tmp_path)
+    monkeypatch.setattr(referee, "check_machine", lambda job: None)
+    assert run.machine(JOB)["uncommitted_changes"] is False
+    for name, expected in counts.items():
+        (tmp_path / name).write_text("2\n")
+        assert run.machine(JOB)["uncommitted_changes"] is expected, name
+        (tmp_path / name).write_text("1\n")
 
 
 def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
