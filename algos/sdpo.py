@@ -2,7 +2,7 @@
 
 The policy teaches itself. As the student it answers the prompt. As the teacher it reads the same response after a
 prompt that also shows a hint, and says which token should come next. The student moves towards it. The hint is another
-right response of the group, or the reference answer (--hint).
+right response of the group, or the row's reference answer or its written solution (--hint).
 
     p_it  = policy(. | prompt_i, y_i,<t)                 the student's distribution, which has the gradient
     q_it  = teacher(. | prompt_i with hint_i, y_i,<t)    the teacher's, without a gradient
@@ -17,8 +17,8 @@ or, with --no-full-vocabulary, from the sampled tokens alone. In a step's first 
 h_i is 1 if response i has a hint, and 0 otherwise. sum_it h_i m_it is the number of response tokens in the whole
 optimizer mini-batch, on all ranks, of the responses that have a hint. A response without one has no teacher and no
 loss, and counts in no denominator. With --hint peer the hint is another right response of the group, so a lone right
-response has none. With --hint answer it is the reference answer of the prompt, if there is one. A response has no hint
-if it was not graded, if prompt, hint and response together do not fit into the model, or if the hint spells a control
+response has none. With --hint answer or solution it is that of the prompt, if there is one. A response has no hint if
+it was not graded, if prompt, hint and response together do not fit into the model, or if the hint spells a control
 token such as <|im_end|>.
 
 A response is right if the first --reward gives it an acc above 0, or a score above 0 if that reward has no acc. So use
@@ -40,7 +40,7 @@ Differs from the paper, which has two recipes (table 12). The defaults here mix 
 - with feedback: reverse KL, a teacher rate of 0.01, a learning rate of 1e-6, one update a question
 Four things of the paper are not here: a teacher within a trust region (eq. 10), GRPO's advantages mixed in (eq. 3), an
 environment's feedback in the hint, and a lone right response as its own hint (table 2; the authors' scripts turn that
-off). --hint answer is not in the paper. It is close to OPSD (arXiv:2601.18734), whose teacher reads a written solution.
+off). --hint answer and solution are not in the paper. OPSD (arXiv:2601.18734) has a teacher that reads a solution.
 
 Differs from the authors' code:
 - The divergence is exact. Theirs takes the student's top 20 or 100 tokens, and a tail.
@@ -86,8 +86,8 @@ class Args(flags.Flags):  # Flags has those that all files share: --model, --dat
     clip_low: ranges.PositiveFraction = 0.2  # The ratio is clipped at 1 - clip_low. Not used with --full-vocabulary.
     clip_high: PositiveFloat = 0.2  # The ratio is clipped at 1 + clip_high. Not used with --full-vocabulary.
     tis_cap: NonNegativeFloat = 0.0  # Cap of the weight exp(old_logprobs - rollout_logprobs), often 2; 0 turns it off.
-    hint: Literal["peer", "answer"] = "peer"
-    """What the teacher sees: another right response of the group, or the row's answer (then see --hint-template)."""
+    hint: Literal["peer", "answer", "solution"] = "peer"
+    """What the teacher sees: another right response of the group, or the row's answer or solution."""
     hint_template: str = "{prompt}\n\nThis is a right solution:\n\n{hint}\n\nNow solve the problem yourself."
     """What the user says to the teacher, with {prompt} and {hint}. For --hint answer, call the hint an answer."""
     teacher_rate: ranges.Fraction = 0.05
@@ -224,18 +224,23 @@ def check_args(args: Args) -> None:
         raise errors.BadInput("--max-inflight-batches > 1: its tokens are from older weights; add --tis-cap 2")
 
 
+def hint_of_row(prompt: Prompt, hint: str) -> str | None:
+    """The row's "answer" or "solution". None: it has none, or one that is no text, such as turns with tool calls."""
+    text = prompt.answer if hint == "answer" else prompt.solution
+    return text if text and isinstance(text, str) else None
+
+
 def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None:
-    """Refuse data without answers for hints, and prompts that do not fit with their hint. Raises BadInput."""
+    """Refuse data without texts for hints, and prompts that do not fit with their hint. Raises BadInput."""
     if args.hint == "peer":
         # The hints will be responses, whose lengths nobody knows yet. The prompts must at least fit with an empty hint.
         hinter.check(prompts, [""] * len(prompts))
         return
-    with_answer = [
-        prompt for prompt in prompts if prompt.answer is not None and not hinter.spells_control_token(prompt.answer)
-    ]
-    if not with_answer:
-        raise errors.BadInput("--hint answer: no row of --dataset has a reference answer without control tokens")
-    hinter.check(with_answer, [prompt.answer for prompt in with_answer])
+    known = [(prompt, hint_of_row(prompt, args.hint)) for prompt in prompts]
+    usable = [(prompt, text) for prompt, text in known if text is not None and not hinter.spells_control_token(text)]
+    if not usable:
+        raise errors.BadInput(f"--hint {args.hint}: no row of --dataset has a text for it without control tokens")
+    hinter.check(*zip(*usable))
 
 
 def main(args: Args) -> None:
@@ -316,7 +321,7 @@ def main(args: Args) -> None:
             peers = right_peers(correct=batch.correct, group_size=args.group_size)  # (N,)
             hint_texts = [batch.responses[peer] if peer >= 0 else None for peer in peers.tolist()]
         else:
-            hint_texts = [batch.prompts[row // args.group_size].answer for row in range(len(batch))]
+            hint_texts = [hint_of_row(batch.prompts[row // args.group_size], args.hint) for row in range(len(batch))]
         # The same responses after their prompts with hints. A response goes without one if the two would not fit.
         hinted_batch, has_hint = hinter.batch(batch, hint_texts, tracker)  # has_hint: (N,) bool
         # A response without a hint has no teacher, so it is in no micro-batch.

@@ -246,11 +246,14 @@ def give_hints(case: Case, recording: Recording) -> None:
     """SDPO: what the teacher of each row reads, and the weights that it has."""
     args = case.args
     tokenizer = arithmetic.tokenizer()
+    solutions = {row["question"]: row["solution"] for row in arithmetic.problems("train")}
     for group in case.groups:
         for row in group:
             question = tokenizer.decode(row.prompt)
             right = [other for other in group if other is not row and other.correct]
             hint = tokenizer.decode(right[0].response, skip_special_tokens=True) if right else None
+            if args.hint == "solution":
+                hint = solutions[question]  # some are wrong: those demonstrations forget the carry
             if args.hint == "answer":
                 first, second = question.rstrip("=").split("+")
                 hint = str(int(first) + int(second))
@@ -399,6 +402,10 @@ def check_every_update(record, tmp_path, name: str, flags: dict) -> None:
 def test_sdpo_learns_from_answers_and_from_a_teacher_of_its_own_weights(record, tmp_path):
     own = {"hint": "answer", "teacher_rate": 0.4}
     check_every_update(record, tmp_path, "sdpo", PLAIN | own)
+
+
+def test_sdpo_learns_from_written_solutions(record, tmp_path):
+    check_every_update(record, tmp_path, "sdpo", PLAIN | {"hint": "solution"})
 
 
 def test_the_first_update_of_a_step_clips_nothing(record, tmp_path):

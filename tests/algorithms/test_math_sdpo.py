@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from algos.sdpo import Args, check_args, compute_advantages, follow, right_peers, vocabulary_loss, with_hint
+from algos.sdpo import (
+    Args,
+    check_args,
+    compute_advantages,
+    follow,
+    hint_of_row,
+    right_peers,
+    vocabulary_loss,
+    with_hint,
+)
+from common.data.prompts import Prompt
 from common.errors import BadInput
 
 
@@ -82,6 +92,20 @@ def test_the_teacher_moves_by_its_rate_and_the_policy_stays(world, rate, expecte
 def test_flags_that_the_formulas_cannot_work_with_are_refused(flags, named):
     with pytest.raises(BadInput, match=f"^{named}"):
         check_args(Args(**flags))
+
+
+@pytest.mark.parametrize(
+    "answer, solution, hints",
+    [
+        ("3", "1+2=3", ("3", "1+2=3")),
+        (None, None, (None, None)),
+        ("", "", (None, None)),
+        ("3", ["1+2", "3"], ("3", None)),  # turns of a tool
+    ],
+)
+def test_a_hint_of_the_row_is_its_answer_or_its_solution(answer, solution, hints):
+    prompt = Prompt("d:1", "1+2=", [5], answer, solution)
+    assert (hint_of_row(prompt, "answer"), hint_of_row(prompt, "solution")) == hints
 
 
 def test_an_answer_can_teach_a_response_alone():

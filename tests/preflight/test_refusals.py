@@ -205,6 +205,7 @@ refused("sdpo --teacher-rate 1.5", "--teacher-rate")
 refused("sdpo --dataset rows.jsonl --max-response-tokens 250", "--max-response-tokens", "positions")
 WITHOUT_ANSWER = {"rows.jsonl": jsonl({"question": "1+1="})}
 refused("sdpo --dataset rows.jsonl --hint answer --reward format", "--hint answer", files=WITHOUT_ANSWER)
+refused("sdpo --dataset rows.jsonl --hint solution --reward format", "--hint solution", files=WITHOUT_ANSWER)
 refused("dapo --overlong-cache 49", "--overlong-cache", "--max-response-tokens")
 refused("dapo --clip-dual 1.1", "--clip-dual", "--clip-high")
 refused("dapo --dataset rows.jsonl --reward dapo=1", "--reward", "dapo")
