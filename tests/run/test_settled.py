@@ -1,4 +1,4 @@
-"""speedrun/tries/: files that the page describes and that are no record. What they compute is what they say."""
+"""The speedrun's record 0002-settled: what it computes is what its file says."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT, relative_difference
+from conftest import relative_difference
 from helpers import load
 
 from common.rollout.rollout import collate
@@ -14,16 +14,9 @@ from common.run.sampling import Batch
 from common.trainer import batching, model
 from common.trainer.batching import Compute
 
-rules = load("speedrun/rules.py")
-settled = load("speedrun/tries/settled.py")
+settled = load("speedrun/records/0002-settled/train.py")
 grpo = load("algos/grpo.py")
-TRIES = sorted((ROOT / "speedrun/tries").glob("*.py"))
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.2}
-
-
-@pytest.mark.parametrize("file", TRIES, ids=lambda file: file.name)
-def test_a_try_may_enter(file):
-    rules.check_file(file)
 
 
 def test_a_prompt_is_settled_if_all_its_first_responses_are_right():
