@@ -50,6 +50,9 @@ class HFEngine:
         self.model = weights.read(causal_class(config), model_path, f"--model {model_path}", dtype=dtype)
         self.model.to(world.device).eval()
         families.fix_longrope(self.model, longest)
+        # Phi's generate() drops its cache where other frequencies would begin, and then sees the last token alone.
+        if families.longrope_limit(config.get_text_config()):
+            self.model.config.original_max_position_embeddings = longest
         self.may_be_padded = families.may_be_padded(self.model)
         self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.
