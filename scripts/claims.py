@@ -483,12 +483,14 @@ def summary(folder: Path) -> str:
     remaining = study.holm(p_values)
     falling_short = study.holm(short_of_margin, level=0.025)
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("confirmed", "refuted here", "unresolved"))
-    return (
-        f"- Of {len(CLAIMS)} rows, {len(verdicts)} have a verdict: {counts}.\n"
-        f"- {len(excluding)} intervals exclude 0. If all rows are tested together (Holm, 5 %), "
-        f"{listed(remaining)} remain.\n"
-        f"- {len(short_of_margin)} rows expect an increase or a decrease. If these are tested together against their "
-        f"margins (Holm, one-sided, 2.5 %), {listed(falling_short)} fall short of it."
+    return "\n".join(
+        [
+            f"- Of {len(CLAIMS)} rows, {len(verdicts)} have a verdict: {counts}.",
+            f"- {len(excluding)} intervals exclude 0. In a joint test of all rows, {listed(remaining)} of these "
+            "differences remain. (Holm's correction keeps the chance of any false finding at 5 %.)",
+            f"- {len(short_of_margin)} rows expect an increase or a decrease. In a joint test of these against their "
+            f"margins (Holm, one-sided, 2.5 %), {listed(falling_short)} show an effect smaller than their margin.",
+        ]
     )
 
 

@@ -121,8 +121,8 @@ def test_the_summary_counts_the_verdicts_and_tests_the_rows_together(tmp_path):
     finished(tmp_path, "delight-gate", {seed: 0.5 + (seed - 2) / 1000 for seed in range(5)})
     said = claims.summary(tmp_path)
     assert "Of 27 rows, 3 have a verdict: 2 confirmed, 1 refuted here, 0 unresolved." in said
-    assert "2 intervals exclude 0" in said and "1 ([std](#std)) remain" in said
-    assert "3 rows expect" in said and "1 ([delight](#delight)) fall short" in said
+    assert "2 intervals exclude 0" in said and "1 ([std](#std)) of these differences remain" in said
+    assert "3 rows expect" in said and "1 ([delight](#delight)) show an effect smaller than their margin" in said
 
 
 @pytest.mark.parametrize("expected, sign", [("more", 1), ("less", -1)])
