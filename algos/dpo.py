@@ -103,14 +103,14 @@ def dpo_loss(rewards: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 def collate(prompts: list, pairs: Pairs, world: placement.World) -> rollout.Rollout:
     """B prompts -> (2B, T): the chosen and the rejected response to each of them, alternating."""
     prompt_ids = [prompt.ids for prompt in prompts for _ in range(2)]
-    responses = [ids for prompt in prompts for ids in pairs[prompt.id]]
+    responses = [ids for prompt in prompts for ids in pairs[prompt.key]]
     return rollout.collate(
         prompt_ids, responses, logprobs=None, truncated=[False] * len(responses), weight_version=0, device=world.device
     )
 
 
-def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[str, list[float]]:
-    """id of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank."""
+def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, compute, world) -> dict[tuple, list]:
+    """Key of each prompt -> sums of its two responses' log-probs, by the policy as it is. Collective: every rank."""
     sums_of_this_rank = {}
     for first in range(0, len(prompts), batch_size):
         # The last batch starts over with the first prompts, so that all ranks get equally many.
@@ -121,10 +121,10 @@ def reference_logprobs(policy, prompts: list, pairs: Pairs, batch_size: int, com
         logprobs = model.frozen_logprobs(policy, batch, micro_batches, temperature=1.0)  # (2B, T)
         sums = logprobs.sum(1).view(-1, 2)  # (B, 2)
         for prompt, sums_of_pair in zip(mine, sums.tolist()):
-            sums_of_this_rank[prompt.id] = sums_of_pair
+            sums_of_this_rank[prompt.key] = sums_of_pair
     sums_of_ranks = [None] * world.size
     dist.all_gather_object(sums_of_ranks, sums_of_this_rank)
-    return {prompt_id: pair for sums in sums_of_ranks for prompt_id, pair in sums.items()}
+    return {key: pair for sums in sums_of_ranks for key, pair in sums.items()}
 
 
 def main(args: Args) -> None:
@@ -137,8 +137,8 @@ def main(args: Args) -> None:
     tokenizer, _ = load_tokenizer(model_path, date=date)
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, args.max_prompt_tokens, args.max_response_tokens)
     checks.total_tokens(model_path, prompts, args.max_response_tokens)
-    longest = max(len(prompt.ids) + max(map(len, pairs[prompt.id])) for prompt in prompts)
-    longest_pair = max(len(prompt.ids) + sum(map(len, pairs[prompt.id])) for prompt in prompts)  # one forward
+    longest = max(len(prompt.ids) + max(map(len, pairs[prompt.key])) for prompt in prompts)
+    longest_pair = max(len(prompt.ids) + sum(map(len, pairs[prompt.key])) for prompt in prompts)  # one forward
     checks.check_model(model_path, tokenizer, prompts)
     checks.check_images(prompts, args.compute)
     settings = settle(args, model_path, prompts, size, longest, longest_pair)
@@ -160,17 +160,17 @@ def main(args: Args) -> None:
         saved = folders.state(settings.resume)
         upcoming.position, steps_done = saved.position, saved.step
     taken = upcoming.take((args.steps - steps_done) * args.batch_size)
-    taken = list({prompt.id: prompt for prompt in taken}.values())  # each once, though there may be several epochs
+    taken = list({prompt.key: prompt for prompt in taken}.values())  # each once, though there may be several epochs
     # The reference is the policy before offline.Run, below, loads a checkpoint into it.
     reference = reference_logprobs(policy, taken, pairs, args.batch_size, settings.compute, world)
     # also: a resumed run must find the same responses, not only the same prompts
-    loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.id] for prompt in prompts])
+    loader = PromptLoader(prompts, args.seed, also=[pairs[prompt.key] for prompt in prompts])
     run = offline.Run(settings, {"policy": (policy, optimizer)}, loader, tokenizer, world)
     tracker = run.tracker
     for step in run.steps():
         own_prompts = loader.take(args.batch_size)[world.rank :: world.size]
         batch = collate(own_prompts, pairs, world)
-        ref_logprobs = torch.tensor([reference[prompt.id] for prompt in own_prompts], device=world.device)  # (B, 2)
+        ref_logprobs = torch.tensor([reference[prompt.key] for prompt in own_prompts], device=world.device)  # (B, 2)
 
         micro_batches = batching.pack(batch, torch.arange(len(batch)), settings.compute, world, unit_size=2)
         for micro in micro_batches:

@@ -239,7 +239,10 @@ def check_hints(args: Args, prompts: list[Prompt], hinter: hints.Hinter) -> None
     known = [(prompt, hint_of_row(prompt, args.hint)) for prompt in prompts]
     usable = [(prompt, text) for prompt, text in known if text is not None and not hinter.spells_control_token(text)]
     if not usable:
-        raise errors.BadInput(f"--hint {args.hint}: no row of --dataset has a text for it without control tokens")
+        raise errors.BadInput(
+            f'--hint {args.hint}: no row of --dataset has a text in "{args.hint}" that spells no control token; '
+            f"name its column with --columns {args.hint}=COLUMN, or use --control-tokens text"
+        )
     hinter.check(*zip(*usable))
 
 
@@ -293,7 +296,9 @@ def main(args: Args) -> None:
         rollout_tp=args.rollout_tp,
     )
     # `run` resumes, evaluates, saves and reports. `tracker` records metrics; run.end_step reduces them over the ranks.
-    run = job.start(settings, world, engine, trained)
+    # also: a resumed run must find the same hints. The answers are looked at in any case.
+    also = [hint_of_row(prompt, "solution") for prompt in settings.prompts] if args.hint == "solution" else None
+    run = job.start(settings, world, engine, trained, also)
     tracker = run.tracker
 
     def sample(step: int, sampler: PromptSampler) -> Batch:

@@ -99,7 +99,7 @@ RUNS = {
     ("functions", "grpo-shuffled"): f"--dataset {SHUFFLED_TESTS} --eval-dataset functions {FUNCTIONS}",
     ("gcd", "grpo-long"): "--steps 120",
     ("sums", "grpo-long"): "--steps 120",
-    ("sums", "grpo-short"): "--steps 20",  # as many responses as those that have 20 steps below
+    ("sums", "grpo-short"): "--steps 20",  # as many responses as ppo, reinforce_pp and opd
     ("sums", "max_rl-long"): "--steps 120",
     ("sums", "grpo-random"): "--reward gsm8k=0 baselines/random_reward.py:score --steps 20",
     ("sums", "dapo"): DAPO_OF_135M,

@@ -221,7 +221,7 @@ CLAIMS = {
     ),
     "bonus-sums": Claim("A3C, 1602.01783, 4", "entropy-bonus", "grpo", "sampled", "more", 0.02, task="sums"),
     "clip-higher-sums": Claim("DAPO, 2503.14476, 3.1", "clip-higher", "grpo", "sampled", "more", 0.02, task="sums"),
-    "temperature-sums": Claim("ProRL, 2505.24864", "temperature", "grpo", "sampled", "more", 0.02, task="sums"),
+    "temperature-sums": Claim("ProRL, 2505.24864, setup", "temperature", "grpo", "sampled", "more", 0.02, task="sums"),
     "groups-sums": Claim("ours", "groups-of-16", "grpo", "sampled", "more", 0.02, task="sums"),
     "rate-sums": Claim("ours", "half-rate", "grpo", "sampled", "more", 0.02, task="sums"),
     "filter-sums": Claim(
@@ -533,13 +533,15 @@ def entropy_table(folder: Path) -> str:
     lines = ["| arm | step 15 | steps 21 to 40 |", "|---|---|---|"]
     arms = dict.fromkeys(["grpo", *(claim.arm for claim in CLAIMS.values() if claim.task == "sums")])
     for arm in arms:
+        runs = read_runs(folder, "sums", arm)
+        if len(runs) < SEEDS["sums"]:
+            continue
         early, late = [], []
-        for run in read_runs(folder, "sums", arm).values():
+        for run in runs.values():
             entropies = {int(row["step"]): row["train/entropy"] for row in run.rows if "train/entropy" in row}
-            early.append(entropies[15])
+            early += [entropies[15]] if 15 in entropies else []  # a step without an update has none
             late.append(statistics.mean(entropy for step, entropy in entropies.items() if step > 20))
-        if early:
-            lines.append(f"| {ARMS[arm].text()} | {extent(early)} | {extent(late)} |")
+        lines.append(f"| {ARMS[arm].text()} | {extent(early)} | {extent(late)} |")
     return "\n".join(lines)
 
 
@@ -568,7 +570,7 @@ COLORS = {"confirmed": pictures.BLUE, "refuted here": "#b3261e", "unresolved": "
 def draw(folder: Path, file: Path) -> None:
     """Draw the differences that are in points, with their intervals, in the order and by the verdicts of the page.
 
-    Behind them is a band of two points either way, which is the margin of all of these rows.
+    Behind them is a band of the margin, which all of these rows share.
     """
     shown = {}
     for name, claim in CLAIMS.items():
@@ -581,7 +583,8 @@ def draw(folder: Path, file: Path) -> None:
     axis = figure.subplots()
     left, right = 1.45 / pictures.WIDTH, 1 - 0.95 / pictures.WIDTH
     figure.subplots_adjust(left=left, right=right, bottom=FOOT / height, top=1 - HEAD / height)
-    axis.axvspan(-2, 2, color="0.93")
+    (margin,) = {100 * CLAIMS[name].margin for name in shown}
+    axis.axvspan(-margin, margin, color="0.93")
     axis.axvline(0, color=pictures.GREY, linewidth=0.8)
     for place, (estimate, said) in enumerate(shown.values()):
         draw_interval(axis, place, estimate, COLORS[said])
@@ -592,19 +595,20 @@ def draw(folder: Path, file: Path) -> None:
     for place, (said, color) in enumerate(COLORS.items()):
         x = (0.1 + 1.5 * place) / pictures.WIDTH
         figure.text(x, 1 - 0.1 / height, said, va="top", size=10, weight="bold", color=color)
-    below = "arm minus control, in points, with 95 % intervals; grey: 2 points"
+    below = f"arm minus control, in points, with 95 % intervals; grey: {margin:g} points"
     figure.text(left, 0.1 / height, below, size=10, color=pictures.GREY)
     pictures.save(figure, file)
 
 
 def draw_interval(axis: Axes, place: int, estimate: study.Estimate, color: str) -> None:
-    """An interval, its mean as a dot, and the mean in numbers. An arrow stands for a mean beyond the edge."""
+    """An interval, its mean as a dot, and the mean in numbers. An arrow stands for what is beyond the edge."""
     low, mean, high = 100 * estimate.low, 100 * estimate.mean, 100 * estimate.high
     axis.plot([low, high], [place, place], color=color, linewidth=2)
-    if abs(mean) <= EDGE:
-        axis.plot([mean], [place], marker="o", markersize=5, color=color)
-    else:
-        axis.plot([EDGE if mean > 0 else -EDGE], [place], marker=">" if mean > 0 else "<", color=color, clip_on=False)
+    axis.plot([mean], [place], marker="o", markersize=5, color=color)
+    if low < -EDGE:
+        axis.plot([-EDGE], [place], marker="<", color=color, clip_on=False)
+    if high > EDGE:
+        axis.plot([EDGE], [place], marker=">", color=color, clip_on=False)
     beside = (1.05, place)
     axis.annotate(f"{mean:+z.1f}", beside, xycoords=("axes fraction", "data"), va="center", size=9, color=color)
 

@@ -298,7 +298,7 @@ def our_variants() -> Tensors:
 
     def kto_loss(logprobs: torch.Tensor) -> torch.Tensor:
         """The responses are those to other prompts as well, with the same log-probs, which have no gradient there."""
-        z = kto.implicit_rewards(b.logprobs, ref_sums, b.mask, 0.1).mean().clamp(min=0).item()
+        z = kto.reference_point(kto.implicit_rewards(b.logprobs, ref_sums, b.mask, 0.1))
         rewards = kto.implicit_rewards(logprobs, ref_sums, b.mask, 0.1)
         return kto.kto_loss(rewards, z, **KTO_WEIGHTS).mean()
 

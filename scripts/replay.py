@@ -177,7 +177,8 @@ class ReplayLoader(data.PromptLoader):
         self.waiting = []
         for _, group in itertools.groupby(rows, lambda row: row["index"]):
             row = next(group)
-            same = [prompt for prompt in by_id.get(row["id"], []) if prompt.ids == row["prompt_ids"]]
+            seen = row["prompt_ids"], row["answer"]
+            same = [prompt for prompt in by_id.get(row["id"], []) if (prompt.ids, prompt.answer) == seen]
             if not same:
                 raise errors.BadInput(f"{row['id']}: the data set or the tokenizer is not the one of the run")
             self.waiting.append(same[0])

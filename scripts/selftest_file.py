@@ -6,7 +6,7 @@ It runs the file's own main() three times, in float32, on few prompts:
 
     plain     the rows of each optimizer step are in one micro-batch
     cut       the same rows, in several micro-batches
-    masked    the rows as in the plain run, with other log-probs and values where response_mask is False
+    masked    the rows as in the plain run, with other log-probs, values and divergences where response_mask is False
 
 Micro-batches only limit memory, so the plain and the cut run must have the same gradients. They don't if the loss, an
 advantage or anything else depends on how rows are cut. Masked tokens are padding or an environment's text, so the
@@ -146,8 +146,8 @@ class Trial:
 class TrialRun(job.Run):
     """A run that ends as soon as each of its models has been updated. It evaluates, reports and saves nothing."""
 
-    def __init__(self, trial: Trial, settings: Settings, world: World, engine, trained):
-        super().__init__(settings, world, engine, trained)
+    def __init__(self, trial: Trial, settings: Settings, world: World, engine, trained, also):
+        super().__init__(settings, world, engine, trained, also)
         self.trial = trial
         trial.trained = {name: both for name, both in trained.items() if both[1] is not None}
         for trained_model, _ in trial.trained.values():
@@ -357,6 +357,9 @@ def compare(plain: Trial, trial: Trial, name: str, world: World) -> Verdict:
     other = trial.gradients.get(name, [])
     if not one:
         return Verdict("no update", f"it was not updated in {MOST_STEPS} steps: do all its gradients vanish?")
+    if trial.kind == "cut" and trial.micro_batches < 2:
+        never = "its rows were never cut into micro-batches: does the file pack them with batching?"
+        return Verdict(f"{len(other)} updates", never)
     if len(one) != len(other):
         measured = f"{len(one)} optimizer steps in the plain run, and {len(other)} {trial.how()}"
         hint = "does a condition before optimizer.step() read masked tokens?"
@@ -378,13 +381,11 @@ def compare(plain: Trial, trial: Trial, name: str, world: World) -> Verdict:
         worst = max(worst, distance / max(length, NEGLIGIBLE * longest))
 
     measured = f"{worst:.1e} (<= {BOUND:g}) {trial.how()}, {len(one)} updates"
-    if trial.kind == "cut" and trial.micro_batches < 2:
-        return Verdict(measured, "its rows were never cut into micro-batches: does the file pack them with batching?")
     if trial.kind == "masked" and name in trial.trained and id(trial.trained[name][0]) not in trial.masked_models:
         return Verdict(
             measured,
-            "its log-probs or values stayed as they were: does the file call model.response_logprobs() or "
-            "model.response_values(), with `model.` in front?",
+            "its log-probs or values stayed as they were: does the file call model.response_logprobs(), "
+            "model.response_values() or distillation.divergences(), with the module's name in front?",
         )
     if worst <= BOUND:
         return Verdict(measured)

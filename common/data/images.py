@@ -170,7 +170,7 @@ class RowImages:
 
     def without_marks(self, text: str) -> str:
         """The text without the marks that stand for images of this row. Some tokenizers have a token of that name."""
-        return text.replace(MARK, "") if self.files else text
+        return text.replace(MARK, " ") if self.files else text
 
     def as_parts(self, messages: list[dict]) -> list[dict]:
         """Chat messages whose texts are cut at the marks, as chat templates want it.

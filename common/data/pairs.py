@@ -16,7 +16,7 @@ from common.data.rows import collect, lookup
 from common.data.templates import as_messages, spoken
 from common.errors import BadInput, say
 
-Pairs = dict[str, list[list[int]]]  # id of the prompt -> token ids of the chosen response and of the rejected one
+Pairs = dict[tuple[str, str], list[list[int]]]  # key of a prompt -> ids of the chosen, the rejected response
 
 
 def load_pairs(
@@ -46,7 +46,7 @@ def load_pairs(
         longest = max(len(chosen), len(rejected))
         if chosen != rejected and longest <= max_response_tokens:
             usable.append(prompt)
-            pairs[prompt.id] = [chosen, rejected]
+            pairs[prompt.key] = [chosen, rejected]
     reason = f"equal responses, or one over --max-response-tokens {max_response_tokens}"
     if not usable:
         raise BadInput(f"--dataset {' '.join(dataset)}: no pair is left: all have two {reason}")

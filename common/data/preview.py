@@ -39,7 +39,7 @@ def show_pairs(prompts: list[Prompt], pairs: Pairs, tokenizer: PreTrainedTokeniz
     """show(), with both responses to each prompt."""
     for prompt in first_of_each(prompts):
         show_prompt(prompt, tokenizer)
-        for name, ids in zip(("chosen", "rejected"), pairs[prompt.id]):
+        for name, ids in zip(("chosen", "rejected"), pairs[prompt.key]):
             show_response(name, ids, [True] * len(ids), tokenizer)
     show_ends(turn_end(tokenizer)[-1:], tokenizer)
 

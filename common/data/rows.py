@@ -38,10 +38,8 @@ def collect(rows: Iterable[Row], make: Callable[[str, dict], Any]) -> list:
 
 def divided(where: str, error: str) -> tuple[str, str]:
     """(place, what is wrong) of an error about the row at `where`. It may name a place in the row, or the row not."""
-    if not error.startswith(where):
-        return "", error
-    within, _, wrong = error.removeprefix(where).partition(": ")
-    return (where + within, wrong) if wrong else ("", error)
+    found = re.match(rf"({re.escape(where)}(?:, \w+ \d+)?): ", error)  # d:1, or d:1, message 2
+    return (found[1], error[found.end() :]) if found else ("", error)
 
 
 def numbered(prefix: str, values: Iterable, start: int = 1) -> list[Row]:

@@ -1,5 +1,6 @@
 """A slow engine on transformers' own `generate`. The other engines are tested against it; it needs no vLLM."""
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -50,9 +51,10 @@ class HFEngine:
         self.model = weights.read(causal_class(config), model_path, f"--model {model_path}", dtype=dtype)
         self.model.to(world.device).eval()
         families.fix_longrope(self.model, longest)
-        # Phi's generate() drops its cache where other frequencies would begin, and then sees the last token alone.
+        # Phi's generate() would drop its cache in the column of this number, where it expects other frequencies, and
+        # then see the last token alone. The frequencies are settled, so no column is that one.
         if families.longrope_limit(config.get_text_config()):
-            self.model.config.original_max_position_embeddings = longest
+            self.model.config.original_max_position_embeddings = sys.maxsize
         self.may_be_padded = families.may_be_padded(self.model)
         self.image_tokens = image_tokens(config)  # they are never sampled
         # A new configuration, without the sampling defaults of the model's folder.

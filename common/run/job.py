@@ -64,13 +64,13 @@ def nothing_to_do(settings: Settings | OfflineSettings) -> bool:
 class Run(offline.Run):
     """The loop around training: sampling, metrics, evaluation, checks, checkpoints. Every rank calls every method."""
 
-    def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained):
+    def __init__(self, settings: Settings, world: World, engine, trained: checkpoint.Trained, also: list | None = None):
         """Load the checkpoint to resume, give the engine its weights if it lacks them, evaluate a fresh run.
 
         Raises RunFailed if the checkpoint can't be read or the evaluation can't grade.
         """
         args = settings.args
-        loader = data.PromptLoader(settings.prompts, args.seed)
+        loader = data.PromptLoader(settings.prompts, args.seed, also)
         super().__init__(settings, trained, loader, settings.tokenizer, world, settings.reward, engine)
         self.settings = settings
         # Finds out why trainer and engine disagree on log-probs (mismatch/), if they do.
@@ -221,10 +221,11 @@ class Run(offline.Run):
         placement.finish(self.world, self.engine)
 
 
-def start(settings: Settings, world: World, engine, trained: checkpoint.Trained) -> Run:
+def start(settings: Settings, world: World, engine, trained: checkpoint.Trained, also: list | None = None) -> Run:
     """Start or resume the run. trained: name -> (model, optimizer), for "policy" and every other model that changes;
     None for an optimizer says that none trains it.
 
+    also: what the run learns from besides prompts and answers. A checkpoint of a run with others is refused.
     Collective: every rank calls it.
     """
-    return Run(settings, world, engine, trained)
+    return Run(settings, world, engine, trained, also)

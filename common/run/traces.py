@@ -175,7 +175,7 @@ def read(path: Path, names: Collection[str] = (), optional: Collection[str] = ()
     its tokens take four times as much. optional: more to keep, where there are any: only episodes have "sampled".
     """
     rows = json_lines.read(
-        path, hint="; runs write it whole, so it was changed or cut", names=[*names, *optional] or None
+        path, hint="; runs write it whole, so it was changed or cut", names=[*names, *optional] if names else None
     )
     if not rows:
         raise BadInput(f"{path}: holds no responses")

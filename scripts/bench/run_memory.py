@@ -5,9 +5,9 @@
     python scripts/bench/run_memory.py grpo --task arithmetic --steps 3
     python scripts/bench/run_memory.py dpo                                  # a baseline of several commands: the worst
 
-After each step the run evaluates 256 problems, and at its end it saves a checkpoint. A whole run may take more, because
-the heap gets holes. Memory that processes share, such as libraries, is not counted. A peak shorter than a second may be
-missed.
+A run that samples evaluates 256 problems after each step, and at its end it saves a checkpoint. A whole run may take
+more, because the heap gets holes. Memory that processes share, such as libraries, is not counted. A peak shorter than a
+second may be missed.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).parents[1]))
 import baselines
+from common import errors
 
 GB = 1e9
 
@@ -78,6 +79,7 @@ def commands(args: Args, folder: str) -> list[list[str]]:
 
 
 def main(args: Args) -> None:
+    baselines.check_names(baselines.Args(task=args.task, run=(args.run,)))
     baselines.prepare(args.task, args.run)
     with tempfile.TemporaryDirectory() as folder:
         peak = max(peak_of(words) for words in commands(args, folder))
@@ -87,4 +89,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    errors.launch(main, tyro.cli(Args, description=__doc__))

@@ -71,7 +71,7 @@ def test_a_row_has_one_response_of_its_pair(tmp_path, monkeypatch):
     with pytest.raises(InterruptedError):
         dpo.main(dpo.Args(**dpo.EMBEDDED | {"dataset": (str(file),)}))
     (prompt,), found = pairs.load_pairs((str(file),), Source(), arithmetic.tokenizer(), 64, 48)
-    chosen, rejected = map(len, found[prompt.id])
+    chosen, rejected = map(len, found[prompt.key])
     assert seen == [(len(prompt.ids) + rejected, len(prompt.ids) + chosen + rejected)]
 
 
@@ -128,7 +128,13 @@ def load(tmp_path, *rows, **source):
 def test_texts_and_messages_are_the_same_pair(tmp_path, row, source):
     (prompt,), found = load(tmp_path, row, **source)
     encode = arithmetic.tokenizer().encode
-    assert prompt.text.strip() == "1+1=" and found == {prompt.id: [[*encode("2"), 1], [*encode("3"), 1]]}
+    assert prompt.text.strip() == "1+1=" and found == {prompt.key: [[*encode("2"), 1], [*encode("3"), 1]]}
+
+
+def test_rows_of_two_data_sets_with_one_id_keep_their_own_responses(world):
+    prompts = [Prompt("d:1", "", [5], None, dataset=name) for name in "ab"]
+    batch = dpo.collate(prompts, {prompts[0].key: [[1], [2]], prompts[1].key: [[3], [4]]}, world)
+    assert batch.response_ids == [[1], [2], [3], [4]]
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -173,11 +179,15 @@ def test_it_learns_and_with_the_responses_exchanged_it_unlearns(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [DPO, SFT], ids=["dpo", "sft"])
+@pytest.mark.parametrize("script", [DPO, SFT, "kto"], ids=["dpo", "sft", "kto"])
 def test_two_ranks_and_small_micro_batches_are_the_same_run(tmp_path, script):
     """DPO goes through its pairs several times: a reference does not depend on which rank computed it."""
     flags = ["--steps", 4, "--batch-size", 6, "--warmup-steps", 1]
-    if script == DPO:
+    if script == "kto":
+        script = tmp_path / "kto.py"
+        script.write_text(load_script("scripts/variants.py").source("kto"))
+        flags += ["--beta", 0.1]
+    if script != SFT:
         few = tmp_path / "few.jsonl"
         long = lambda i, digit: digit * (20 if i % 3 == 0 else 1 + i % 2)  # ranks get unequal numbers of micro-batches
         rows = [{"prompt": f"{i}=", "chosen": long(i, "1"), "rejected": long(i, "2")} for i in range(10)]

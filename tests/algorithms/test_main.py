@@ -27,7 +27,7 @@ from common.data import prompts as data
 from common.rewards import mixture
 from common.rewards.grading import Item, Result
 from common.rewards.mixture import Rewards
-from common.run import sampling
+from common.run import job, sampling
 from common.trainer.batching import Compute
 
 SEED = 11
@@ -404,8 +404,14 @@ def test_sdpo_learns_from_answers_and_from_a_teacher_of_its_own_weights(record, 
     check_every_update(record, tmp_path, "sdpo", PLAIN | own)
 
 
-def test_sdpo_learns_from_written_solutions(record, tmp_path):
+def test_sdpo_learns_from_written_solutions(record, tmp_path, monkeypatch):
+    """A checkpoint knows them, so a run with others isn't gone on with."""
+    known = []
+    loader = job.data.PromptLoader
+    monkeypatch.setattr(job.data, "PromptLoader", lambda *given: known.append(given) or loader(*given))
     check_every_update(record, tmp_path, "sdpo", PLAIN | {"hint": "solution"})
+    prompts, _, also = known[0]
+    assert also == [prompt.solution for prompt in prompts] and any(also)
 
 
 def test_the_first_update_of_a_step_clips_nothing(record, tmp_path):

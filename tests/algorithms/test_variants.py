@@ -33,6 +33,7 @@ from test_main import judged as in_test_main
 from common import errors, rewards
 from common.data import arithmetic
 from common.data.pairs import load_pairs
+from common.data.prompts import Prompt
 from common.data.tokenizer import load_tokenizer
 from common.processes.child import import_algorithm
 from common.rewards import mixture
@@ -444,7 +445,7 @@ def test_every_update_of_kto_is_the_formula(world, monkeypatch, tmp_path):
     recording, args = on_pairs(world, monkeypatch, tmp_path, "kto", own)
     tokenizer = load_tokenizer(MODEL)[0]
     prompts, pairs = load_pairs(args.dataset, args.source, tokenizer, 64, 48)
-    following = {tuple(prompts[i - 1].ids): pairs[prompts[i].id] for i in range(len(prompts))}
+    following = {tuple(prompts[i - 1].ids): pairs[prompts[i].key] for i in range(len(prompts))}
     assert len(following) == len(prompts)
     reference, seen = Net(MODEL), []
 
@@ -469,12 +470,23 @@ def test_every_update_of_kto_is_the_formula(world, monkeypatch, tmp_path):
     assert max(seen) > 0.01 and seen == pytest.approx([row["reward/z"] for row in metrics(tmp_path / "run")], abs=1e-4)
 
 
-def test_kto_needs_a_second_prompt(monkeypatch, tmp_path):
-    algorithm = variant("kto", tmp_path)
-    pairs = [json.loads(arithmetic.PAIRS.read_text().splitlines()[0])]
-    args = algorithm.Args(**algorithm.EMBEDDED | {"dataset": written(tmp_path, pairs)})
-    with pytest.raises(errors.BadInput, match="--dataset .*: one prompt"):
-        algorithm.main(args)
+def test_the_reference_point_of_kto_is_a_mean_over_the_ranks_and_not_negative():
+    module = variants.load("kto")
+    rewards = torch.tensor([[0.5, 1.5], [-1.0, 2.0]])
+    assert module.reference_point(rewards) == 0.75
+    assert module.reference_point(rewards, lambda number: 3 * float(number)) == 0.75, "sum and count are of all ranks"
+    assert module.reference_point(-rewards) == 0.0
+
+
+def test_kto_takes_responses_to_another_prompt(tmp_path):
+    """Files often have several rows of one prompt in a row."""
+    module = variants.load("kto")
+    prompts = [Prompt(f"d:{i}", "", [ids], None) for i, ids in enumerate((5, 5, 6, 5))]
+    pairs = {prompt.key: [[i], [10 + i]] for i, prompt in enumerate(prompts)}
+    others = module.with_other_responses(prompts, pairs)
+    assert [others[prompt.key][0] for prompt in prompts] == [[2], [2], [3], [2]]
+    with pytest.raises(errors.BadInput, match="--dataset"):
+        module.with_other_responses(prompts[:2], pairs)
 
 
 def small_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

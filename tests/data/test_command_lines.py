@@ -351,7 +351,7 @@ def test_a_dry_run_of_dpo_marks_what_the_loss_is_taken_of(folders, tmp_path, run
 
     tokenizer, _ = load_tokenizer(folders["tools"])
     (prompt,), found = pairs.load_pairs(("rows.jsonl",), Source(), tokenizer, 500, 900)
-    batch = rollout.collate([prompt.ids] * 2, found[prompt.id], None, [False] * 2, 0, torch.device("cpu"))
+    batch = rollout.collate([prompt.ids] * 2, found[prompt.key], None, [False] * 2, 0, torch.device("cpu"))
     for number, response in enumerate(responses):
         assert shown_as_learned(response, *marks) == learned_and_read(batch, tokenizer, number)
     assert plain(prompt_text) == tokenizer.decode(prompt.ids)

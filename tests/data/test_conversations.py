@@ -264,7 +264,7 @@ def test_pairs_are_read_as_solutions_are(tmp_path, row, chosen):
     tokenizer = tokenizer_with(CHATML)
     (prompt,), found = pairs.load_pairs((str(tmp_path / "rows.jsonl"),), Source(), tokenizer, 512, 512)
     assert prompt.text == USER + NEXT
-    assert found[prompt.id][0] == tokenizer(chosen, add_special_tokens=False)["input_ids"]
+    assert found[prompt.key][0] == tokenizer(chosen, add_special_tokens=False)["input_ids"]
 
 
 def test_control_tokens_that_a_prompt_spells_are_counted_or_encoded_as_text(tmp_path, capsys):

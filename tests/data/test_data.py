@@ -104,7 +104,7 @@ def test_solutions_and_pairs_of_exactly_the_limit_stay(rows):
         assert [prompt.solution for prompt in fitting] == solutions and tokens == longest
     paired = rows('{"prompt": "1+1=", "chosen": "2", "rejected": "10"}', name="paired.jsonl")
     usable, responses = pairs.load_pairs((paired,), Source(), TOKENIZER, 4, 3)
-    assert [[len(ids) for ids in responses[prompt.id]] for prompt in usable] == [[2, 3]]
+    assert [[len(ids) for ids in responses[prompt.key]] for prompt in usable] == [[2, 3]]
     with pytest.raises(BadInput, match="--max-response-tokens 2"):
         pairs.load_pairs((paired,), Source(), TOKENIZER, 4, 2)
 

@@ -210,7 +210,7 @@ def test_pairs_have_messages_of_parts(llava, tmp_path):
     said = lambda text: {"role": "assistant", "content": [{"type": "text", "text": text}]}
     path = write(tmp_path, {"chosen": [*both, said("7")], "rejected": [*both, said("8")], "images": ["0.png"]})
     prompts, pairs = load_pairs((path,), TrainSource(), load_tokenizer(llava)[0], 400, 10)
-    assert prompts[0].ids.images == [PNG] and len({tuple(ids) for ids in pairs[prompts[0].id]}) == 2
+    assert prompts[0].ids.images == [PNG] and len({tuple(ids) for ids in pairs[prompts[0].key]}) == 2
 
 
 def test_messages_bring_their_images_and_texts_alone_need_none(llava, tmp_path):

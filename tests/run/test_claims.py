@@ -213,7 +213,7 @@ def test_a_source_is_a_link(source, link):
 
 
 def test_the_picture_has_a_line_for_each_row_in_points_with_all_its_seeds(monkeypatch, tmp_path):
-    """`length` is in tokens. A mean of 59 points is beyond the edge, and an arrow there."""
+    """`length` is in tokens. An interval at 59 points is beyond the edge, and an arrow there."""
     drawn = []
     monkeypatch.setattr(claims.pictures, "save", lambda figure, file: drawn.append(figure))
     for seed in range(5):
@@ -225,7 +225,7 @@ def test_the_picture_has_a_line_for_each_row_in_points_with_all_its_seeds(monkey
     claims.draw(tmp_path, tmp_path / "picture.svg")
     (axis,) = drawn[0].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["std", "delight"]
-    _, std, arrow, delight, dot = axis.lines  # the first is at 0
+    _, std, _, arrow, delight, dot = axis.lines  # the first is at 0, and the dot of std is beyond the edge
     assert std.get_color() == claims.COLORS["confirmed"] and delight.get_color() == claims.COLORS["refuted here"]
     assert arrow.get_marker() == ">" and list(arrow.get_xdata()) == [claims.EDGE]
     assert list(dot.get_xdata()) == pytest.approx([-9.8]) and list(dot.get_ydata()) == [1]

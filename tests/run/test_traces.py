@@ -196,10 +196,11 @@ def test_the_report_has_the_advantage_of_the_policys_tokens(run, tmp_path):
     assert "advantage +0.50" in report.write(tmp_path / "run").read_text()
 
 
-def test_a_replayed_prompt_is_found_by_its_tokens_if_two_data_sets_have_its_id():
+def test_a_replayed_prompt_is_found_by_tokens_and_answer_if_other_data_sets_have_its_id():
     """One file that is read with two instructions, as in --dataset gsm8k:data data/train.jsonl."""
-    row = {"index": 0, "id": "data/train.jsonl:1", "prompt_ids": [5, 6]}
-    prompts = [Prompt(row["id"], "", ids, None, dataset=name) for name, ids in (("a", [5, 6]), ("b", [5, 7]))]
+    row = {"index": 0, "id": "data/train.jsonl:1", "prompt_ids": [5, 6], "answer": "7"}
+    of_data_sets = (("a", [5, 6], "7"), ("b", [5, 7], "7"), ("c", [5, 6], "8"))
+    prompts = [Prompt(row["id"], "", ids, answer, dataset=name) for name, ids, answer in of_data_sets]
     for order in (prompts, prompts[::-1]):
         assert replay.ReplayLoader([row], order, 0).take(1) == [prompts[0]]
     with pytest.raises(errors.BadInput, match="the data set or the tokenizer is not the one of the run"):

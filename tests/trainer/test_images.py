@@ -448,6 +448,7 @@ def test_a_replayed_rank_gets_the_responses_to_its_own_prompts(size):
             "index": i,
             "id": f"{i}",
             "prompt_ids": [5, 6],
+            "answer": "",
             "response_ids": [10 * i + j],
             "rollout_logprobs": [0.0],
             "finish_reason": "stop",
