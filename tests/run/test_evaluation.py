@@ -472,7 +472,7 @@ def test_rows_of_two_data_sets_may_have_one_id(world):
     prompts = [Prompt("a.jsonl:1", text, [1], "1", dataset=name) for name, text in (("gsm8k", "3-2="), ("own", "3-1="))]
     graded = [(prompt, [prompt.text]) for prompt in prompts]
     found = evaluate.gather(graded, world)
-    assert [found[evaluate.key(prompt)] for prompt in prompts] == [["3-2="], ["3-1="]]
+    assert [found[prompt.key] for prompt in prompts] == [["3-2="], ["3-1="]]
 
 
 def test_rows_of_all_ranks_are_kept(world, tmp_path, monkeypatch):
