@@ -377,6 +377,16 @@ def compared(folder: Path, claim: Claim, measure: Measure) -> tuple[dict[int, fl
     return {seed: measure.of(arm[seed]) for seed in both}, {seed: measure.of(control[seed]) for seed in both}
 
 
+def finished(folder: Path) -> dict[str, tuple[dict[int, float], dict[int, float]]]:
+    """compared() by a claim's own measure, for the claims that have all their seeds."""
+    found = {}
+    for name, claim in CLAIMS.items():
+        arm, control = compared(folder, claim, MEASURES[claim.measure])
+        if len(arm) >= SEEDS[claim.task]:
+            found[name] = arm, control
+    return found
+
+
 def p_of_margin(claim: Claim, arm: dict[int, float], control: dict[int, float]) -> float:
     """One-sided p-value against a gain of at least the margin: small if the difference falls clearly short of it.
 
@@ -469,10 +479,8 @@ def summary(folder: Path) -> str:
     p_values: dict[str, float] = {}  # of the hypothesis that the difference is 0
     short_of_margin: dict[str, float] = {}  # of the hypothesis that it reaches the margin
     excluding = []  # rows whose own interval excludes 0
-    for name, claim in CLAIMS.items():
-        arm, control = compared(folder, claim, MEASURES[claim.measure])
-        if len(arm) < SEEDS[claim.task]:
-            continue
+    for name, (arm, control) in finished(folder).items():
+        claim = CLAIMS[name]
         estimate = study.paired(arm, control)
         verdicts.append(verdict(claim, estimate, len(arm)))
         p_values[name] = estimate.p
@@ -573,9 +581,9 @@ def draw(folder: Path, file: Path) -> None:
     Behind them is a band of the margin, which all of these rows share.
     """
     shown = {}
-    for name, claim in CLAIMS.items():
-        arm, control = compared(folder, claim, MEASURES[claim.measure])
-        if MEASURES[claim.measure].scale == 100 and len(arm) >= SEEDS[claim.task]:
+    for name, (arm, control) in finished(folder).items():
+        claim = CLAIMS[name]
+        if MEASURES[claim.measure].scale == 100:
             estimate = study.paired(arm, control)
             shown[name] = estimate, verdict(claim, estimate, len(arm))
     height = len(shown) * ROW + HEAD + FOOT

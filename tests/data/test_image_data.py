@@ -113,8 +113,12 @@ def test_the_mark_of_an_image_is_no_control_token_that_a_text_spells(family, con
     """Both tokenizers have a control token <image>."""
     tokenizer = load_tokenizer(llava if family == "llava" else str(ROOT / "baselines/images-start"))[0]
     assert "<image>" in tokenizer.get_added_vocab()
-    (prompt,) = load((write(tmp_path, ROW),), TrainSource(control_tokens=control_tokens), "train", tokenizer, 400)
-    assert len(prompt.ids.images) == 1 and "control-tokens" not in capsys.readouterr().err
+    # Without the mark, the two halves of the second text would be a control token.
+    split = f"{tokenizer.eos_token[:2]}<image>{tokenizer.eos_token[2:]}?"
+    rows = ROW, ROW | {"prompt": split}
+    prompts = load((write(tmp_path, *rows),), TrainSource(control_tokens=control_tokens), "train", tokenizer, 400)
+    assert [len(prompt.ids.images) for prompt in prompts] == [1, 1]
+    assert "control-tokens" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("template", [SMOLVLM, LLAVA])
