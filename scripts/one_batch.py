@@ -36,6 +36,7 @@ from common.trainer import batching, model, packing_check
 KEYS = (
     "index",
     "id",
+    "answer",  # replay.py looks for a prompt by id, tokens and answer
     "prompt_ids",
     "response_ids",
     "rollout_logprobs",
