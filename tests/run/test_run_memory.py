@@ -31,7 +31,7 @@ def test_the_last_flags_are_those_of_the_measurement():
 def test_a_baseline_of_several_commands_is_shortened_in_each():
     *before, training = commands(Args("rejection"), "folder")
     assert [words[-2:] for words in before] == [["--prompts", "640"]] * len(before) and before
-    assert training[0] == "algos/sft.py" and ["--steps", "2"] == training[training.index("--warmup-steps") - 2 :][:2]
+    assert training[0] == "algos/sft.py" and training[training.index("--warmup-steps") - 2 :][:2] == ["--steps", "2"]
 
 
 def test_baselines_with_flags_of_their_own_are_refused():
