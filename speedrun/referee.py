@@ -135,7 +135,7 @@ class Trace:
             "seconds": round(time.perf_counter() - self.began, 1),
         }
         self.rows.append(row)
-        errors.say(f"rollout {number}: reward {row['reward']:.3f}, {flops / 1e15:.3f} PFLOPs, {row['seconds']:.0f} s")
+        errors.say(f"rollout {number}: reward {row['reward']:.3f}, {flops / 1e12:.1f} TFLOPs, {row['seconds']:.0f} s")
         if self.expected is not None:
             self.compare(number)
 
@@ -177,6 +177,7 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
         with tempfile.TemporaryDirectory() as private:
             model = trained_model(job, folder, Path(private))
             weights = digest_of(model)
+            errors.say(f"evaluating on {len(held_out):,} problems; this takes minutes, and the clock is off")
             solved = evaluate(job, model, held_out, Path(private))
     claims = {
         "flops": flops,

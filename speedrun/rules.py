@@ -23,6 +23,7 @@ from common.run import directory
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 64 * 1024  # bytes of the file: no room for a table of answers, or for weights
+NEARLY = 0.95  # of the greatest similarity: a sibling that is as good to compare with, if the file names it
 LONGEST_LINE = 200  # characters: a person would not read the rest of a longer line
 CURES = "what to write instead: speedrun/README.md, What is refused in a file"
 # Functions of torch with names like these: products that the clock does not see, and files.
@@ -407,11 +408,18 @@ def check_flags(flags: list[str]) -> None:
             raise Refused(f"--{name}: leave it out; the speedrun sets it, or has no use for it")
 
 
+def called(name: str) -> str:
+    """algos/grpo.py -> grpo.py, speedrun/records/0001-merged/train.py -> 0001-merged."""
+    path = Path(name)
+    return path.parent.name if path.name == "train.py" else path.name
+
+
 def nearest_diff(file: Path, commit: str) -> str:
     """The diff of a record's file to what it is nearest to, which a person reads: an algorithm or a record's file.
 
-    Both are those of the commit that the record names. Otherwise two new records could hide behind each other: each
-    diff would show only how they differ.
+    Of several that are nearly as near, it is one that the docstring names, as in "It differs from grpo.py". Both are
+    those of the commit that the record names. Otherwise two new records could hide behind each other: each diff would
+    show only how they differ.
     """
     lines = file.read_text().splitlines()
     known = directory.git("ls-tree", "-r", "--name-only", commit, "algos/", "speedrun/records/").split()
@@ -421,10 +429,12 @@ def nearest_diff(file: Path, commit: str) -> str:
         paths = sorted([*ROOT.glob("algos/[!_]*.py"), *ROOT.glob("speedrun/records/*/train.py")])
         siblings = {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != file.resolve()}
     siblings = {name: text.splitlines() for name, text in siblings.items()}
-
-    def similarity(name: str) -> float:
-        return difflib.SequenceMatcher(None, siblings[name], lines, autojunk=False).ratio()
-
-    nearest = max(siblings, key=similarity)
+    similarity = {
+        name: difflib.SequenceMatcher(None, text, lines, autojunk=False).ratio() for name, text in siblings.items()
+    }
+    near = [name for name in siblings if similarity[name] >= NEARLY * max(similarity.values())]
+    docstring = ast.get_docstring(ast.parse("\n".join(lines))) or ""
+    named = [name for name in near if re.search(rf"\b{re.escape(called(name))}\b", docstring)]
+    nearest = max(named or near, key=similarity.get)
     diff = difflib.unified_diff(siblings[nearest], lines, nearest, file.name, lineterm="", n=1)
     return "\n".join(diff) or f"{file.name} is {nearest}"

@@ -31,6 +31,7 @@ from common.run import directory
 
 RECORDS = ROOT / "speedrun/records"
 TRIAL = "--try"  # in the place of the record's name
+CODE = ("common", "scripts", ":(glob)speedrun/*.py")  # what git must not show changes in
 SO_FAR = "so_far.json"  # in NAME.unfinished: what record.json will have, with the seeds that are done
 
 
@@ -38,7 +39,7 @@ def machine(job: Job) -> dict:
     """What a replay depends on: commit, versions, processor, start model. Raises Refused."""
     referee.check_machine(job)
     place = SimpleNamespace(size=1, device=torch.device("cpu"))
-    about = directory.code_and_machine(place, ("common", "scripts", ":(glob)speedrun/*.py"))
+    about = directory.code_and_machine(place, CODE)
     about["hardware"] = {"processor": about["hardware"]["device"], "cores": job.cores}
     return about | {"start_model": referee.digest_of(job.model)}
 
@@ -48,9 +49,10 @@ def check_committed(about: dict) -> None:
     if not about["commit"]:
         raise Refused("this is no git checkout, and a record names the commit that it ran; clone the repository")
     if about["uncommitted_changes"]:
+        changed = directory.git("status", "--porcelain", "--", *CODE).split("\n")
         raise Refused(
-            "git status shows changes in common/, scripts/ or speedrun/*.py; stash them, or commit and publish them. "
-            "Your own file belongs into algos/"
+            f"git status shows changes in common/, scripts/ or speedrun/*.py: {', '.join(map(str.strip, changed))}. "
+            "Stash them, or commit and publish them. Your own file belongs into algos/"
         )
     if directory.git("remote") and not directory.git("branch", "-r", "--contains", about["commit"]):
         errors.say(f"no branch of a remote has commit {about['commit']}; push it, or nobody can check the record")
@@ -137,10 +139,10 @@ def write_csv(file: Path, outcome: Outcome) -> None:
 
 def say_result(seed: int | str, claims: dict) -> None:
     """Print what a seed has reached."""
-    errors.say(
-        f"seed {seed}: {claims['accuracy']:.1%} ({claims['low']:.1%} to {claims['high']:.1%}) after "
-        f"{claims['flops']:,} FLOPs in {claims['seconds']} s"
-    )
+    solved = f"{claims['right']:,} problems solved, {claims['accuracy']:.1%}"
+    interval = f"95 % interval: {claims['low']:.1%} to {claims['high']:.1%}"
+    cost = f"{claims['flops'] / 1e12:.1f} TFLOPs, {claims['seconds']} s"
+    errors.say(f"seed {seed}: {solved} ({interval}); {cost}")
 
 
 def main(words: list[str], job: Job = SPEEDRUN) -> None:
@@ -166,6 +168,8 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
         record = enter(job, folder, Path(file), flags)
     except Refused as refused:
         sys.exit(f"refused: {refused}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted. Of a record, the same command goes on with the first seed that is not evaluated yet")
     for seed, claims in record["seeds"].items():
         say_result(seed, claims)
     errors.say(f"written to {folder}; next: python speedrun/verify.py {folder} --check")

@@ -269,8 +269,8 @@ def test_a_record_that_cannot_be_read_is_refused_and_not_a_traceback(honest, mon
 @pytest.mark.parametrize(
     "args, says",
     [
-        ({"check": True}, "nothing was replayed"),
-        ({"seeds": (7,)}, "none of its own seeds was replayed"),
+        ({"check": True}, "Nothing was replayed; if a replay agrees, it counts"),
+        ({"seeds": (7,)}, "None of its seeds was replayed"),
         ({"seeds": (0, 7)}, "verified; it"),
         ({"seeds": (0,)}, "verified; it"),
     ],
@@ -294,6 +294,13 @@ def test_the_diff_is_to_the_nearest_file(tmp_path):
         diff = rules.nearest_diff(tmp_path / "train.py", known)
         assert diff.startswith("--- speedrun/records/0001-merged/train.py"), diff[:200]
         assert [line for line in diff.splitlines() if line.startswith("+ ")] == ["+        betas=(0.9, 0.99),"]
+
+
+def test_of_files_that_are_about_as_near_the_named_one_is_shown():
+    """0002 has a line more in common with cispo.py, and says that it differs from grpo.py."""
+    record = ROOT / "speedrun/records/0002-settled"
+    diff = rules.nearest_diff(record / "train.py", json.loads((record / "record.json").read_text())["commit"])
+    assert diff.startswith("--- algos/grpo.py\n")
 
 
 def test_two_new_records_do_not_hide_behind_each_other(monkeypatch):
