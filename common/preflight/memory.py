@@ -49,11 +49,12 @@ FROZEN_BYTES = 4  # one that is kept in float32 without moments: a frozen vision
 FREE = 0.1  # share of a GPU's memory that stays free, for its context, NCCL, fragmentation and errors of the estimate
 ENGINE_ASLEEP = 2 * GIB  # kept by a sleeping engine: CUDA graphs, libraries
 ENGINE_WORKSPACE = 4 * GIB  # needed by an engine besides weights and KV cache
-# Share of a rank's memory for the activations of a forward, on a CPU and in float32. On a CPU two trained models have
-# half of it. With it SmolLM2-135M gets the budgets that were measured on a CPU (docs/planning.md).
+# Share of a rank's memory for the activations of a forward, on a CPU and in float32. On a CPU two trained models have a
+# quarter of it. With it SmolLM2-135M gets the budgets that were measured on a CPU (docs/planning.md).
 ACTIVATION_SHARE = 0.18
 LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
-MIN_BUDGET_TOKENS = 1024
+MIN_BUDGET_TOKENS = 1024  # on a GPU, where smaller steps would not pay
+MIN_CPU_BUDGET_TOKENS = 512
 MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
 RECURRENT = ("linear_attention", "hybrid")  # kinds of layers with a recurrence, in config.json
 
@@ -301,16 +302,16 @@ class MemoryPlan:
         return self.states + engine + passing + tokens * self.token_bytes
 
     def token_budget(self) -> int:
-        """Tokens of one forward that fit, at least MIN_BUDGET_TOKENS.
+        """Tokens of one forward that fit, at least MIN_BUDGET_TOKENS or, on a CPU, MIN_CPU_BUDGET_TOKENS.
 
         It depends on the size of the memory, not on how much is free: a command always cuts the same micro-batches.
         """
         share = ACTIVATION_SHARE * self.memory
         if not self.gpu:
             # A second trained model doubles the states, and a smaller forward makes up for a part of it.
-            share /= sum(name not in FROZEN for name in self.models)
+            share /= sum(name not in FROZEN for name in self.models) ** 2
             # A power of two is the same on machines of nearly the same memory.
-            budget = MIN_BUDGET_TOKENS
+            budget = MIN_CPU_BUDGET_TOKENS
             while budget < MAX_BUDGET_TOKENS and 2 * budget * self.token_bytes <= share:
                 budget *= 2
             return budget

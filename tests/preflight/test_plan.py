@@ -206,14 +206,16 @@ def test_families_name_the_norm_of_queries_differently(tmp_path, family):
     assert memory.normalizes_heads(str(tmp_path)) == NORMS_OF_HEADS[family]
 
 
-def test_on_a_cpu_a_second_trained_model_halves_the_forward(seven):
-    """A share of the memory for the activations, and half of it with a critic. A reference changes nothing."""
+def test_on_a_cpu_a_second_trained_model_quarters_the_forward(seven):
+    """A share of the memory for the activations, and a quarter of it with a critic. A reference changes nothing."""
     memory_of_4096 = 4096 * seven.token_bytes / memory.ACTIVATION_SHARE
     one = replace(seven, gpu=False, memory=1.01 * memory_of_4096)
     assert one.token_budget() == 4096
     assert replace(one, models=("policy", "reference")).token_budget() == 4096
-    assert replace(one, models=("policy", "critic")).token_budget() == 2048
-    assert replace(one, models=("policy", "reference", "critic")).token_budget() == 2048
+    assert replace(one, models=("policy", "critic")).token_budget() == 1024
+    assert replace(one, models=("policy", "reference", "critic")).token_budget() == 1024
+    assert replace(one, models=("policy", "critic"), memory=memory_of_4096 / 8).token_budget() == 512
+    assert replace(one, models=("policy", "critic"), memory=memory_of_4096 / 80).token_budget() == 512
 
 
 def test_with_offload_no_gradient_stays_on_the_gpu(seven):
