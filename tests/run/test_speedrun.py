@@ -452,6 +452,9 @@ def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch, tmp_pat
     for name, expected in counts.items():
         (tmp_path / name).write_text("2\n")
         assert run.machine(JOB)["uncommitted_changes"] is expected, name
+        if expected:
+            with pytest.raises(Refused, match=name):
+                run.check_committed(run.machine(JOB))
         (tmp_path / name).write_text("1\n")
 
 
@@ -461,6 +464,17 @@ def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
     with pytest.raises(Refused, match="changed while it ran: commit;"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
+
+
+def test_an_interrupt_says_what_goes_on(monkeypatch, tmp_path):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "RECORDS", tmp_path)
+    monkeypatch.setattr(run, "check_committed", lambda about: None)
+    monkeypatch.setattr(referee, "play", interrupted)
+    with pytest.raises(SystemExit, match="interrupted.*same command"):
+        run.main(["0002-mine", "algos/grpo.py"], JOB)
 
 
 def test_a_record_has_one_writer(monkeypatch, tmp_path):
