@@ -1,12 +1,13 @@
 """Accuracy of an engine's responses."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import sources
 from common.data.prompts import Prompt
-from common.errors import RunFailed
+from common.errors import RunFailed, say
 from common.placement import World
 from common.rewards.mixture import Rewards
 from common.run import outcomes
@@ -21,8 +22,30 @@ class Response(NamedTuple):
     truncated: bool  # the engine cut it off at the length limit
 
 
+PROGRESS_SECONDS = 60.0  # between two lines about an evaluation that takes long
+
 Graded = list[Response]  # the responses to one prompt
 GradedPrompts = list[tuple[Prompt, Graded]]
+
+
+class Progress:
+    """The `done` of engine.generate(): it says once a minute how many prompts have all their responses.
+
+    On a CPU thousands of responses take an hour. Engines call it for this rank's prompts, but not with an environment.
+    """
+
+    def __init__(self, prompts: int):
+        """prompts: of this rank; rank 0 speaks of its own."""
+        self.prompts = prompts
+        self.answered = set()  # indices: an engine may name a prompt twice
+        self.said = time.monotonic()
+
+    def __call__(self, index: int, response_ids: list, truncated: list[bool]) -> None:
+        self.answered.add(index)
+        now = time.monotonic()
+        if now - self.said >= PROGRESS_SECONDS:
+            self.said = now
+            say(f"evaluation: {len(self.answered):,} of {self.prompts:,} prompts")
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,8 @@ class Evaluator:
         prompts_here = prompts[self.world.rank :: self.world.size]
         grading = self.reward.begin_early(prompts_here, self.tokenizer)
         ids = [prompt.ids for prompt in prompts_here]
-        rollout = self.engine.generate(ids, n, temperature, self.max_tokens, seed, reply=grading.reply)
+        done = Progress(len(ids))
+        rollout = self.engine.generate(ids, n, temperature, self.max_tokens, seed, done=done, reply=grading.reply)
         texts = texts_of(rollout, self.tokenizer)
         results = self.reward.score(prompts_here, texts, rollout, self.world)
 

@@ -18,7 +18,7 @@ from common.errors import BadInput, RunFailed
 from common.rewards.grading import Result
 from common.rewards.mixture import Rewards
 from common.rollout.rollout import collate
-from common.run import estimates
+from common.run import estimates, evaluation
 from common.run.evaluation import Evaluator
 from common.run.tracking import Metrics
 
@@ -41,6 +41,8 @@ class Engine:
         self.asked.append(
             {"prompts": prompt_ids, "n": n, "temperature": temperature, "tokens": max_tokens, "seed": seed}
         )
+        for index in range(len(prompt_ids)):
+            done(index, [], [])
         texts = [self.responses[ids[0]][sample] for ids in prompt_ids for sample in range(n)]
         ids = [[*TOKENIZER(text)["input_ids"], 1] for text in texts]
         prompts = [prompt for prompt in prompt_ids for _ in range(n)]
@@ -55,6 +57,17 @@ def reward(items, lengths, truncated) -> list[Result]:
         ungraded = "bad" in item.response
         results.append(Result(None, None) if ungraded else Result(-1.5 if acc else 0.25, acc))
     return results
+
+
+def test_an_evaluation_that_takes_long_says_how_far_it_is(monkeypatch, capsys):
+    """Once a minute, and a prompt that the engine names twice is one."""
+    now = iter([0.0, 59.0, 61.0, 90.0, 121.0])
+    monkeypatch.setattr(evaluation.time, "monotonic", lambda: next(now))
+    done = evaluation.Progress(2560)
+    for index in (7, 8, 8, 3):
+        done(index, [[1]], [False])
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["evaluation: 2 of 2,560 prompts", "evaluation: 3 of 2,560 prompts"]
 
 
 def prepared(world, *responses: list[str]) -> tuple[Evaluator, list[Prompt]]:
