@@ -135,7 +135,7 @@ class Trace:
             "seconds": round(time.perf_counter() - self.began, 1),
         }
         self.rows.append(row)
-        errors.say(f"rollout {number}: reward {row['reward']:.3f}, {flops / 1e12:.1f} TFLOPs, {row['seconds']:.0f} s")
+        errors.say(f"rollout {number}: reward {row['reward']:.3f}, {flops / 1e12:.4g} TFLOPs, {row['seconds']:.0f} s")
         if self.expected is not None:
             self.compare(number)
 

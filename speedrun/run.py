@@ -141,7 +141,7 @@ def say_result(seed: int | str, claims: dict) -> None:
     """Print what a seed has reached."""
     solved = f"{claims['right']:,} problems solved, {claims['accuracy']:.1%}"
     interval = f"95 % interval: {claims['low']:.1%} to {claims['high']:.1%}"
-    cost = f"{claims['flops'] / 1e12:.1f} TFLOPs, {claims['seconds']} s"
+    cost = f"{claims['flops'] / 1e12:.4g} TFLOPs, {claims['seconds']} s"
     errors.say(f"seed {seed}: {solved} ({interval}); {cost}")
 
 

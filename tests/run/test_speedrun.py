@@ -125,7 +125,7 @@ def test_an_honest_record_repeats_bit_for_bit(honest, capsys):
     assert claims["flops"] > rollouts[-1]["flops"], "training after the last rollout counts"
     assert claims["weights"] != record["start_model"], "these are the trained weights"
     verify.replay(JOB, honest, record, ())
-    assert f"{record['flops']:,} FLOPs" in capsys.readouterr().out
+    assert f"{record['flops'] / 1e12:.4g} TFLOPs" in capsys.readouterr().out
 
 
 @pytest.mark.slow
