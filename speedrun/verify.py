@@ -213,17 +213,18 @@ def main(args: Args, job: Job = SPEEDRUN) -> None:
 def verified(job: Job, folder: Path, args: Args) -> str:
     """Check a record and, if that was asked for, replay it. Returns what is now known. Raises Refused."""
     record = check(job, folder)
-    counted = counts(job, record)
-    verdict = "it counts" if counted else "it misses the target"
+    verdict = if_replayed = "it misses the target"
+    if counts(job, record):
+        verdict, if_replayed = "it counts", "if a replay agrees, it counts"
     if args.records:
         # Not say(): it would shorten what looks like a URL's password, and so could hide code.
         print(errors.escaped(rules.nearest_diff(folder / "train.py", record["commit"])), flush=True)
     if not args.records or args.check:
-        return f"its files agree. Nothing was replayed; {'if a replay agrees, ' if counted else ''}{verdict}"
+        return f"its files agree. Nothing was replayed; {if_replayed}"
     replay(job, folder, record, args.seeds)
     not_replayed = set(job.seeds) - set(args.seeds or job.seeds)
     if not_replayed == set(job.seeds):
-        return f"its files agree. None of its seeds was replayed; {'if a replay agrees, ' if counted else ''}{verdict}"
+        return f"its files agree. None of its seeds was replayed; {if_replayed}"
     if not_replayed:
         return f"verified, except for seed {', '.join(map(str, sorted(not_replayed)))}, not replayed; {verdict}"
     return f"verified; {verdict}"

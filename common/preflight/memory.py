@@ -53,7 +53,7 @@ ENGINE_WORKSPACE = 4 * GIB  # needed by an engine besides weights and KV cache
 # quarter of it. With it SmolLM2-135M gets the budgets that were measured on a CPU (docs/planning.md).
 ACTIVATION_SHARE = 0.18
 LOGITS_BYTES = 3 * 4 * GPU_LOGITS_PER_CHUNK  # three float32 chunks at once
-MIN_BUDGET_TOKENS = 1024  # on a GPU, where smaller steps would not pay
+MIN_BUDGET_TOKENS = 1024  # on a GPU, where all budgets are multiples of it
 MIN_CPU_BUDGET_TOKENS = 512
 MAX_BUDGET_TOKENS = 16384  # a larger forward is no faster
 RECURRENT = ("linear_attention", "hybrid")  # kinds of layers with a recurrence, in config.json

@@ -13,6 +13,8 @@ from common.rewards.mixture import Rewards
 from common.run import outcomes
 from common.run.sampling import texts_of
 
+PROGRESS_SECONDS = 60.0  # between two lines about an evaluation that takes long
+
 
 class Response(NamedTuple):
     """A graded response."""
@@ -22,8 +24,6 @@ class Response(NamedTuple):
     truncated: bool  # the engine cut it off at the length limit
 
 
-PROGRESS_SECONDS = 60.0  # between two lines about an evaluation that takes long
-
 Graded = list[Response]  # the responses to one prompt
 GradedPrompts = list[tuple[Prompt, Graded]]
 
@@ -31,7 +31,8 @@ GradedPrompts = list[tuple[Prompt, Graded]]
 class Progress:
     """The `done` of engine.generate(): it says once a minute how many prompts have all their responses.
 
-    On a CPU thousands of responses take an hour. Engines call it for this rank's prompts, but not with an environment.
+    On a CPU thousands of responses take an hour. vLLM and servers call it for this rank's prompts. The hf engine never
+    calls it, and none does with an environment.
     """
 
     def __init__(self, prompts: int):
