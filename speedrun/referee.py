@@ -1,6 +1,8 @@
 """The referee of the speedrun. It holds the answers, runs an entry in a process of its own, grades, and evaluates.
 
-    referee.play(SPEEDRUN, file, flags, seed)      one run of an entry, from the start model to its accuracy
+    referee.train(SPEEDRUN, file, flags, seed, model)     one run of an entry; the folder `model` then has its weights
+    referee.examine(SPEEDRUN, model)                      their accuracy
+    referee.play(SPEEDRUN, file, flags, seed)             both; no weights are kept
 
 The entry's process gets the questions of the training problems, and nothing else of the task. It reports each call of
 its engine as token ids (entrant.py), and asks for rewards. The referee refuses a prompt that is not the plain prompt of
@@ -80,7 +82,10 @@ SPEEDRUN = Job(ROOT / "models/SmolLM2-135M-Instruct", "sums", target=0.6, held_o
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run of an entry gave. Everything but `seconds` repeats bit for bit."""
+    """What a run of an entry gave. Everything but `seconds` repeats bit for bit.
+
+    train() leaves out the claims that need an evaluation. examine() has them.
+    """
 
     rows: list[dict]  # one for each call of the engine, with COLUMNS
     claims: dict  # what record.json says of this seed
@@ -161,6 +166,16 @@ class Trace:
 
 def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict] | None = None) -> Outcome:
     """Run an entry and evaluate what it has trained. expected: as in Trace. Raises Refused."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        outcome = train(job, file, flags, seed, model, expected)
+        return Outcome(outcome.rows, outcome.claims | examine(job, model))
+
+
+def train(
+    job: Job, file: Path, flags: list[str], seed: int, model: Path, expected: list[dict] | None = None
+) -> Outcome:
+    """Run an entry. The folder `model`, which must not exist yet, then has the trained model. Raises Refused."""
     rules.check_file(file)
     rules.check_flags(flags)
     check_machine(job)
@@ -174,21 +189,22 @@ def play(job: Job, file: Path, flags: list[str], seed: int, expected: list[dict]
         write_rows(folder / "questions.jsonl", [{"question": row["question"]} for row in training])
         flops = watch(job, trace, folder, [*flags_of(job), *flags, *forced_flags(job, seed)])
         seconds = round(time.perf_counter() - trace.began)
-        with tempfile.TemporaryDirectory() as private:
-            model = trained_model(job, folder, Path(private))
-            weights = digest_of(model)
-            errors.say(f"evaluating on {len(held_out):,} problems; this takes minutes, and the clock is off")
-            solved = evaluate(job, model, held_out, Path(private))
-    claims = {
-        "flops": flops,
-        **totals(trace.rows),
-        "weights": weights,
+        keep_trained(job, folder, model)
+    claims = {"flops": flops, **totals(trace.rows), "weights": digest_of(model), "seconds": seconds}
+    return Outcome(trace.rows, claims)
+
+
+def examine(job: Job, model: Path) -> dict:
+    """The claims of a model's evaluation. Raises Refused."""
+    _, held_out = job.problems()
+    errors.say(f"evaluating on {len(held_out):,} problems; this takes minutes, and the clock is off")
+    with tempfile.TemporaryDirectory() as private:
+        solved = evaluate(job, model, held_out, Path(private))
+    return {
         "solved": hashlib.sha256(bytes(solved)).hexdigest()[:16],
         "right": sum(solved),
         **interval(sum(solved), len(solved)),
-        "seconds": seconds,
     }
-    return Outcome(trace.rows, claims)
 
 
 def check_machine(job: Job) -> None:
@@ -215,8 +231,8 @@ def as_prompts(rows: list[dict], tokenizer) -> list[prompts.Prompt]:
         return prompts.load((str(file),), prompts.Source(), "train", tokenizer, MAX_PROMPT_TOKENS)
 
 
-def trained_model(job: Job, folder: Path, private: Path) -> Path:
-    """A model folder in `private`: the weights that the entry has left in `folder`, and the start model's other files.
+def keep_trained(job: Job, folder: Path, model: Path) -> None:
+    """Make the folder `model`: the weights that the entry has left in `folder`, and the start model's other files.
 
     The entry's own configuration, tokenizer and chat template do not matter: a template can compute the answers.
     Raises Refused.
@@ -225,19 +241,19 @@ def trained_model(job: Job, folder: Path, private: Path) -> Path:
     if not checkpoints:
         raise Refused("the run has left no checkpoint")
     trained = checkpoints[-1] / "model"
-    if (trained / "adapter_model.safetensors").is_file():  # --lora-rank
-        merged, log = private / "merged", private / "merge.log"
-        words = ["--base", job.model, "--dtype", "float32"]
-        if finish([ROOT / "scripts/merge_lora.py", trained, merged, *words], private, log, job.cores):
-            raise Refused(f"the adapters could not be merged:\n{log.read_text()[-3000:]}")
-        trained = merged
-    if shapes_of(trained) != shapes_of(job.model):
-        raise Refused("the trained model has other tensors than the start model")
-    model = private / "model"
-    shutil.copytree(job.model, model, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
-    for file in [*trained.glob("*.safetensors"), *trained.glob("*.safetensors.index.json")]:
-        shutil.copy(file, model)
-    return model
+    with tempfile.TemporaryDirectory() as scratch:
+        if (trained / "adapter_model.safetensors").is_file():  # --lora-rank
+            private = Path(scratch)
+            merged, log = private / "merged", private / "merge.log"
+            words = ["--base", job.model, "--dtype", "float32"]
+            if finish([ROOT / "scripts/merge_lora.py", trained, merged, *words], private, log, job.cores):
+                raise Refused(f"the adapters could not be merged:\n{log.read_text()[-3000:]}")
+            trained = merged
+        if shapes_of(trained) != shapes_of(job.model):
+            raise Refused("the trained model has other tensors than the start model")
+        shutil.copytree(job.model, model, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+        for file in [*trained.glob("*.safetensors"), *trained.glob("*.safetensors.index.json")]:
+            shutil.copy(file, model)
 
 
 def totals(rows: list[dict]) -> dict:

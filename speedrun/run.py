@@ -4,9 +4,9 @@
     python speedrun/run.py 0003-mine algos/mine.py --steps 160 --learning-rate 2e-5
 
 The words after the file are its flags. The folder gets train.py (a copy of the file), record.json, and a CSV for each
-seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with the seeds that are
-missing. A run that misses the target gets a record, too: verify.py says whether it counts. A trial is one seed. It
-keeps 512 training problems out of training, and is evaluated on them, so the held-out problems judge records alone.
+seed. Until all seeds are done it is called NAME.unfinished, and the same command goes on with what is missing. A run
+that misses the target gets a record, too: verify.py says whether it counts. A trial is one seed. It keeps 512 training
+problems out of training, and is evaluated on them, so the held-out problems judge records alone.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,8 @@ def check_committed(about: dict) -> None:
 def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
     """Play the seeds and write the record. Returns record.json. Raises Refused.
 
-    A seed takes an hour or more, so each is kept in NAME.unfinished as soon as it is done.
+    A seed takes an hour or more. So its rows and weights are in NAME.unfinished as soon as it is trained, and the
+    weights stay there until they are evaluated.
     """
     about = machine(job)
     try:
@@ -75,17 +77,24 @@ def enter(job: Job, folder: Path, file: Path, flags: list[str]) -> dict:
         # A copy: the file may be edited while it runs, and all seeds must run the same.
         (unfinished / "train.py").write_bytes(source)
         for seed in job.seeds:
-            if str(seed) in seeds:
+            claims, model = seeds.get(str(seed), {}), unfinished / f"seed{seed}.model"
+            if "right" in claims:
                 errors.say(f"seed {seed} is done already; {unfinished} has it")
                 continue
-            errors.say(f"seed {seed}")
-            outcome = referee.play(job, unfinished / "train.py", flags, seed)
-            now = machine(job)
-            if changed := [name for name in about if now[name] != about[name]]:
-                raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
-            write_csv(unfinished / f"seed{seed}.csv", outcome)
-            seeds[str(seed)] = outcome.claims
-            folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")
+            if claims and model.is_dir() and referee.digest_of(model) == claims["weights"]:
+                errors.say(f"seed {seed} is trained already; {model} has its weights")
+            else:
+                errors.say(f"seed {seed}")
+                shutil.rmtree(model, ignore_errors=True)  # what a crash has left half written
+                outcome = referee.train(job, unfinished / "train.py", flags, seed, model)
+                check_unchanged(job, about)
+                write_csv(unfinished / f"seed{seed}.csv", outcome)
+                claims = outcome.claims
+                keep_seeds(unfinished, begun, seeds | {str(seed): claims})
+            seeds[str(seed)] = claims | referee.examine(job, model)
+            check_unchanged(job, about)
+            keep_seeds(unfinished, begun, seeds)
+            shutil.rmtree(model)
         flops = max(claims["flops"] for claims in seeds.values())
         record = begun | {"flops": flops, "seeds": seeds}
         folders.write(unfinished / "record.json", json.dumps(record, indent=2) + "\n")
@@ -109,8 +118,20 @@ def alone_in(unfinished: Path):
         os.close(handle)
 
 
+def check_unchanged(job: Job, about: dict) -> None:
+    """Raises Refused if code or machine are no longer those that the run began with."""
+    now = machine(job)
+    if changed := [name for name in about if now[name] != about[name]]:
+        raise Refused(f"changed while it ran: {', '.join(changed)}; run it again")
+
+
+def keep_seeds(unfinished: Path, begun: dict, seeds: dict[str, dict]) -> None:
+    """Write so_far.json. Claims without `right` are of a seed that is trained and not evaluated yet."""
+    folders.write(unfinished / SO_FAR, json.dumps(begun | {"seeds": seeds}, indent=2) + "\n")
+
+
 def seeds_so_far(unfinished: Path, begun: dict) -> dict[str, dict]:
-    """The seeds that an earlier call has played.
+    """The seeds that an earlier call has trained.
 
     begun: file, flags, code and machine. Those of the folder must be the same: all seeds of a record run alike. Raises
     Refused.
@@ -169,7 +190,7 @@ def main(words: list[str], job: Job = SPEEDRUN) -> None:
     except Refused as refused:
         sys.exit(f"refused: {refused}")
     except KeyboardInterrupt:
-        sys.exit("interrupted. Of a record, the same command goes on with the first seed that is not evaluated yet")
+        sys.exit("interrupted. Of a record, the same command goes on: a seed that is trained is not trained again")
     for seed, claims in record["seeds"].items():
         say_result(seed, claims)
     errors.say(f"written to {folder}; next: python speedrun/verify.py {folder} --check")

@@ -339,32 +339,47 @@ def test_seeds_need_a_record():
 # Entering
 
 
-OUTCOME = referee.Outcome(
-    [dict.fromkeys(referee.COLUMNS, 1)],
-    {"flops": 7, "right": 150, "seconds": 60, "weights": "w", "solved": "s", **referee.interval(150, 300)},
-)
+TRAINED = referee.Outcome([dict.fromkeys(referee.COLUMNS, 1)], {"flops": 7, "weights": "weights", "seconds": 60})
+EXAMINED = {"right": 150, "solved": "s", **referee.interval(150, 300)}
+OUTCOME = referee.Outcome(TRAINED.rows, TRAINED.claims | EXAMINED)
 
 
-def test_a_record_has_the_file_that_ran_also_if_it_was_edited_meanwhile(monkeypatch, tmp_path):
+def trained(model: Path) -> referee.Outcome:
+    """What referee.train() leaves and returns."""
+    model.mkdir()
+    (model / "weights").write_text("weights")
+    return TRAINED
+
+
+@pytest.fixture
+def at_once(monkeypatch) -> SimpleNamespace:
+    """Entering a record in no time. A test replaces train() or examine() by its own."""
+    steps = SimpleNamespace(train=lambda job, file, flags, seed, model: trained(model), examine=lambda *given: EXAMINED)
+    monkeypatch.setattr(referee, "train", lambda *given: steps.train(*given))
+    monkeypatch.setattr(referee, "examine", lambda *given: steps.examine(*given))
+    monkeypatch.setattr(referee, "digest_of", lambda model: "".join(file.read_text() for file in model.glob("weights")))
+    return steps
+
+
+def test_a_record_has_the_file_that_ran_also_if_it_was_edited_meanwhile(at_once, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("first = 1\n")
     played = []
 
-    def play(job, file, flags, seed):
+    def train(job, file, flags, seed, model):
         played.append(file.read_text())
         mine.write_text("second = 2\n")
-        return OUTCOME
+        return trained(model)
 
-    monkeypatch.setattr(referee, "play", play)
+    at_once.train = train
     run.enter(dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine", mine, [])
     assert played == ["first = 1\n"] * 2 and (tmp_path / "0002-mine/train.py").read_text() == "first = 1\n"
 
 
-def test_a_record_has_its_name_only_when_all_of_it_is_written(monkeypatch, tmp_path):
+def test_a_record_has_its_name_only_when_all_of_it_is_written(at_once, monkeypatch, tmp_path):
     def write_csv(file, outcome):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
     folder = tmp_path / "records/0002-mine"
     with monkeypatch.context() as full_disk, pytest.raises(OSError, match="No space"):
         full_disk.setattr(run, "write_csv", write_csv)
@@ -375,16 +390,16 @@ def test_a_record_has_its_name_only_when_all_of_it_is_written(monkeypatch, tmp_p
     assert {path.name for path in folder.iterdir()} == {"train.py", "record.json", "seed0.csv"}
 
 
-def test_a_record_goes_on_with_the_seeds_that_are_missing(monkeypatch, tmp_path):
+def test_a_record_goes_on_with_the_seeds_that_are_missing(at_once, tmp_path):
     played = []
 
-    def play(job, file, flags, seed):
+    def train(job, file, flags, seed, model):
         played.append(seed)
         if played == [0, 1]:
             raise Refused("the run did not reach its end")
-        return dataclasses.replace(OUTCOME, claims=OUTCOME.claims | {"seconds": len(played)})
+        return dataclasses.replace(trained(model), claims=TRAINED.claims | {"seconds": len(played)})
 
-    monkeypatch.setattr(referee, "play", play)
+    at_once.train = train
     both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
     with pytest.raises(Refused, match="did not reach"):
         run.enter(both, folder, GRPO, ["--steps", "3"])
@@ -392,6 +407,36 @@ def test_a_record_goes_on_with_the_seeds_that_are_missing(monkeypatch, tmp_path)
     assert played == [0, 1, 1], "seed 0 was kept"
     assert [record["seeds"][seed]["seconds"] for seed in "01"] == [1, 3]
     assert json.loads((folder / "record.json").read_text()) == record
+
+
+@pytest.mark.parametrize("damage", ["", "changed", "removed"])
+def test_a_seed_whose_evaluation_was_cut_off_is_evaluated_and_not_trained_again(at_once, tmp_path, damage):
+    """Unless its weights are no longer those that it has trained."""
+    played = []
+
+    def train(job, file, flags, seed, model):
+        played.append("trained")
+        return trained(model)
+
+    def examine(job, model):
+        played.append(f"evaluated {(model / 'weights').read_text()}")
+        if len(played) == 2:
+            raise KeyboardInterrupt
+        return EXAMINED
+
+    at_once.train, at_once.examine = train, examine
+    folder = tmp_path / "0002-mine"
+    with pytest.raises(KeyboardInterrupt):
+        run.enter(JOB, folder, GRPO, [])
+    (model,) = tmp_path.glob("0002-mine.unfinished/*/")
+    if damage == "changed":
+        (model / "weights").write_text("other weights")
+    elif damage == "removed":
+        shutil.rmtree(model)
+    record = run.enter(JOB, folder, GRPO, [])
+    assert played == ["trained", *["evaluated weights", *["trained"] * bool(damage)], "evaluated weights"]
+    assert record["seeds"] == {"0": OUTCOME.claims}
+    assert {path.name for path in folder.iterdir()} == {"train.py", "record.json", "seed0.csv"}
 
 
 @pytest.mark.parametrize(
@@ -402,13 +447,13 @@ def test_a_record_goes_on_with_the_seeds_that_are_missing(monkeypatch, tmp_path)
         ({"commit": "d"}, "of another commit. To go on with it, restore what so_far.json names .git checkout c,"),
     ],
 )
-def test_the_seeds_of_a_record_run_alike(monkeypatch, tmp_path, changed, says):
-    def play(job, file, flags, seed):
+def test_the_seeds_of_a_record_run_alike(at_once, monkeypatch, tmp_path, changed, says):
+    def train(job, file, flags, seed, model):
         if seed == 1:
             raise Refused("killed")
-        return OUTCOME
+        return trained(model)
 
-    monkeypatch.setattr(referee, "play", play)
+    at_once.train = train
     both, folder = dataclasses.replace(JOB, seeds=(0, 1)), tmp_path / "0002-mine"
     given = {"file": GRPO, "flags": ["--steps", "3"], "commit": "c"}
     monkeypatch.setattr(run, "machine", lambda job: {"commit": given["commit"]})
@@ -431,7 +476,7 @@ def test_the_seeds_of_a_record_run_alike(monkeypatch, tmp_path, changed, says):
 )
 def test_what_can_be_refused_is_refused_before_the_training(monkeypatch, words, git, says):
     monkeypatch.setattr(run.directory, "code_and_machine", lambda *given: git | {"hardware": {"device": "a CPU"}})
-    monkeypatch.setattr(referee, "play", lambda *given: pytest.fail("it has begun"))
+    monkeypatch.setattr(referee, "train", lambda *given: pytest.fail("it has begun"))
     with pytest.raises(SystemExit, match=f"refused: .*{says}"):
         run.main(words, JOB)
 
@@ -458,10 +503,10 @@ def test_changes_count_in_all_code_that_a_record_depends_on(monkeypatch, tmp_pat
         (tmp_path / name).write_text("1\n")
 
 
-def test_code_that_changed_while_it_ran_is_named(monkeypatch, tmp_path):
-    commits = iter("ab")
+@pytest.mark.parametrize("commits", ["ab", "aab"], ids=["trained", "evaluated"])
+def test_code_that_changed_while_it_ran_is_named(at_once, monkeypatch, tmp_path, commits):
+    commits = iter(commits)
     monkeypatch.setattr(run, "machine", lambda job: {"commit": next(commits), "cores": 2})
-    monkeypatch.setattr(referee, "play", lambda *given: OUTCOME)
     with pytest.raises(Refused, match="changed while it ran: commit;"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
 
@@ -472,13 +517,13 @@ def test_an_interrupt_says_what_goes_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr(run, "RECORDS", tmp_path)
     monkeypatch.setattr(run, "check_committed", lambda about: None)
-    monkeypatch.setattr(referee, "play", interrupted)
+    monkeypatch.setattr(referee, "train", interrupted)
     with pytest.raises(SystemExit, match="interrupted.*same command"):
         run.main(["0002-mine", "algos/grpo.py"], JOB)
 
 
 def test_a_record_has_one_writer(monkeypatch, tmp_path):
-    monkeypatch.setattr(referee, "play", lambda *given: pytest.fail("it has begun"))
+    monkeypatch.setattr(referee, "train", lambda *given: pytest.fail("it has begun"))
     with run.alone_in(tmp_path / "0002-mine.unfinished"), pytest.raises(Refused, match="another run.py is writing"):
         run.enter(JOB, tmp_path / "0002-mine", GRPO, [])
     with pytest.raises(BlockingIOError), run.alone_in(tmp_path / "0002-mine.unfinished"):
@@ -782,15 +827,15 @@ def test_the_evaluation_takes_the_weights_of_the_entry_and_nothing_else(tmp_path
     (checkpoint / "state.json").write_text("{}")
     (checkpoint / "model/chat_template.jinja").write_text("The answer is 85.")
     (checkpoint / "model/tokenizer.json").write_text("{}")
-    (tmp_path / "private").mkdir()
-    model = referee.trained_model(JOB, tmp_path, tmp_path / "private")
+    model = tmp_path / "model"
+    referee.keep_trained(JOB, tmp_path, model)
     assert (model / "tokenizer.json").read_bytes() == (JOB.model / "tokenizer.json").read_bytes()
     assert not (model / "chat_template.jinja").exists()
     assert referee.digest_of(model) == referee.digest_of(JOB.model)
     other = {"model.embed_tokens.weight": torch.zeros(2, 2)}
     save_file(other, checkpoint / "model/model.safetensors")
     with pytest.raises(Refused, match="other tensors"):
-        referee.trained_model(JOB, tmp_path, tmp_path / "private")
+        referee.keep_trained(JOB, tmp_path, tmp_path / "other")
 
 
 def test_the_evaluation_is_of_the_trained_model_under_rule_2(monkeypatch, tmp_path):
@@ -813,9 +858,9 @@ def test_a_run_is_judged_by_what_it_trained_and_by_its_last_reading_of_the_clock
         return 9
 
     monkeypatch.setattr(referee, "watch", watch)
-    monkeypatch.setattr(referee, "trained_model", lambda *given: Path("trained"))
-    monkeypatch.setattr(referee, "digest_of", lambda model: f"digest of {model}")
-    monkeypatch.setattr(referee, "evaluate", lambda job, model, *given: [int(model == Path("trained"))] * 4)
+    monkeypatch.setattr(referee, "keep_trained", lambda job, folder, model: model.write_text("trained"))
+    monkeypatch.setattr(referee, "digest_of", lambda model: f"digest of {model.read_text()}")
+    monkeypatch.setattr(referee, "evaluate", lambda job, model, *given: [int(model.read_text() == "trained")] * 4)
     claims = referee.play(JOB, GRPO, FLAGS, 0).claims
     assert (claims["flops"], claims["weights"], claims["right"]) == (9, "digest of trained", 4)
 
