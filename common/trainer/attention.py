@@ -1,12 +1,14 @@
-"""Attention inside a packed row: a token sees itself and earlier tokens of its own sequence and of its shared prompt.
+"""Attention inside a packed row: a token sees itself, earlier tokens of its own sequence, and what it has in common.
 
 A packed row is a list of groups (P, [R_1 ... R_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the model computes the prompt once for all n responses (batching.py has
-a picture). A group with a single response is one ordinary sequence of P + R tokens.
+a picture). A group with a single response is one ordinary sequence of P + R tokens. If all prompts begin with the same
+tokens, such as a system prompt, these may stand once at the start of the row. Then P counts the rest of a prompt.
 
-On a GPU, one variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences
-of similar length form a *run*. They must have the same shared prompt, or none. A run is padded to its longest sequence
-and computed in one call. The groups (40, [5, 6]) and (33, [9]) make four sequences and three runs:
+What a sequence sees besides itself is its *context*, parts of the row that stand before it. On a GPU, one
+variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences of similar
+length form a *run*. They must have the same context, or none. A run is padded to its longest sequence and computed in
+one call. The groups (40, [5, 6]) and (33, [9]) make four sequences and three runs:
 
     tokens       run             a token sees, up to and including itself
      0 ... 39    [40]             0 ... 39
@@ -14,9 +16,10 @@ and computed in one call. The groups (40, [5, 6]) and (33, [9]) make four sequen
     45 ... 50    the same         0 ... 39 and 45 ... 50
     51 ... 92    [42]            51 ... 92
 
-Both ways copy a shared prompt's keys and values for each response. Autograd adds up the gradients of the copies.
+Both ways copy a context's keys and values for each sequence. Autograd adds up the gradients of the copies.
 """
 
+import bisect
 import inspect
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,11 +32,12 @@ from torch.nn.attention.varlen import varlen_attn
 from common.errors import BadInput
 
 Group = tuple[int, list[int]]  # length of a prompt, and lengths of the responses to it
+Context = tuple[tuple[int, int], ...]  # (start, length) of each part of a row that a sequence continues
 MAX_PADDING = 0.15  # most padding tokens in a run, divided by its real tokens
-EXTRA_PADDING = 256  # padding tokens that a run of responses may have on top of that; another call would cost more
+EXTRA_PADDING = 256  # padding tokens that a run with a context may have on top of that; another call would cost more
 KERNEL_MAX_WIDTH = 256  # of a head; FlashAttention, which is behind varlen_attn, refuses wider ones
 TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads unasked
-WRITTEN_OUT_MAX_KEYS = 512  # on a CPU, with at most these keys (the prompt's included) weights in memory are faster
+WRITTEN_OUT_MAX_KEYS = 512  # on a CPU, with at most these keys (the context's included) weights in memory are faster
 
 
 class NotPackable(BadInput):
@@ -56,15 +60,18 @@ class ScoreOptions(NamedTuple):
 
 @dataclass
 class Run:
-    """Adjacent sequences of a packed row. Each attends causally to itself and, if it answers a shared prompt, to all
-    tokens of that prompt that are within the layer's window.
+    """Adjacent sequences of a packed row. Each attends causally to itself, and to all tokens of its context that are
+    within the layer's window.
     """
 
     start: int  # position in the row of the run's first token
     lengths: list[int]  # length of each sequence
-    prompt_start: int = 0  # position of the shared prompt in the row
-    prompt_length: int = 0  # tokens of the shared prompt; 0 without one
+    context: Context = ()  # what each of them continues: the common beginning of all prompts, and a shared prompt
     _places: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def context_length(self) -> int:
+        return sum(length for _, length in self.context)
 
     def places(self, device: torch.device) -> torch.Tensor:
         """(tokens of the run,) the place of each one among n sequences that are padded to the longest.
@@ -79,7 +86,7 @@ class Run:
 
 
 class Spans:
-    """The layout of a packed row of S sequences, shared prompts included: which tokens attend to which.
+    """The layout of a packed row of S sequences, those in contexts included: which tokens attend to which.
 
     All layers use it. It is an argument of the model's forward, which transformers hands down to them.
 
@@ -97,7 +104,9 @@ class Spans:
         self.runs = runs
         # The rest is for the variable-length kernel.
         self.query_offsets = query_offsets  # (S + 1,) int32: where each sequence's queries begin, and the total
-        self.key_offsets = key_offsets  # (S + 1,) int32: the same of keys, with the prompt's before each response
+        self.key_offsets = (
+            key_offsets  # (S + 1,) int32: the same of keys, with those of the context before a sequence's own
+        )
         self.key_positions = key_positions  # positions of these keys in the row; None: every token once, in order
         self.longest = longest  # most queries and most keys of one sequence
 
@@ -109,42 +118,47 @@ class Spans:
         return values
 
 
-def spans(groups: list[Group], device: torch.device) -> Spans:
-    """The layout of the packed row in which these groups follow one another."""
+def spans(groups: list[Group], device: torch.device, beginning: int = 0) -> Spans:
+    """The layout of the packed row in which these groups follow one another.
+
+    beginning: length of what stands first in the row, and what all prompts continue.
+    """
     runs: list[Run] = []
-    start = 0
+    begun: Context = ((0, beginning),) if beginning else ()
+    if beginning:
+        add_sequence(runs, Run(0, [beginning]))
+    start = beginning
     for prompt, responses in groups:
         if len(responses) == 1:  # nothing to share: prompt and response are one ordinary sequence
-            add_sequence(runs, Run(start, [prompt + responses[0]]))
+            add_sequence(runs, Run(start, [prompt + responses[0]], begun))
             start += prompt + responses[0]
             continue
-        prompt_start = start
-        add_sequence(runs, Run(prompt_start, [prompt]))
+        add_sequence(runs, Run(start, [prompt], begun))
+        asked: Context = (*begun, (start, prompt))
         start += prompt
         for length in responses:
-            add_sequence(runs, Run(start, [length], prompt_start=prompt_start, prompt_length=prompt))
+            add_sequence(runs, Run(start, [length], asked))
             start += length
     return Spans(runs) if device.type != "cuda" else kernel_spans(runs, device)
 
 
 def add_sequence(runs: list[Run], sequence: Run) -> None:
-    """Append a run of one sequence, or merge it into the last run if the prompt is the same and the padding pays."""
+    """Append a run of one sequence, or merge it into the last run if the context is the same and the padding pays."""
     if runs:
         last = runs[-1]
         lengths = last.lengths + sequence.lengths
         allowed = (1 + MAX_PADDING) * sum(lengths)
-        if last.prompt_length:
-            # Each call for responses copies the prompt's keys and values, too, so avoiding a call saves more.
+        if last.context:
+            # Each such call copies the context's keys and values, too, so avoiding a call saves more.
             allowed += EXTRA_PADDING
-        same_prompt = (last.prompt_start, last.prompt_length) == (sequence.prompt_start, sequence.prompt_length)
-        if same_prompt and max(lengths) * len(lengths) <= allowed:
+        if last.context == sequence.context and max(lengths) * len(lengths) <= allowed:
             last.lengths = lengths
             return
     runs.append(sequence)
 
 
 def kernel_spans(runs: list[Run], device: torch.device) -> Spans:
-    """The layout as the variable-length kernel expects it: a copy of the prompt's keys before each response's own."""
+    """The layout as the variable-length kernel expects it: a copy of a context's keys before each sequence's own."""
     query_lengths: list[int] = []
     key_lengths: list[int] = []
     positions: list[int] = []
@@ -152,15 +166,16 @@ def kernel_spans(runs: list[Run], device: torch.device) -> Spans:
         start = run.start
         for length in run.lengths:
             query_lengths.append(length)
-            key_lengths.append(run.prompt_length + length)
-            positions += range(run.prompt_start, run.prompt_start + run.prompt_length)
+            key_lengths.append(run.context_length + length)
+            for part_start, part in run.context:
+                positions += range(part_start, part_start + part)
             positions += range(start, start + length)
             start += length
     return Spans(
         runs,
         query_offsets=torch.tensor([0, *accumulate(query_lengths)], dtype=torch.int32).to(device),
         key_offsets=torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32).to(device),
-        key_positions=torch.tensor(positions).to(device) if any(run.prompt_length for run in runs) else None,
+        key_positions=torch.tensor(positions).to(device) if any(run.context for run in runs) else None,
         longest=(max(query_lengths), max(key_lengths)),
     )
 
@@ -211,13 +226,13 @@ def kernel_fits(query: torch.Tensor, value: torch.Tensor, options: ScoreOptions)
 def variable_length_attention(query, key, value, spans: Spans, options: ScoreOptions) -> torch.Tensor:
     """(heads, L, d) -> (L, heads, d) in one kernel on a GPU."""
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # (L, heads, d)
-    # Copy a shared prompt's keys and values before those of each response to it.
+    # Copy a context's keys and values before those of each sequence that continues it.
     if spans.key_positions is not None:
         key = copies(key, spans.key_positions)
         value = copies(value, spans.key_positions)
     tokens_before = -1 if options.window is None else options.window - 1  # -1: all
     tokens_after = 0  # causal
-    # The kernel aligns the last query with the last key, so a response's first query sees all keys of the prompt.
+    # The kernel aligns the last query with the last key, so a sequence's first query sees all keys of its context.
     return varlen_attn(
         query,
         key,
@@ -241,53 +256,52 @@ def padded_attention(query, key, value, runs: list[Run], options: ScoreOptions) 
     """(heads, L, d) -> (L, heads, v), one padded call for each run."""
     # Split the row once. A slice for each run would be slow: each slice's backward makes a gradient of the whole row.
     sizes = [sum(run.lengths) for run in runs]
+    keys, values = key.split(sizes, 1), value.split(sizes, 1)
+    starts = [run.start for run in runs]
     outputs = []
-    for run, q, k, v in zip(runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1)):
-        if run.prompt_length == 0:
-            alone = causal_attention(padded(q, run), padded(k, run), padded(v, run), 0, options)
-            outputs.append(unpadded(alone, run))
-            # Keep these keys and values: this run's last sequence may be the prompt of the responses that follow.
-            kept_start, kept_keys, kept_values = run.start, k, v
-        else:
-            first = run.prompt_start - kept_start
-            end = first + run.prompt_length
-            shared = (kept_keys[:, first:end], kept_values[:, first:end])
-            outputs.append(attend_after_prompt(q, k, v, run, options, shared))
+    for run, q, k, v in zip(runs, query.split(sizes, 1), keys, values):
+        context = [part_of_row(start, length, starts) for start, length in run.context]
+        k = after_context([keys[number][:, part] for number, part in context], padded(k, run))
+        v = after_context([values[number][:, part] for number, part in context], padded(v, run))
+        outputs.append(unpadded(causal_attention(padded(q, run), k, v, run.context_length, options), run))
     return torch.cat(outputs)
 
 
-def attend_after_prompt(
-    q, k, v, run: Run, options: ScoreOptions, shared: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """Responses that also see a shared prompt: its keys and values (key heads, P, d) are put before each one's own.
+def part_of_row(start: int, length: int, starts: list[int]) -> tuple[int, slice]:
+    """(Number of the run, slice of its tokens) of a part of the row. starts: where each run begins."""
+    number = bisect.bisect_right(starts, start) - 1
+    first = start - starts[number]
+    return number, slice(first, first + length)
 
-    (heads, tokens of the run, d) -> (tokens of the run, heads, v).
+
+def after_context(context: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+    """Keys or values of n sequences (n, key heads, longest, d), each after a copy of those of the context's parts,
+    (key heads, length of the part, d) each.
     """
-    prompt_keys, prompt_values = (x.expand(len(run.lengths), -1, -1, -1) for x in shared)
-    keys = torch.cat([prompt_keys, padded(k, run)], dim=2)  # (n, key heads, P + longest, d)
-    values = torch.cat([prompt_values, padded(v, run)], dim=2)
-    return unpadded(causal_attention(padded(q, run), keys, values, run.prompt_length, options), run)
+    if not context:
+        return own
+    return torch.cat([*(part.expand(len(own), -1, -1, -1) for part in context), own], dim=2)
 
 
-def causal_attention(query, key, value, prompt: int, options: ScoreOptions) -> torch.Tensor:
-    """Attention of n sequences, each after `prompt` tokens of a prompt: queries (n, heads, longest, d), keys and values
-    (n, key heads, prompt + longest, d or v) -> (n, heads, longest, v).
+def causal_attention(query, key, value, before: int, options: ScoreOptions) -> torch.Tensor:
+    """Attention of n sequences, each after `before` tokens of a context: queries (n, heads, longest, d), keys and
+    values (n, key heads, before + longest, d or v) -> (n, heads, longest, v).
 
     Padding is on the right, where the causal mask hides it: no token sees a later one. What padding sees is discarded.
     """
     if options.written_out or (not query.is_cuda and key.shape[2] <= WRITTEN_OUT_MAX_KEYS):
-        return written_out_attention(query, key, value, prompt, options)
-    # SDPA's is_causal aligns the first query with the first key, which is wrong after a prompt.
+        return written_out_attention(query, key, value, before, options)
+    # SDPA's is_causal aligns the first query with the first key, which is wrong after a context.
     mask = None
-    if prompt or options.window is not None:
-        mask = causal_mask(query.shape[2], prompt, options.window, query.device)
+    if before or options.window is not None:
+        mask = causal_mask(query.shape[2], before, options.window, query.device)
     gqa = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=options.scale, enable_gqa=gqa
     )
 
 
-def written_out_attention(query, key, value, prompt: int, options: ScoreOptions) -> torch.Tensor:
+def written_out_attention(query, key, value, before: int, options: ScoreOptions) -> torch.Tensor:
     """softmax(scale query key^T + causal mask) value, with the weights in memory. Shapes as in causal_attention.
 
     For short sequences on a CPU it is 1.6 times as fast as the fused kernel, forward and backward together. On a GPU
@@ -304,8 +318,8 @@ def written_out_attention(query, key, value, prompt: int, options: ScoreOptions)
     key = key.flatten(0, 1)
     value = value.flatten(0, 1)
     # Adding -inf before the softmax makes the weight of a hidden key exactly 0.
-    bias = torch.zeros(longest, prompt + longest, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~causal_mask(longest, prompt, options.window, query.device), -torch.inf)
+    bias = torch.zeros(longest, before + longest, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(~causal_mask(longest, before, options.window, query.device), -torch.inf)
     bias = bias.repeat(heads // key_heads, 1)
     if options.cap is None:
         products = torch.baddbmm(bias, query, key.transpose(1, 2))
@@ -315,17 +329,17 @@ def written_out_attention(query, key, value, prompt: int, options: ScoreOptions)
     if options.sinks is not None:
         sinks = options.sinks.to(products.dtype).view(1, key_heads, -1, 1).expand(n, -1, -1, longest)
         products = torch.cat([products, sinks.reshape(n * key_heads, -1, 1)], dim=-1)
-    weights = products.softmax(-1)[..., : prompt + longest].to(value.dtype)
+    weights = products.softmax(-1)[..., : before + longest].to(value.dtype)
     return torch.bmm(weights, value).view(n, heads, longest, -1)
 
 
-def causal_mask(queries: int, prompt: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(queries, prompt + queries) bool, True where a query may see a key: the prompt, earlier tokens and itself. With a
+def causal_mask(queries: int, before: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(queries, before + queries) bool, True where a query may see a key: the context, earlier tokens, itself. With a
     window only the nearest `window` of these, itself included.
     """
-    # Query i is token prompt + i of the keys.
-    mask = torch.ones(queries, prompt + queries, dtype=torch.bool, device=device).tril(prompt)
-    return mask if window is None else mask.triu(prompt - window + 1)
+    # Query i is token before + i of the keys.
+    mask = torch.ones(queries, before + queries, dtype=torch.bool, device=device).tril(before)
+    return mask if window is None else mask.triu(before - window + 1)
 
 
 def padded(x: torch.Tensor, run: Run) -> torch.Tensor:

@@ -20,9 +20,10 @@ tokens would not pay.)
     predicts             b0 c0  b1       c1           e0  e1  e2         a2 predicts both b0 and c0
 
 The bars separate segments, which are the sequences that attention computes. A prompt with only one response forms one
-segment with it. The model computes logits at every position in `predictors`, for a2 twice. The logits of entry i
-predict `targets[i]`, whose log-prob is stored at index `scatter[i]` of the flattened (n, T) result. n is the number of
-rows, T the length of the longest response of the rollout; here (3, 3):
+segment with it. If all prompts of a rank begin with the same tokens, such as a system prompt, each micro-batch has
+these once at its start, as one more segment. The model computes logits at every position in `predictors`, for a2 twice.
+The logits of entry i predict `targets[i]`, whose log-prob is stored at index `scatter[i]` of the flattened (n, T)
+result. n is the number of rows, T the length of the longest response of the rollout; here (3, 3):
 
     targets        b0  b1  c0  c1  e0  e1  e2
     predictors      2   3   2   5   8   9  10
@@ -83,6 +84,7 @@ class MicroBatch:
     targets: torch.Tensor  # (R,) the response tokens
     scatter: torch.Tensor  # (R,) their indices in a flattened (n, T)
     response_mask: torch.Tensor  # (n, T) bool, True on tokens that the policy sampled and that were graded
+    beginning: int = 0  # tokens at the start of input_ids that all prompts begin with; group_lengths leave them out
     images: dict = field(default_factory=dict)  # extra inputs of the model, if prompts have images; in host memory
     last: bool = True  # the last of its list: after its backward, gradients are summed over all ranks
 
@@ -95,17 +97,25 @@ class MiniBatch:
     micro_batches: list[MicroBatch]  # of the rows that have a gradient; the same number on every rank
 
 
-def split(rollout: Rollout, count: int, has_gradient: torch.Tensor, compute: Compute, world: World) -> list[MiniBatch]:
+def split(
+    rollout: Rollout,
+    count: int,
+    has_gradient: torch.Tensor,
+    compute: Compute,
+    world: World,
+    beginning: int | None = None,
+) -> list[MiniBatch]:
     """Cut a rollout into `count` mini-batches of the same number of consecutive rows, and pack each.
 
     has_gradient: (N,) bool. Rows without one, such as those with advantage 0, skip the forward, but they stay in `rows`
     and so in the denominator. A prompt's G responses are consecutive rows. They stay together, because the number of
-    prompts on each rank is a multiple of `count` (prepare() checks it). Collective: every rank calls it.
+    prompts on each rank is a multiple of `count` (prepare() checks it). beginning: as in pack(). Collective: every rank
+    calls it.
     """
     mini_batches = []
     for rows in torch.arange(len(rollout), device=has_gradient.device).chunk(count):
         trained = rows[has_gradient[rows]]
-        mini_batches.append(MiniBatch(rows, pack(rollout, trained, compute, world)))
+        mini_batches.append(MiniBatch(rows, pack(rollout, trained, compute, world, beginning=beginning)))
     return mini_batches
 
 
@@ -114,21 +124,37 @@ class Bin:
     """The plan for a micro-batch: which rows it will have, and which of them share a prompt."""
 
     groups: list[list[int]] = field(default_factory=list)  # indices into the rollout; rows of a group share a prompt
-    tokens: int = 0  # in all; a shared prompt counts once. Not counted without packing
+    tokens: int = 0  # in all; a shared prompt counts once, and so does a beginning. Not counted without packing
 
 
-def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, unit_size: int = 1) -> list[MicroBatch]:
+def pack(
+    rollout: Rollout,
+    rows: torch.Tensor,
+    compute: Compute,
+    world: World,
+    unit_size: int = 1,
+    beginning: int | None = None,
+) -> list[MicroBatch]:
     """Pack `rows` of the rollout into micro-batches of at most `token_budget` tokens. A longer unit gets its own.
 
     The list may be empty, and then it is empty on all ranks. compute: as prepare() returns it, with a token budget.
     unit_size: keep this many consecutive rows together, such as the two of a DPO pair. It divides len(rows).
+    beginning: how many tokens that all of these prompts begin with are computed once in each micro-batch. None: what
+    common_beginning() finds, if it is long enough to pay.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
     group's micro-batches. Collective: every rank calls it.
     """
-    fill = fill_padded_bins if compute.packing == "off" else fill_bins
-    bins = fill(rollout, rows, compute, unit_size)
+    if compute.packing == "off" or not compute.shared_prompts:
+        beginning = 0
+    elif beginning is None:
+        found = common_beginning(rollout, rows)
+        beginning = found if found >= SHARED_PROMPT_MIN_TOKENS else 0
+    if compute.packing == "off":
+        bins = fill_padded_bins(rollout, rows, compute, unit_size)
+    else:
+        bins = fill_bins(rollout, rows, compute, unit_size, beginning)
     real = len(bins)
     # A rank runs one forward for each micro-batch of its whole SP group, so these are counted over the group. Groups
     # with fewer than the fullest one are filled up.
@@ -142,11 +168,11 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
         bins += [Bin([dummy_rows])] * missing
     if not compute.shared_prompts:
         bins = [Bin([[row] for group in bin_.groups for row in group]) for bin_ in bins]
-    micro_batches = [pack_groups(rollout, bin_.groups) for bin_ in bins]
+    micro_batches = [pack_groups(rollout, bin_.groups, beginning) for bin_ in bins]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
     if world.sp_group is not None:
-        contents = [contents_of(rollout, bin_.groups) for bin_ in bins]
+        contents = [(contents_of(rollout, bin_.groups), beginning) for bin_ in bins]
         micro_batches = slices_of_all(micro_batches, contents, rollout.response_mask, world.sp_group)
     # Every rank has the same number, so all ranks reduce their gradients in the same backward.
     for micro in micro_batches[:-1]:
@@ -156,13 +182,14 @@ def pack(rollout: Rollout, rows: torch.Tensor, compute: Compute, world: World, u
 
 def slices_of_all(
     micro_batches: list[MicroBatch],
-    contents: list[list[PromptWithResponses]],
+    contents: list[tuple[list[PromptWithResponses], int]],
     response_mask: torch.Tensor,
     sp_group: dist.ProcessGroup,
 ) -> list[MicroBatch]:
     """This rank's slices of the micro-batches of all ranks of its SP group, in the same order on each rank.
 
-    contents: the prompts and responses in each of this rank's micro-batches. Collective over the SP group.
+    contents: for each of this rank's micro-batches its prompts and responses, and the length of its beginning.
+    Collective over the SP group.
     """
     from common.trainer.sequence_parallel import cut
 
@@ -170,17 +197,35 @@ def slices_of_all(
     dist.all_gather_object(contents_of_ranks, contents, group=sp_group)
     slices = []
     for owner, contents_of_owner in enumerate(contents_of_ranks):
-        for number, content in enumerate(contents_of_owner):
+        for number, (content, beginning) in enumerate(contents_of_owner):
             if owner == dist.get_rank(sp_group):
                 whole = micro_batches[number]
             else:
                 # Another rank owns these rows and computes their loss. This rank runs its slice through the model.
-                whole = lay_out(content, [], response_mask)
+                whole = lay_out(content, [], response_mask, beginning)
             slices.append(cut(whole, owner, sp_group))
     return slices
 
 
-def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
+def common_beginning(rollout: Rollout, rows: torch.Tensor) -> int:
+    """How many tokens the prompts of these rows have in common at their start. 0 if they are all the same prompt.
+
+    Each keeps at least one of its own, which predicts the first token of its responses. Images are part of a prompt,
+    and none of them are in common, so prompts with images have no beginning.
+    """
+    prompts = [rollout.prompt_ids[row] for row in rows.tolist()]
+    if not prompts or any(hasattr(prompt, "images") for prompt in prompts):
+        return 0
+    first, last = min(prompts), max(prompts)  # in the order of a dictionary: what these two share, all share
+    if first == last:
+        return 0
+    length = 0
+    while length < len(first) - 1 and first[length] == last[length]:
+        length += 1
+    return length
+
+
+def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int, beginning: int = 0) -> list[Bin]:
     """Fill one bin after the other: a unit that doesn't fit opens the next.
 
     Groups are sorted by their longest unit, and the units of a group by their length. Neighbours then have similar
@@ -193,7 +238,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
 
     def tokens_of(unit: list[int]) -> int:
         prompts = 1 if compute.shared_prompts else len(unit)
-        return prompts * len(rollout.prompt_ids[unit[0]]) + response_tokens(unit)
+        return prompts * (len(rollout.prompt_ids[unit[0]]) - beginning) + response_tokens(unit)
 
     def longest(units: list[list[int]]) -> int:
         return max(map(tokens_of, units))
@@ -206,7 +251,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
         for unit in sorted(units, key=tokens_of):
             added = tokens_of(unit) if group is None else response_tokens(unit)
             if not bins or bins[-1].tokens + added > budget:
-                bins.append(Bin())
+                bins.append(Bin(tokens=beginning))
                 group = None
                 added = tokens_of(unit)
             # The first unit of a prompt in a bin brings the prompt along.
@@ -250,10 +295,10 @@ def units_by_prompt(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit
     return list(units.values())
 
 
-def pack_groups(rollout: Rollout, groups: list[list[int]]) -> MicroBatch:
-    """One micro-batch with these groups of rows. Rows of a group have the same prompt."""
+def pack_groups(rollout: Rollout, groups: list[list[int]], beginning: int = 0) -> MicroBatch:
+    """One micro-batch with these groups of rows. Rows of a group have the same prompt. beginning: as in lay_out()."""
     rows = [row for group in groups for row in group]
-    return lay_out(contents_of(rollout, groups), rows, rollout.response_mask)
+    return lay_out(contents_of(rollout, groups), rows, rollout.response_mask, beginning)
 
 
 def after_prompts_of(rollout: Rollout, micro: MicroBatch, compute: Compute) -> MicroBatch:
@@ -277,23 +322,26 @@ def contents_of(rollout: Rollout, groups: list[list[int]]) -> list[PromptWithRes
     return [(rollout.prompt_ids[group[0]], [rollout.response_ids[row] for row in group]) for group in groups]
 
 
-def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask: torch.Tensor) -> MicroBatch:
+def lay_out(
+    contents: list[PromptWithResponses], rows: list[int], response_mask: torch.Tensor, beginning: int = 0
+) -> MicroBatch:
     """Lay prompts and responses end to end in one packed sequence.
 
     rows: index in the rollout of each response, in order; empty if another rank owns them.
     response_mask: (N, T), of the whole rollout.
+    beginning: tokens that all prompts begin with, laid out once. Each prompt has at least one more.
     The logits of a token come from the position before it. For training, only this function and unpacked.rows_of
     apply that shift.
     """
-    tokens = []
-    positions = []
+    tokens = contents[0][0][:beginning]
+    positions = list(range(beginning))
     predictors = []
     targets = []
     scatter = []
     first_of_row = 0  # index of the response's token 0 in the flattened (n, T)
     for prompt, responses in contents:
-        tokens += prompt
-        positions += range(len(prompt))
+        tokens += prompt[beginning:]
+        positions += range(beginning, len(prompt))
         last_of_prompt = len(tokens) - 1
         for response in responses:
             # The prompt's last token predicts the first response token, and each response token predicts the next. The
@@ -312,7 +360,7 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
         from common.trainer import vision
 
         position_ids, images = vision.lay_out(contents, positions)
-    lengths = [(len(prompt), list(map(len, responses))) for prompt, responses in contents]
+    lengths = [(len(prompt) - beginning, list(map(len, responses))) for prompt, responses in contents]
 
     def as_tensor(values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
@@ -322,7 +370,8 @@ def lay_out(contents: list[PromptWithResponses], rows: list[int], response_mask:
         input_ids=as_tensor([tokens]),
         position_ids=as_tensor(position_ids),
         group_lengths=lengths,
-        spans=spans(lengths, device),
+        beginning=beginning,
+        spans=spans(lengths, device, beginning),
         predictors=as_tensor(predictors),
         targets=as_tensor(targets),
         scatter=as_tensor(scatter),

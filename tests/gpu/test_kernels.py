@@ -1,5 +1,6 @@
 """Attention and the logit head against dense references in float64, on a CPU and, with its own kernels, on a GPU."""
 
+import functools
 import statistics
 import time
 from dataclasses import dataclass
@@ -42,11 +43,12 @@ LAYERS = {
     "sinks": Layer(8, 2, 64, window=48, sinks=True, scores=8.0),
 }
 WRITTEN_OUT = ("cap", "sinks")
+BEGINNINGS = [0, 30]  # tokens that stand first in the row and that all prompts continue
 
 
-def inputs(groups: list[attention.Group], layer: Layer) -> tuple[list[torch.Tensor], torch.Tensor]:
+def inputs(groups: list[attention.Group], layer: Layer, beginning: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """([queries, keys, values, sinks or nothing], gradient of the output), float32 numbers that bfloat16 has, too."""
-    tokens = sum(prompt + sum(responses) for prompt, responses in groups)
+    tokens = beginning + sum(prompt + sum(responses) for prompt, responses in groups)
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(shape, generator=generator).to(torch.bfloat16).float()
     qkv = [random(1, heads, tokens, layer.width) for heads in (layer.heads, layer.keys, layer.keys)]
@@ -71,23 +73,24 @@ def dense(query, key, value, layer: Layer, sinks=None) -> torch.Tensor:
     return (scores.softmax(2)[:, :, :tokens] @ v).transpose(0, 1)
 
 
-def one_after_the_other(query, key, value, layer: Layer, sinks=None) -> torch.Tensor:
-    """(1, heads, T, d) -> (1, T, heads, d), each response alone behind its prompt."""
+def one_after_the_other(query, key, value, layer: Layer, sinks=None, beginning=0) -> torch.Tensor:
+    """(1, heads, T, d) -> (1, T, heads, d), each response alone behind its prompt, the beginning included."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    outputs, start = [], 0
+    first = list(range(beginning))
+    outputs, start = [dense(query[first], key[first], value[first], layer, sinks)] if beginning else [], beginning
     for prompt, responses in GROUPS:
         before = list(range(start, start + prompt))
         start += prompt
         for place, length in enumerate(responses):
             answer = list(range(start, start + length))
             queries = answer if place else before + answer  # a prompt's own output is computed once
-            keys = before + answer
+            keys = first + before + answer
             outputs.append(dense(query[queries], key[keys], value[keys], layer, sinks))
             start += length
     return torch.cat(outputs)[None]
 
 
-def packed(query, key, value, layer: Layer, sinks=None, groups=GROUPS) -> torch.Tensor:
+def packed(query, key, value, layer: Layer, sinks=None, groups=GROUPS, beginning=0) -> torch.Tensor:
     """The same as the trainer computes it."""
     out, _ = attention.packed_attention(
         None,
@@ -96,7 +99,7 @@ def packed(query, key, value, layer: Layer, sinks=None, groups=GROUPS) -> torch.
         value,
         None,
         scaling=layer.width**-0.5,
-        spans=attention.spans(groups, query.device),
+        spans=attention.spans(groups, query.device, beginning),
         sliding_window=layer.window,
         softcap=layer.cap,
         s_aux=sinks,
@@ -104,11 +107,13 @@ def packed(query, key, value, layer: Layer, sinks=None, groups=GROUPS) -> torch.
     return out
 
 
-def with_gradients(attend, layer: Layer, device: str, dtype: torch.dtype, groups=GROUPS) -> list[torch.Tensor]:
+def with_gradients(
+    attend, layer: Layer, device: str, dtype: torch.dtype, groups=GROUPS, beginning: int = 0
+) -> list[torch.Tensor]:
     """The output of attend(), and the gradients of all inputs."""
-    tensors, gradient = inputs(groups, layer)
+    tensors, gradient = inputs(groups, layer, beginning)
     tensors = [x.to(device, dtype).requires_grad_() for x in tensors]
-    out = attend(*tensors[:3], layer, *tensors[3:])
+    out = attend(*tensors[:3], layer, *tensors[3:], **({"beginning": beginning} if beginning else {}))
     out.backward(gradient.to(device, dtype))
     return [out.detach(), *(x.grad for x in tensors)]
 
@@ -117,13 +122,14 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
+@pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("device, dtype", [CPU_FLOAT32, CPU_BFLOAT16, *ON_GPU])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_packed_row_attends_as_each_sequence_does_alone(name, device, dtype, record_property):
+def test_a_packed_row_attends_as_each_sequence_does_alone(name, device, dtype, beginning, record_property):
     """Scores that are capped or share with sinks are float32 in bfloat16 layers, too, as vLLM's are."""
     layer = LAYERS[name]
-    ours = with_gradients(packed, layer, device, dtype)
-    exact = with_gradients(one_after_the_other, layer, "cpu", torch.float64)
+    ours = with_gradients(packed, layer, device, dtype, beginning=beginning)
+    exact = with_gradients(one_after_the_other, layer, "cpu", torch.float64, beginning=beginning)
     output, *gradients = [relative(one.cpu(), two) for one, two in zip(ours, exact)]
     record_property("measured", f"output {output:.1e}, gradients {max(gradients):.1e}")
     bound = 1e-5 if dtype == torch.float32 else 5e-3 if name in WRITTEN_OUT else 1e-2
@@ -131,10 +137,11 @@ def test_a_packed_row_attends_as_each_sequence_does_alone(name, device, dtype, r
     assert max(gradients) <= 5 * bound, "a sink's gradient adds up all queries"
 
 
+@pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("takes_gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in WRITTEN_OUT])
-def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, takes_gqa, monkeypatch):
-    """Its arguments on a CPU: where sequences begin, copies of prompts, the window. `dense` computes in its place."""
+def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, takes_gqa, beginning, monkeypatch):
+    """Its arguments on a CPU: where sequences begin, copies of contexts, the window. `dense` computes in its place."""
     layer = LAYERS[name]
 
     def kernel(
@@ -151,13 +158,14 @@ def test_the_kernel_of_a_gpu_is_asked_for_the_same(name, takes_gqa, monkeypatch)
     monkeypatch.setattr(attention, "TAKES_GQA", takes_gqa)
     monkeypatch.setattr(attention, "varlen_attn", mock.create_autospec(attention.varlen_attn, side_effect=kernel))
 
-    def by_kernel(query, key, value, layer: Layer) -> torch.Tensor:
+    def by_kernel(query, key, value, layer: Layer, beginning=0) -> torch.Tensor:
         cpu = torch.device("cpu")
-        spans = attention.kernel_spans(attention.spans(GROUPS, cpu).runs, cpu)
+        spans = attention.kernel_spans(attention.spans(GROUPS, cpu, beginning).runs, cpu)
         options = attention.ScoreOptions(layer.width**-0.5, layer.window)
         return attention.variable_length_attention(query[0], key[0], value[0], spans, options)[None]
 
-    asked, exact = (with_gradients(way, layer, "cpu", torch.float64) for way in (by_kernel, one_after_the_other))
+    compute = functools.partial(with_gradients, layer=layer, device="cpu", dtype=torch.float64, beginning=beginning)
+    asked, exact = compute(by_kernel), compute(one_after_the_other)
     assert max(relative(one, two) for one, two in zip(asked, exact)) <= 1e-12
 
 

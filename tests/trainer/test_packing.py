@@ -92,7 +92,7 @@ def test_the_picture_in_batching():
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3, 4]]
     assert micro.predictors.tolist() == [2, 3, 2, 5, 8, 9, 10] and micro.targets.tolist() == b + c + e
     assert micro.scatter.tolist() == [0, 1, 3, 4, 6, 7, 8] and micro.response_mask.shape == (3, 3)
-    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], prompt_start=0, prompt_length=3), Run(7, [5])]
+    assert micro.spans.runs == [Run(0, [3]), Run(3, [2, 2], ((0, 3),)), Run(7, [5])]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -203,17 +203,64 @@ def test_shared_prompts_change_nothing_but_the_work(models, world, kind, budget)
     assert relative_difference(*gradients) <= 1e-5
 
 
-def test_prompts_that_only_begin_alike_are_not_merged(models, world):
-    """They share more than the tokens from which a prompt is shared, and each has two responses."""
+def begin_alike(rollout, tokens: int):
+    """Eight rows, the first seven with 2, 3, 1 and 1 responses to prompts that begin with the same `tokens` tokens.
+
+    One prompt has a single token besides. The last row has another prompt with as many tokens in common.
+    """
     generator = torch.Generator().manual_seed(5)
-    beginning = torch.randint(3, 50, (batching.SHARED_PROMPT_MIN_TOKENS + 8,), generator=generator).tolist()
-    prompts = [beginning, beginning, [*beginning, 7], [*beginning, 7], [*beginning, 8], [*beginning, 8]]
-    policy, rollout = model.load(models["tied"], world, torch.float32), random_rollout(6)
-    rollout = dataclasses.replace(rollout, prompt_ids=prompts)
-    micro_batches = batching.pack(rollout, torch.arange(6), Compute(10_000), world)
-    assert sum(run.prompt_length > 0 for run in micro_batches[0].spans.runs) == 3
+    beginning = torch.randint(3, 50, (tokens,), generator=generator).tolist()
+    ends = [[7]] * 2 + [[8, 9, 10]] * 3 + [[9, 9]] + [[11]] + [[12, 5]]
+    return dataclasses.replace(rollout, prompt_ids=[beginning + end for end in ends])
+
+
+@pytest.mark.parametrize("budget", [60, 75, 10_000])
+@pytest.mark.parametrize("kind", ["tied", "grouped"])
+def test_what_all_prompts_begin_with_is_computed_once_a_micro_batch(models, world, kind, budget):
+    policy, rollout = model.load(models[kind], world, torch.float32), begin_alike(random_rollout(8), 40)
+    plain, shared = Compute(budget, shared_prompts=False), Compute(budget)
+    micro_batches = batching.pack(rollout, torch.arange(8), shared, world)
+    for micro in micro_batches:
+        assert micro.beginning == 40 and micro.input_ids[0, :40].tolist() == rollout.prompt_ids[0][:40]
+        assert micro.input_ids.shape[1] <= budget
+    assert (len(micro_batches) == 1) == (budget == 10_000)
+    once = 40 + (1 + 3 + 2 + 1 + 2) + sum(map(len, rollout.response_ids))
+    if budget == 10_000:
+        assert micro_batches[0].input_ids.numel() == once
     logprobs = model.frozen_logprobs(policy, rollout, micro_batches, TEMPERATURE)
-    assert torch.allclose(logprobs, by_transformers(models["tied"], rollout)[0], atol=1e-5)
+    assert torch.allclose(logprobs, by_transformers(models[kind], rollout)[0], atol=1e-5)
+    gradients = [gradient(policy, rollout, compute, world) for compute in (plain, shared)]
+    assert relative_difference(*gradients) <= 1e-5
+
+
+def test_a_beginning_is_shared_if_it_is_long_enough_or_if_it_is_asked_for(models, world):
+    policy = model.load(models["tied"], world, torch.float32)
+    rollout = begin_alike(random_rollout(8), batching.SHARED_PROMPT_MIN_TOKENS - 1)
+    rows, expected = torch.arange(8), by_transformers(models["tied"], rollout)[0]
+    for asked, found in ((None, 0), (0, 0), (9, 9), (31, 31)):
+        (mini_batch,) = batching.split(rollout, 1, rows >= 0, Compute(10_000), world, asked)
+        (micro,) = mini_batch.micro_batches
+        assert micro.beginning == found
+        assert torch.allclose(model.frozen_logprobs(policy, rollout, [micro], TEMPERATURE), expected, atol=1e-5)
+    for compute in (Compute(10_000, shared_prompts=False), Compute(10_000, packing="off")):
+        assert all(micro.beginning == 0 for micro in batching.pack(rollout, rows, compute, world, beginning=31))
+
+
+def test_the_common_beginning_of_prompts():
+    class WithImages(list):
+        images = ()
+
+    def common(*prompts, rows=None) -> int:
+        rollout = collate(list(prompts), [[3]] * len(prompts), None, [False] * len(prompts), 0, torch.device("cpu"))
+        return batching.common_beginning(rollout, torch.arange(len(prompts)) if rows is None else rows)
+
+    assert common([1, 2, 3, 4], [1, 2, 4], [1, 2, 3, 5]) == 2
+    assert common([1, 2, 3, 4], [1, 2, 4], [1, 2, 3, 5], rows=torch.tensor([0, 2])) == 3
+    assert common([1, 2], [1, 2, 3]) == 1, "each prompt keeps a token"
+    assert common([1, 2], [2, 1]) == 0
+    assert common([1, 2], [1, 2]) == 0, "a prompt that all rows have is shared as a whole"
+    assert common([1], rows=torch.arange(0)) == 0
+    assert common([1, 2, 3], WithImages([1, 2, 4])) == 0
 
 
 def test_dummies_have_no_tokens_that_count_and_come_before_the_reduction():

@@ -2,7 +2,8 @@
 
 It does everything after sampling as the algorithm files do: rewards, advantages over all ranks, denominator, packed
 micro-batches, FSDP. PPO's critic and PRIME's process reward model are trained, too. Each COMPUTE has the fields of
-batching.Compute as JSON. With shared prompts, the prompt of a group of two responses is computed once.
+batching.Compute as JSON. With shared prompts, the prompt of a group of two responses is computed once, and so is what
+all prompts begin with.
 """
 
 import json
@@ -41,7 +42,8 @@ def main(model_path: str, output: str, *layouts: str) -> None:
 def all_gradients(model_path: str, compute: batching.Compute, world: placement.World) -> dict[str, dict]:
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 2, 5, 4, 1, 2]
-    prompts = [torch.randint(3, 50, (3 + i % 3,), generator=generator).tolist() for i in range(4)]
+    ends = [torch.randint(3, 50, (1 + i % 3,), generator=generator).tolist() for i in range(4)]
+    prompts = [[7, 8, *end] for end in ends]  # they begin alike
     prompts = [prompt for prompt in prompts for _ in range(G)]
     responses = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in lengths]
     old, ref = torch.randn(2, 8, 5, generator=generator) * 0.1 - 4
