@@ -86,7 +86,7 @@ class Trial:
         self.masked_models: set[int] = set()  # ids of the models whose numbers with a gradient were other ones
 
     def fill_bins(
-        self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int, beginning: int = 0
+        self, rollout: Rollout, rows: torch.Tensor, compute: batching.Compute, unit_size: int
     ) -> list[batching.Bin]:
         """The rows of each micro-batch, in place of batching.fill_bins: all in one or, in the cut run, a few."""
         left = rows.view(-1, unit_size).tolist()

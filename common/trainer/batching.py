@@ -124,7 +124,7 @@ class Bin:
     """The plan for a micro-batch: which rows it will have, and which of them share a prompt."""
 
     groups: list[list[int]] = field(default_factory=list)  # indices into the rollout; rows of a group share a prompt
-    tokens: int = 0  # in all; a shared prompt counts once, and so does a beginning. Not counted without packing
+    tokens: int = 0  # in all; a shared prompt counts once. Not counted without packing
 
 
 def pack(
@@ -151,10 +151,8 @@ def pack(
     elif beginning is None:
         found = common_beginning(rollout, rows)
         beginning = found if found >= SHARED_PROMPT_MIN_TOKENS else 0
-    if compute.packing == "off":
-        bins = fill_padded_bins(rollout, rows, compute, unit_size)
-    else:
-        bins = fill_bins(rollout, rows, compute, unit_size, beginning)
+    fill = fill_padded_bins if compute.packing == "off" else fill_bins
+    bins = fill(rollout, rows, compute, unit_size)
     real = len(bins)
     # A rank runs one forward for each micro-batch of its whole SP group, so these are counted over the group. Groups
     # with fewer than the fullest one are filled up.
@@ -225,12 +223,15 @@ def common_beginning(rollout: Rollout, rows: torch.Tensor) -> int:
     return length
 
 
-def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int, beginning: int = 0) -> list[Bin]:
+def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size: int) -> list[Bin]:
     """Fill one bin after the other: a unit that doesn't fit opens the next.
 
     Groups are sorted by their longest unit, and the units of a group by their length. Neighbours then have similar
     lengths. Attention without a variable-length kernel pads neighbours to one length, so it wastes little. If a group
     does not fit into a bin, the rest of it goes into the next one, with its prompt again.
+
+    A prompt counts whole, also if the micro-batch will have what all prompts begin with once. Otherwise a bin could have
+    many more responses, and attention keeps a copy of the beginning's keys and values for each.
     """
 
     def response_tokens(unit: list[int]) -> int:
@@ -238,7 +239,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
 
     def tokens_of(unit: list[int]) -> int:
         prompts = 1 if compute.shared_prompts else len(unit)
-        return prompts * (len(rollout.prompt_ids[unit[0]]) - beginning) + response_tokens(unit)
+        return prompts * len(rollout.prompt_ids[unit[0]]) + response_tokens(unit)
 
     def longest(units: list[list[int]]) -> int:
         return max(map(tokens_of, units))
@@ -251,7 +252,7 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
         for unit in sorted(units, key=tokens_of):
             added = tokens_of(unit) if group is None else response_tokens(unit)
             if not bins or bins[-1].tokens + added > budget:
-                bins.append(Bin(tokens=beginning))
+                bins.append(Bin())
                 group = None
                 added = tokens_of(unit)
             # The first unit of a prompt in a bin brings the prompt along.

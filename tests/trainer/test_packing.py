@@ -224,6 +224,8 @@ def test_what_all_prompts_begin_with_is_computed_once_a_micro_batch(models, worl
         assert micro.beginning == 40 and micro.input_ids[0, :40].tolist() == rollout.prompt_ids[0][:40]
         assert micro.input_ids.shape[1] <= budget
     assert (len(micro_batches) == 1) == (budget == 10_000)
+    apart = batching.pack(rollout, torch.arange(8), shared, world, beginning=0)
+    assert [micro.rows.tolist() for micro in micro_batches] == [micro.rows.tolist() for micro in apart]
     once = 40 + (1 + 3 + 2 + 1 + 2) + sum(map(len, rollout.response_ids))
     if budget == 10_000:
         assert micro_batches[0].input_ids.numel() == once
