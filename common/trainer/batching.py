@@ -230,8 +230,8 @@ def fill_bins(rollout: Rollout, rows: torch.Tensor, compute: Compute, unit_size:
     lengths. Attention without a variable-length kernel pads neighbours to one length, so it wastes little. If a group
     does not fit into a bin, the rest of it goes into the next one, with its prompt again.
 
-    A prompt counts whole, also if the micro-batch will have what all prompts begin with once. Otherwise a bin could have
-    many more responses, and attention keeps a copy of the beginning's keys and values for each.
+    A prompt counts whole, also if the micro-batch will have what all prompts begin with once. Otherwise a bin could
+    have many more responses, and attention keeps a copy of the beginning's keys and values for each.
     """
 
     def response_tokens(unit: list[int]) -> int:
@@ -334,14 +334,14 @@ def lay_out(
     The logits of a token come from the position before it. For training, only this function and unpacked.rows_of
     apply that shift.
     """
-    tokens = contents[0][0][:beginning]
+    tokens = list(contents[0][0])[:beginning]  # a list of its own: an ImageIds can't be cut
     positions = list(range(beginning))
     predictors = []
     targets = []
     scatter = []
     first_of_row = 0  # index of the response's token 0 in the flattened (n, T)
     for prompt, responses in contents:
-        tokens += prompt[beginning:]
+        tokens += list(prompt)[beginning:]
         positions += range(beginning, len(prompt))
         last_of_prompt = len(tokens) - 1
         for response in responses:
