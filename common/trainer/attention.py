@@ -1,11 +1,11 @@
-"""Attention inside a packed row: a token sees itself, earlier tokens of its own sequence, and what it has in common.
+"""Attention inside a packed row: a token sees earlier tokens of its own sequence, and of what the sequence continues.
 
 A packed row is a list of groups (P, [R_1 ... R_n]): a prompt of P tokens, then n responses to it. Response i attends
 to the prompt and to its own earlier tokens, so the model computes the prompt once for all n responses (batching.py has
 a picture). A group with a single response is one ordinary sequence of P + R tokens. If all prompts begin with the same
 tokens, such as a system prompt, these may stand once at the start of the row. Then P counts the rest of a prompt.
 
-What a sequence sees besides itself is its *context*, parts of the row that stand before it. On a GPU, one
+What a sequence continues is its *context*: parts of the row that stand before it. On a GPU, one
 variable-length kernel computes the whole row, for layers that it supports. Otherwise, adjacent sequences of similar
 length form a *run*. They must have the same context, or none. A run is padded to its longest sequence and computed in
 one call. The groups (40, [5, 6]) and (33, [9]) make four sequences and three runs:
@@ -66,7 +66,7 @@ class Run:
 
     start: int  # position in the row of the run's first token
     lengths: list[int]  # length of each sequence
-    context: Context = ()  # what each of them continues: the common beginning of all prompts, and a shared prompt
+    context: Context = ()  # what each of them continues: what all prompts begin with, then the rest of a shared prompt
     _places: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -104,9 +104,7 @@ class Spans:
         self.runs = runs
         # The rest is for the variable-length kernel.
         self.query_offsets = query_offsets  # (S + 1,) int32: where each sequence's queries begin, and the total
-        self.key_offsets = (
-            key_offsets  # (S + 1,) int32: the same of keys, with those of the context before a sequence's own
-        )
+        self.key_offsets = key_offsets  # (S + 1,) int32: the same of keys, those of a context before a sequence's own
         self.key_positions = key_positions  # positions of these keys in the row; None: every token once, in order
         self.longest = longest  # most queries and most keys of one sequence
 
@@ -121,7 +119,7 @@ class Spans:
 def spans(groups: list[Group], device: torch.device, beginning: int = 0) -> Spans:
     """The layout of the packed row in which these groups follow one another.
 
-    beginning: length of what stands first in the row, and what all prompts continue.
+    beginning: length of what stands first in the row and is continued by all prompts.
     """
     runs: list[Run] = []
     begun: Context = ((0, beginning),) if beginning else ()

@@ -139,18 +139,13 @@ def pack(
 
     The list may be empty, and then it is empty on all ranks. compute: as prepare() returns it, with a token budget.
     unit_size: keep this many consecutive rows together, such as the two of a DPO pair. It divides len(rows).
-    beginning: how many tokens that all of these prompts begin with are computed once in each micro-batch. None: what
-    common_beginning() finds, if it is long enough to pay.
+    beginning: how many tokens that all of these prompts begin with are computed once in each micro-batch. None: all of
+    them, where it pays.
     Every forward and backward of an FSDP model is a collective, so a rank with fewer micro-batches than the fullest
     one gets dummies: real rows whose mask is all False. With --sequence-parallel K, K ranks form a sequence-parallel
     (SP) group. A micro-batch may then be K times as long, and every rank of the group gets one slice of each of the
     group's micro-batches. Collective: every rank calls it.
     """
-    if compute.packing == "off" or not compute.shared_prompts:
-        beginning = 0
-    elif beginning is None:
-        found = common_beginning(rollout, rows)
-        beginning = found if found >= SHARED_PROMPT_MIN_TOKENS else 0
     fill = fill_padded_bins if compute.packing == "off" else fill_bins
     bins = fill(rollout, rows, compute, unit_size)
     real = len(bins)
@@ -166,11 +161,18 @@ def pack(
         bins += [Bin([dummy_rows])] * missing
     if not compute.shared_prompts:
         bins = [Bin([[row] for group in bin_.groups for row in group]) for bin_ in bins]
-    micro_batches = [pack_groups(rollout, bin_.groups, beginning) for bin_ in bins]
+    if compute.packing == "off" or not compute.shared_prompts:
+        beginning = 0
+    beginnings = [beginning] * len(bins)
+    if beginning is None:
+        found = common_beginning(rollout, rows)
+        pays = found >= SHARED_PROMPT_MIN_TOKENS
+        beginnings = [found if pays and len(bin_.groups) > 1 else 0 for bin_ in bins]
+    micro_batches = [pack_groups(rollout, bin_.groups, length) for bin_, length in zip(bins, beginnings)]
     for dummy in micro_batches[real:]:
         dummy.response_mask.zero_()  # a copy: the rollout keeps its mask
     if world.sp_group is not None:
-        contents = [(contents_of(rollout, bin_.groups), beginning) for bin_ in bins]
+        contents = [(contents_of(rollout, bin_.groups), length) for bin_, length in zip(bins, beginnings)]
         micro_batches = slices_of_all(micro_batches, contents, rollout.response_mask, world.sp_group)
     # Every rank has the same number, so all ranks reduce their gradients in the same backward.
     for micro in micro_batches[:-1]:

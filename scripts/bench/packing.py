@@ -2,6 +2,7 @@
 
 python scripts/bench/packing.py
 python scripts/bench/packing.py --budgets 4096 --dtype bfloat16        # on a GPU
+python scripts/bench/packing.py --beginning 200                        # all prompts with the same system prompt
 
 Models have random weights. The Llama has SmolLM2-135M's sizes. The hybrid has the same width and depth, and Qwen3.5's
 layers: three of gated DeltaNet, one of attention, and so on. Prompts and responses have GSM8K's lengths, 8 responses a
@@ -17,6 +18,7 @@ from typing import Literal
 
 import torch
 import tyro
+from pydantic import NonNegativeInt
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from update_mfu import SIZES, random_rollout, seconds
 
@@ -39,13 +41,15 @@ HYBRID = Qwen3_5TextConfig(
     vocab_size=LLAMA.vocab_size,
     tie_word_embeddings=True,
 )
-ROWS = (("llama", LLAMA, "on", True), ("llama", LLAMA, "on", False), ("llama", LLAMA, "off", False))
-ROWS += (("hybrid", HYBRID, "off", False),)
+ROWS = (("llama", LLAMA, "on", "shared"), ("llama", LLAMA, "on", "repeated"), ("llama", LLAMA, "off", "repeated"))
+ROWS += (("hybrid", HYBRID, "off", "repeated"),)
+WITH_BEGINNING = ("llama", LLAMA, "on", "shared, and so is what all begin with")
 
 
 @dataclasses.dataclass
 class Args:
     prompts: int = 4
+    beginning: NonNegativeInt = 0  # Tokens before each prompt that are the same for all of them.
     budgets: tuple[int, ...] = (4096,)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     steps: int = 5  # Updates that are measured, after one of warm-up.
@@ -54,6 +58,9 @@ class Args:
 def main(args: Args) -> None:
     world = placement.init(seed=0)
     batch = random_rollout(args.prompts, LLAMA.vocab_size, world.device)
+    system_prompt = torch.arange(args.beginning).tolist()
+    batch.prompt_ids = [system_prompt + ids for ids in batch.prompt_ids]
+    table = (WITH_BEGINNING, *ROWS) if args.beginning else ROWS
     rows = torch.arange(len(batch))
     trained = sum(map(len, batch.response_ids))
     policies = {}
@@ -65,39 +72,43 @@ def main(args: Args) -> None:
                 policy = model.load(folder, world, dtype, batching.Compute(packing=packing))
             policies[name, packing] = policy, torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
 
-    def update(policy, optimizer, compute: batching.Compute) -> None:
+    def packed(budget: int, packing: str, prompts: str) -> list[batching.MicroBatch]:
+        compute = batching.Compute(token_budget=budget, shared_prompts=prompts != "repeated", packing=packing)
+        beginning = args.beginning if prompts == WITH_BEGINNING[-1] else 0
+        return batching.pack(batch, rows, compute, world, beginning=beginning)
+
+    def update(policy, optimizer, *layout) -> None:
         """One optimizer step over all rows."""
-        for micro in batching.pack(batch, rows, compute, world):
+        for micro in packed(*layout):
             logprobs, _ = model.response_logprobs(policy, micro, 1.0)
             (logprobs * micro.response_mask).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def tokens_of(compute: batching.Compute, policy) -> int:
+    def tokens_of(policy, *layout) -> int:
         """The tokens that an update computes, padding included."""
         tokens = 0
-        for micro in batching.pack(batch, rows, compute, world):
+        for micro in packed(*layout):
             longest = max(prompt + length for prompt, lengths in micro.group_lengths for length in lengths)
             tokens += micro.input_ids.numel() if policy.packed else len(micro.rows) * longest
         return tokens
 
-    cases = list(product(ROWS, args.budgets))
+    cases = list(product(table, args.budgets))
     results = {case: [] for case in range(len(cases))}  # (tokens, seconds) of each update
     for step in range(args.steps + 1):
-        for case, ((name, _, packing, share), budget) in enumerate(cases):
-            compute = batching.Compute(token_budget=budget, shared_prompts=share, packing=packing)
-            work = partial(update, *policies[name, packing], compute)
-            spent = seconds(work, world.device)
+        for case, ((name, _, packing, prompts), budget) in enumerate(cases):
+            policy, optimizer = policies[name, packing]
+            layout = (budget, packing, prompts)
+            spent = seconds(partial(update, policy, optimizer, *layout), world.device)
             if step:
-                results[case].append((tokens_of(compute, policies[name, packing][0]), spent))
+                results[case].append((tokens_of(policy, *layout), spent))
     print(f"{trained} response tokens in {len(batch)} rows, {str(dtype).removeprefix('torch.')}\n")
     print("| model | packing | prompts | token budget | tokens computed | s | times the first row |")
     print("|---" * 7 + "|")
     first = {}  # token budget -> seconds of the first row
-    for case, ((name, _, packing, share), budget) in enumerate(cases):
+    for case, ((name, _, packing, prompts), budget) in enumerate(cases):
         tokens, spent = (statistics.median(values) for values in zip(*results[case]))
         first.setdefault(budget, spent)
-        prompts = "shared" if share else "repeated"
         figures = f"{tokens:,.0f} | {spent:.2f} | {spent / first[budget]:.2f}"
         print(f"| {name} | {packing} | {prompts} | {budget} | {figures} |")
     placement.finish(world)
